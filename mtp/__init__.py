@@ -1,0 +1,1 @@
+"""Native multi-token prediction: draft, verify, accept, roll back."""

@@ -1,0 +1,1 @@
+"""The node process: discovery, membership, trust, planning, supervision and HTTP."""

@@ -1,0 +1,1 @@
+"""Where a model runs: cards, cluster facts, the planner and the choice of drafter. Pure."""

@@ -1,0 +1,110 @@
+"""Every error a user can meet.
+
+    ExoNodeError
+    ├── InvalidRequest            a request that no retry will make right          400
+    │   ├── UnsupportedParameter  a field that this node does not implement        400
+    │   └── ContextLengthExceeded prompt + max_tokens over the model's context     400
+    ├── ModelNotFound             no card, folder or cached model has that id      404
+    ├── PlacementNotFound         no placement has that id                         404
+    ├── QueueFull                 too many requests are waiting                    429
+    ├── ModelLoading              the model is being loaded or downloaded          503
+    ├── InsufficientMemory        no allowed set of nodes can hold the model       503
+    ├── PeerLost                  a node or runner ended while it was needed       503
+    ├── LoadFailed                a runner could not load its stage                503
+    ├── InvalidCard               a model card breaks the schema
+    ├── InvalidCheckpoint         config.json or a safetensors file is malformed
+    ├── DownloadFailed            the hub could not be reached or refused
+    ├── InvalidFrame              a tensor frame is not what the stage expects
+    ├── Untrusted                 a peer showed no certificate of this cluster
+    └── InvalidSettings           a flag, variable or file of this node is wrong   exit 2
+
+Raised where the fault is detected, caught at the HTTP, gRPC and CLI edges only.
+"""
+
+
+class ExoNodeError(Exception):
+    """An error with a sentence for a person: what is wrong, in which field, and the remedy."""
+
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """`param` names the field, flag, variable, file or tensor at fault."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(ExoNodeError):
+    code = "invalid_value"
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ExoNodeError):
+    code = "model_not_found"
+
+
+class PlacementNotFound(ExoNodeError):
+    code = "placement_not_found"
+
+
+class QueueFull(ExoNodeError):
+    code = "queue_full"
+
+
+class ModelLoading(ExoNodeError):
+    code = "model_loading"
+
+
+class InsufficientMemory(ExoNodeError):
+    code = "insufficient_memory"
+
+
+class PeerLost(ExoNodeError):
+    code = "peer_lost"
+
+
+class LoadFailed(ExoNodeError):
+    code = "load_failed"
+
+
+class InvalidCard(ExoNodeError):
+    code = "invalid_card"
+
+
+class InvalidCheckpoint(ExoNodeError):
+    code = "invalid_checkpoint"
+
+
+class DownloadFailed(ExoNodeError):
+    code = "download_failed"
+
+
+class InvalidFrame(ExoNodeError):
+    code = "invalid_frame"
+
+
+class Untrusted(ExoNodeError):
+    code = "untrusted_peer"
+
+
+class InvalidSettings(ExoNodeError):
+    code = "invalid_settings"
+
+
+def _subclasses(kind: type[ExoNodeError]) -> list[type[ExoNodeError]]:
+    return [kind] + [deeper for sub in kind.__subclasses__() for deeper in _subclasses(sub)]
+
+
+def from_code(code: str, message: str, param: str | None) -> ExoNodeError:
+    """The error that another process raised, rebuilt from its wire form."""
+    for kind in _subclasses(ExoNodeError):
+        if kind.code == code:
+            return kind(message, param=param)
+    return ExoNodeError(message, param=param)

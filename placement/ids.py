@@ -1,0 +1,18 @@
+"""The names of things that several processes speak about."""
+
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+"""20 lower-case base32 characters: the head of SHA-256 over the node's public key."""
+
+ModelId = NewType("ModelId", str)
+"""What a request puts into `model`: a card's id, a folder's name or `owner/repository`."""
+
+PlacementId = NewType("PlacementId", str)
+RequestId = NewType("RequestId", str)
+
+Term = NewType("Term", int)
+"""Counts the heads of a cluster: a message of a lower term comes from a head that was replaced."""
+
+Attempt = NewType("Attempt", int)
+"""Counts the tries of one request: a stage that accepted n+1 refuses n and has freed its state."""

@@ -1,0 +1,1 @@
+"""Messages between nodes and runners, generated from `peer.proto`."""

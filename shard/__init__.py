@@ -1,0 +1,1 @@
+"""Sharded execution: checkpoints, stages, links, the text engine and the runner process."""
