@@ -1,0 +1,80 @@
+"""What a generation is asked for and what it reports; free of mlx, so that the node shares it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+AcceptanceRule = Literal["greedy", "ratio", "coupled"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The target distribution: filters at temperature 1 in mlx-lm's order, then temperature.
+
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 are off.
+    With `seed`, noise is keyed by absolute position, so the tokens do not depend on K.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def acceptance_rule(self) -> AcceptanceRule:
+        """How drafts are accepted, which decides what can be promised about the output."""
+        if self.greedy:
+            return "greedy"
+        return "ratio" if self.seed is None else "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward of the target: `rows` rows after `position` committed ones."""
+
+    position: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one verify emitted. `accepted` of the `drafted` tokens are among `tokens`.
+
+    `forward` is its entry in the schedule log: a resume that repeats (position, rows) repeats the
+    kernels and so the numbers.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """The final numbers of one answer; times in seconds, rates in tokens per second."""
+
+    drafter_kind: Literal["native_mtp", "none"]
+    num_draft_tokens: int
+    drafting_reason: str
+    acceptance_rule: AcceptanceRule
+    prompt_tokens: int
+    completion_tokens: int
+    spec_decode_rounds: int = 0
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    draft_k_histogram: tuple[int, ...] = field(default=())
+    prompt_tps: float = 0.0
+    generation_tps: float = 0.0
+    time_to_first_token_s: float = 0.0
+    peak_memory_bytes: int = 0
+    resumes: int = 0
+    resume_exact: bool = True

@@ -1,0 +1,82 @@
+"""One internal request and the events of its answer, whatever dialect the client speaks."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..mtp.types import FinishReason, Sampling
+from ..placement.ids import ModelId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request; `sampling` already holds the card's defaults.
+
+    `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
+    up to the end of the context.
+    """
+
+    id: RequestId
+    model: ModelId
+    messages: tuple[Mapping[str, Any], ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    num_draft_tokens: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt was rendered and tokenised."""
+
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Prompt rows done; also sent with `done == total`."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text (may be empty) and the ids emitted since the last delta."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end: `stats` is the `generation_stats` object of the API, JSON-ready."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    accepted_draft_tokens: int
+    stats: Mapping[str, Any]
+
+
+Event = Started | PrefillProgress | TextDelta | Finished
+
+
+class Chat(Protocol):
+    """What the HTTP layer needs of the node's chat service."""
+
+    def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
+        """The card's sampling defaults under the fields that the request gave.
+
+        Raises ModelNotFound.
+        """
+        ...
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """The answer. Closing the iterator (`aclose`) cancels it on every stage.
+
+        Raises ExoNodeError of the kinds that `placement.errors` lists, before or between events.
+        """
+        ...
