@@ -950,21 +950,17 @@ class Prefill(_message.Message):
 
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
-    FORWARDS_FIELD_NUMBER: _builtins.int
     done: _builtins.int
     total: _builtins.int
-    @_builtins.property
-    def forwards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forward]: ...
     def __init__(
         self,
         *,
         done: _builtins.int = ...,
         total: _builtins.int = ...,
-        forwards: _abc.Iterable[Global___Forward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "forwards", b"forwards", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,31 +992,33 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class Round(_message.Message):
-    """What one verify emitted, with the forward that made it: the unit of the schedule log."""
+    """What one verify emitted, with the forward that made it: the unit of the schedule log. The first
+    round's forward is the last prefill chunk; the chunks before it follow from `prefill_chunk`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
-    FORWARDS_FIELD_NUMBER: _builtins.int
+    FORWARD_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     accepted: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def forwards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forward]: ...
+    def forward(self) -> Global___Forward: ...
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
-        forwards: _abc.Iterable[Global___Forward] | None = ...,
+        forward: Global___Forward | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "forwards", b"forwards", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "forward", b"forward", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1028,7 +1026,7 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class Forward(_message.Message):
-    """One forward of the target: replaying the same (position, rows) repeats the same kernels."""
+    """One forward of the target: repeating (position, rows) repeats its kernels."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,54 @@
+"""Turns logits into tokens, drafts into verdicts: greedy, by ratio, or coupled by a seed."""
+
+from typing import assert_never
+
+import mlx.core as mx
+
+from .accept import Verdict, accept_by_ratio, accept_matching
+from .sampling import Noise, TargetDistribution, greedy_token
+from .seams import Drafts
+from .types import Sampling
+
+
+class Chooser:
+    """One request's way of choosing. `entropy` seeds requests that gave no seed of their own."""
+
+    def __init__(
+        self, sampling: Sampling, entropy: int, special_tokens: tuple[int, ...] = ()
+    ) -> None:
+        self._rule = sampling.acceptance_rule
+        noise = Noise(entropy if sampling.seed is None else sampling.seed)
+        self._distribution = TargetDistribution(sampling, noise, special_tokens)
+
+    def token(self, logits: mx.array, position: int) -> mx.array:
+        """The target's token (1,) at `position` from its logits (1, V)."""
+        return self._targets(logits, position).astype(mx.int32)
+
+    def draft(self, logits: mx.array, position: int) -> Drafts:
+        """One drafted token from the draft head's logits (1, V)."""
+        if self._rule == "greedy":
+            return Drafts(greedy_token(logits).astype(mx.int32), None)
+        log_q = self._distribution.log_probabilities(logits, position)
+        return Drafts(self._distribution.draw(log_q, position).astype(mx.int32), log_q)
+
+    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
+        """The verdict over logits (K+1, V); `position` is that of the first draft."""
+        if drafts is None:
+            return Verdict(mx.array(0, dtype=mx.int32), self.token(logits, position))
+        match self._rule:
+            case "greedy" | "coupled":
+                return accept_matching(self._targets(logits, position), drafts.tokens)
+            case "ratio":
+                assert drafts.log_probabilities is not None
+                log_p = self._distribution.log_probabilities(logits, position)
+                noise = self._distribution.noise
+                log_q = drafts.log_probabilities
+                return accept_by_ratio(log_p, log_q, drafts.tokens, noise, position)
+            case _:
+                assert_never(self._rule)
+
+    def _targets(self, logits: mx.array, position: int) -> mx.array:
+        if self._rule == "greedy":
+            return greedy_token(logits)
+        log_p = self._distribution.log_probabilities(logits, position)
+        return self._distribution.draw(log_p, position)

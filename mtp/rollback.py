@@ -1,0 +1,155 @@
+"""Taking rows back from a model's caches, bit for bit as if they had never been written.
+
+Attention caches are trimmed. A recurrent layer keeps no past: during a forward of several rows it
+records the inputs of its recurrence (the tape), and the first m rows are replayed from the state
+before. The recurrence is sequential in float32, so the replay repeats the same operations.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
+
+MAX_TAPE_ROWS = 64
+"""Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
+
+Restore = Callable[[int], list[mx.array | None]]
+
+
+class TapedCache(ArraysCache):
+    """A recurrent layer's state, and how to get back to an earlier row of the last forward."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._tape: tuple[int, Restore] | None = None
+
+    def record(self, rows: int, restore: Restore) -> None:
+        """`restore(m)` gives the state after the first m of the `rows` rows just written."""
+        self._tape = (rows, restore)
+
+    def forget(self) -> None:
+        self._tape = None
+
+    def rollback(self, rows: int) -> None:
+        """Drops the last `rows` rows. Once per forward."""
+        if self._tape is None or rows > self._tape[0]:
+            raise AssertionError(f"cannot take {rows} rows back: the tape does not reach that far")
+        written, restore = self._tape
+        self.cache = restore(written - rows)
+        self._tape = None
+
+
+class TapedGatedDeltaNet(GatedDeltaNet):
+    """mlx-lm's layer, unchanged in its numbers, that records a tape where its cache takes one."""
+
+    def __call__(
+        self, inputs: mx.array, mask: mx.array | None = None, cache: ArraysCache | None = None
+    ) -> mx.array:
+        if not isinstance(cache, TapedCache):
+            return super().__call__(inputs, mask, cache)
+        rows = inputs.shape[1]
+        if rows == 1 or rows > MAX_TAPE_ROWS:
+            before = list(cache.cache)
+            out = super().__call__(inputs, mask, cache)
+            if rows == 1:
+                cache.record(1, lambda _kept: before)
+            else:
+                cache.forget()
+            return out
+        return self._taped(inputs, cache)
+
+    def _taped(self, inputs: mx.array, cache: TapedCache) -> mx.array:
+        batch, rows, _ = inputs.shape
+        width = self.conv_kernel_size - 1
+        qkv = self.in_proj_qkv(inputs)
+        z = self.in_proj_z(inputs).reshape(batch, rows, self.num_v_heads, self.head_v_dim)
+        b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
+        conv_state, state = cache[0], cache[1]
+        if conv_state is None:
+            conv_state = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
+        conv_input = mx.concatenate([conv_state, qkv], axis=1)
+        q, k, v = self._split_heads(nn.silu(self.conv1d(conv_input)), batch, rows)
+
+        def recur(upto: int) -> tuple[mx.array, mx.array]:
+            return gated_delta_update(
+                q[:, :upto],
+                k[:, :upto],
+                v[:, :upto],
+                a[:, :upto],
+                b[:, :upto],
+                self.A_log,
+                self.dt_bias,
+                state,
+                None,
+                use_kernel=not self.training,
+            )
+
+        def restore(kept: int) -> list[mx.array | None]:
+            if kept == 0:
+                return [conv_state, state]
+            return [mx.contiguous(conv_input[:, kept : kept + width]), recur(kept)[1]]
+
+        out, cache[1] = recur(rows)
+        cache[0] = mx.contiguous(conv_input[:, -width:])
+        cache.record(rows, restore)
+        cache.advance(rows)
+        return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
+
+    def _split_heads(
+        self, conv_out: mx.array, batch: int, rows: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        q, k, v = mx.split(conv_out, [self.key_dim, 2 * self.key_dim], -1)
+        q = q.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
+        k = k.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
+        v = v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
+        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+        return q, k, v
+
+
+def tape_recurrent_layers(model: nn.Module) -> None:
+    """Makes every gated-delta layer of a loaded model able to roll back; weights stay as they are.
+
+    Instances change class rather than the class its methods: another model in the process, or
+    another patch, is not touched.
+    """
+    for _, module in model.named_modules():
+        if type(module) is GatedDeltaNet:
+            module.__class__ = TapedGatedDeltaNet
+
+
+def with_tapes(caches: Sequence[object]) -> list[object]:
+    """A fresh cache list in which the recurrent entries take tapes."""
+    return [TapedCache(len(c.cache)) if type(c) is ArraysCache else c for c in caches]
+
+
+def can_roll_back(caches: Sequence[object]) -> bool:
+    """Whether every layer's cache is of a kind that `rollback` takes rows back from."""
+    return all(isinstance(cache, TapedCache) or type(cache) is KVCache for cache in caches)
+
+
+def rollback(caches: Sequence[object], rows: int) -> None:
+    """Drops the last `rows` rows, all of which the last forward wrote, from every layer."""
+    for cache in caches:
+        if isinstance(cache, TapedCache):
+            cache.rollback(rows)
+        elif type(cache) is KVCache:
+            dropped = cache.trim(rows)
+            if dropped != rows:
+                raise AssertionError(f"asked to drop {rows} rows of {dropped}")
+        else:
+            raise AssertionError(f"{type(cache).__name__} cannot be rolled back")
+
+
+def cache_arrays(caches: Sequence[object]) -> list[mx.array]:
+    """Every array that the caches hold, to be evaluated or measured."""
+    arrays: list[mx.array] = []
+    for cache in caches:
+        if isinstance(cache, ArraysCache):
+            arrays += [array for array in cache.cache if array is not None]
+            continue
+        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+        arrays += [array for array in (keys, values) if isinstance(array, mx.array)]
+    return arrays

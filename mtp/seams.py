@@ -1,0 +1,94 @@
+"""The three seams of the loop: what verifies, what drafts, and what ends an answer."""
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from .types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Yielded by a generation that can go on only after another thread finished `future`.
+
+    Whoever drives the generation may run others in the meantime and resumes it afterwards. The
+    future's result is read by the one who yielded it.
+    """
+
+    future: "Future[object]"
+
+
+class Block(NamedTuple):
+    """What one forward of the target gives."""
+
+    logits: mx.array  # (rows or 1, vocabulary)
+    hidden: mx.array | None  # (1, rows, hidden_size) as the draft head wants it, if one was asked
+
+
+class Drafts(NamedTuple):
+    """K drafted tokens and, where acceptance needs them, the log-probabilities they came from."""
+
+    tokens: mx.array  # (K,)
+    log_probabilities: mx.array | None  # (K, vocabulary)
+
+
+class Verifier(Protocol):
+    """The target model with the state of one request. Rows are appended, then some rolled back."""
+
+    overlaps: bool
+    """Whether a forward may be issued for a token that is not computed yet (lazy evaluation)."""
+
+    @property
+    def position(self) -> int:
+        """Rows in the caches."""
+        ...
+
+    def forward(self, tokens: mx.array, *, last_only: bool) -> Generator[Wait, None, Block]:
+        """Appends (rows,) ids. `last_only`: logits of the last row only, as in prefill.
+
+        The result is lazy where the verifier is local. Raises PeerLost where it is not.
+        """
+        ...
+
+    def rollback(self, rows: int) -> None:
+        """Drops the last `rows` rows, which the last forward must have appended."""
+        ...
+
+    def settle(self) -> list[mx.array]:
+        """The arrays to evaluate so that no graph reaches back over a prefill chunk."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens and learns which rows were committed."""
+
+    k: int
+    """Drafts per round; 0: none."""
+
+    def draft(self, k: int, position: int) -> Drafts:
+        """`k` >= 1 tokens for the positions from `position` on; lazy, evaluation under way."""
+        ...
+
+    def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
+        """Committed rows: hidden (1, n, hidden_size) and the token (n,) that follows each."""
+        ...
+
+    def settle(self) -> list[mx.array]:
+        """As `Verifier.settle`, for the drafter's own cache."""
+        ...
+
+
+class Ending(Protocol):
+    """Sees each token as plain decoding would emit it and says when the answer is over."""
+
+    def push(self, token: int) -> FinishReason | None:
+        """None while the answer goes on; `token` is part of the answer in any case."""
+        ...
+
+
+def as_row(tokens: Sequence[int]) -> mx.array:
+    """Ids as the (rows,) int32 array that `Verifier.forward` takes."""
+    return mx.array(tokens, dtype=mx.int32)

@@ -1,0 +1,82 @@
+"""Counts what a generation did and turns it into `GenerationStats`."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .types import GenerationStats, Round, Sampling
+
+
+class StatsCollector:
+    """Fed with an answer's steps in order; the clock is handed in (seconds)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begun = clock()
+        self._first: float | None = None
+        self._last = self._begun
+        self._tokens = 0
+        self._tokens_of_first = 0
+        self._rounds = 0
+        self._drafted = 0
+        self._accepted = 0
+        self._per_position: list[int] = []
+        self._k_histogram: list[int] = []
+
+    def add(self, round_: Round) -> None:
+        """Call when the round's tokens are about to be handed out."""
+        self._last = self._clock()
+        self._tokens += len(round_.tokens)
+        if self._first is None:
+            self._first = self._last
+            self._tokens_of_first = len(round_.tokens)
+            return
+        _bump(self._k_histogram, round_.drafted)
+        if round_.drafted == 0:
+            return
+        self._rounds += 1
+        self._drafted += round_.drafted
+        self._accepted += round_.accepted
+        for position in range(round_.accepted):
+            _bump(self._per_position, position)
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._tokens
+
+    def finish(
+        self, *, prompt_tokens: int, sampling: Sampling, k: int, reason: str, resumes: int = 0
+    ) -> GenerationStats:
+        """`k` is what was asked for (0: none, because of `reason`)."""
+        first = self._last if self._first is None else self._first
+        to_first, decoding = first - self._begun, self._last - first
+        width = k if k else 0
+        return GenerationStats(
+            drafter_kind="native_mtp" if k else "none",
+            num_draft_tokens=k,
+            drafting_reason=reason,
+            acceptance_rule=sampling.acceptance_rule,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._tokens,
+            spec_decode_rounds=self._rounds,
+            proposed_draft_tokens=self._drafted,
+            accepted_draft_tokens=self._accepted,
+            accepted_per_position=tuple(_padded(self._per_position, width)),
+            draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
+            prompt_tps=prompt_tokens / to_first if to_first > 0 else 0.0,
+            generation_tps=(
+                (self._tokens - self._tokens_of_first) / decoding if decoding > 0 else 0.0
+            ),
+            time_to_first_token_s=to_first,
+            peak_memory_bytes=mx.get_peak_memory(),
+            resumes=resumes,
+        )
+
+
+def _bump(counts: list[int], index: int) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += 1
+
+
+def _padded(counts: list[int], width: int) -> list[int]:
+    return counts + [0] * (width - len(counts))
