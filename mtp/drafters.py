@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from .chooser import Chooser
+from .rollback import cache_arrays
 from .seams import Drafts
 
 
@@ -21,7 +22,7 @@ class NoDrafter:
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         del hidden, tokens
 
-    def settle(self) -> list[mx.array]:
+    def arrays(self) -> list[mx.array]:
         return []
 
 
@@ -84,11 +85,9 @@ class NativeDrafter:
         self._evaluate(joined.tokens)
         return joined
 
-    def settle(self) -> list[mx.array]:
-        _ = self._append_pending()
-        if self.cache.keys is None or self.cache.values is None:
-            return []
-        return [self.cache.keys, self.cache.values]
+    def arrays(self) -> list[mx.array]:
+        pending = [] if self._pending is None else [self._pending[0]]
+        return [*cache_arrays([self.cache]), *pending]
 
     def _append_pending(self) -> mx.array | None:
         """One forward over the rows committed since the last; its last row (1, 1, H), if any."""

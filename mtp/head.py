@@ -1,4 +1,4 @@
-"""The multi-token-prediction head of Qwen3-Next, 3.5 and 3.6: one decoder layer over (hidden, token).
+"""The multi-token-prediction head of Qwen3-Next, 3.5 and 3.6.
 
 For row i, with the target's hidden H_i and the next token t: x = fc([norm(embed(t)); norm(H_i)]),
 one full-attention decoder layer, y = norm(x). The shared lm_head of y predicts the token after t;
@@ -25,7 +25,7 @@ class MtpHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
-        """(1, n, H) hidden and embedding of the following tokens -> (1, n, H), appended to cache."""
+        """(1, n, H) hidden and embedding of the following tokens -> (1, n, H), cached."""
         parts = [self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
         x = self.layers[0](x, mask=create_attention_mask(x, cache), cache=cache)

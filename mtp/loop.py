@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .chooser import Chooser
-from .seams import Block, Drafter, Ending, Verifier, Wait, as_row
+from .seams import Block, Drafter, Ending, Verifier, Wait, Want, as_row
 from .types import FinishReason, Forward, Round
 
 CLEAR_EVERY = 256
@@ -77,10 +77,11 @@ class Generation:
         for start in range(0, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
             rows = as_row(prompt[start:end])
-            block = yield from self._verifier.forward(rows, last_only=True)
+            want: Want = "last" if end == len(prompt) else "none"
+            block = yield from self._verifier.forward(rows, want=want)
             if end < len(prompt):
                 self._drafter.observe(block.hidden, as_row(prompt[start + 1 : end + 1]))
-                mx.eval(self._verifier.settle(), self._drafter.settle())
+                mx.eval(self._verifier.arrays(), self._drafter.arrays())
                 mx.clear_cache()
                 yield Prefilled(end, len(prompt))
                 continue
@@ -100,7 +101,7 @@ class Generation:
         k = min(self._drafter.k, self._task.max_tokens - self._emitted - 1)
         drafts = self._drafter.draft(k, start + 1) if k > 0 else None
         rows = token if drafts is None else mx.concatenate([token, drafts.tokens])
-        block = yield from self._verifier.forward(rows, last_only=False)
+        block = yield from self._verifier.forward(rows, want="all")
         verdict = self._chooser.judge(block.logits, drafts, start + 1)
         accepted, ids = verdict.read()
         reason, ids = self._cut(ids)
@@ -126,7 +127,7 @@ class Generation:
             ahead = self._emitted + 1 < self._task.max_tokens
             upcoming, start = token, self._verifier.position
             if ahead:
-                block = yield from self._verifier.forward(token, last_only=False)
+                block = yield from self._verifier.forward(token, want="all")
                 upcoming = self._chooser.token(block.logits, start + 1)
                 mx.async_eval(upcoming)
             [emitted] = token.tolist()
@@ -149,9 +150,9 @@ class Generation:
             # What the rejected rows held cannot matter: only their number chose the kernels.
             padding = [0] * (rows - kept)
             ids = [*token.tolist(), *recorded.tokens[:-1], *padding]
-            block = yield from self._verifier.forward(as_row(ids), last_only=False)
+            block = yield from self._verifier.forward(as_row(ids), want="all")
             self._commit(block, as_row(recorded.tokens), rows, kept)
-            mx.eval(self._verifier.settle(), self._drafter.settle())
+            mx.eval(self._verifier.arrays(), self._drafter.arrays())
             reason, _ = self._cut(list(recorded.tokens))
             token = as_row(recorded.tokens[-1:])
         return reason

@@ -3,11 +3,14 @@
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from .types import FinishReason
+
+Want = Literal["all", "last", "none"]
+"""The rows of a forward whose logits are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Wait:
 class Block(NamedTuple):
     """What one forward of the target gives."""
 
-    logits: mx.array  # (rows or 1, vocabulary)
+    logits: mx.array  # (rows, 1 or 0, vocabulary)
     hidden: mx.array | None  # (1, rows, hidden_size) as the draft head wants it, if one was asked
 
 
@@ -46,10 +49,11 @@ class Verifier(Protocol):
         """Rows in the caches."""
         ...
 
-    def forward(self, tokens: mx.array, *, last_only: bool) -> Generator[Wait, None, Block]:
-        """Appends (rows,) ids. `last_only`: logits of the last row only, as in prefill.
+    def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
+        """Appends (rows,) ids and gives the logits of the rows that are wanted.
 
-        The result is lazy where the verifier is local. Raises PeerLost where it is not.
+        A prompt's last chunk wants the last row, the chunks before it none: a verifier over several
+        nodes then returns at once, with whatever the logits hold. The result is lazy where the verifier is local. Raises PeerLost where it is not.
         """
         ...
 
@@ -57,8 +61,8 @@ class Verifier(Protocol):
         """Drops the last `rows` rows, which the last forward must have appended."""
         ...
 
-    def settle(self) -> list[mx.array]:
-        """The arrays to evaluate so that no graph reaches back over a prefill chunk."""
+    def arrays(self) -> list[mx.array]:
+        """What the request holds in memory here; evaluating it ends the graph behind it."""
         ...
 
 
@@ -76,8 +80,8 @@ class Drafter(Protocol):
         """Committed rows: hidden (1, n, hidden_size) and the token (n,) that follows each."""
         ...
 
-    def settle(self) -> list[mx.array]:
-        """As `Verifier.settle`, for the drafter's own cache."""
+    def arrays(self) -> list[mx.array]:
+        """As `Verifier.arrays`, for the drafter's own state."""
         ...
 
 

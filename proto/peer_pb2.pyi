@@ -42,6 +42,30 @@ DTYPE_BFLOAT16: Dtype.ValueType  # 2
 DTYPE_FLOAT16: Dtype.ValueType  # 3
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
+class _Reply:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPLY_UNSPECIFIED: _Reply.ValueType  # 0
+    REPLY_ALL: _Reply.ValueType  # 1
+    REPLY_LAST: _Reply.ValueType  # 2
+    """the end of a prompt"""
+    REPLY_NONE: _Reply.ValueType  # 3
+    """a chunk before it: the next one may follow at once"""
+
+class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
+    """Which rows the generator wants back from the last stage."""
+
+REPLY_UNSPECIFIED: Reply.ValueType  # 0
+REPLY_ALL: Reply.ValueType  # 1
+REPLY_LAST: Reply.ValueType  # 2
+"""the end of a prompt"""
+REPLY_NONE: Reply.ValueType  # 3
+"""a chunk before it: the next one may follow at once"""
+Global___Reply: _TypeAlias = Reply  # noqa: Y015
+
 @_typing.final
 class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -536,24 +560,24 @@ class ConnectRequest(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
-    NODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     host: _builtins.str
     """the next stage's runner"""
     port: _builtins.int
-    node: _builtins.str
-    """the id its certificate must carry"""
+    name: _builtins.str
+    """what its certificate must carry"""
     def __init__(
         self,
         *,
         placement: _builtins.str = ...,
         host: _builtins.str = ...,
         port: _builtins.int = ...,
-        node: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "node", b"node", "placement", b"placement", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "name", b"name", "placement", b"placement", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -632,7 +656,7 @@ class Hidden(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    TAIL_ONLY_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     position: _builtins.int
@@ -644,8 +668,7 @@ class Hidden(_message.Message):
     """bytes of the block before this frame"""
     data: _builtins.bytes
     """at most 1 MiB"""
-    tail_only: _builtins.bool
-    """the generator wants only the last row back (prefill); false: all"""
+    reply: Global___Reply.ValueType
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """(1, rows, hidden_size) of the whole block"""
@@ -665,11 +688,11 @@ class Hidden(_message.Message):
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
-        tail_only: _builtins.bool = ...,
+        reply: Global___Reply.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tail_only", b"tail_only", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,13 +6,13 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..mtp.rollback import cache_arrays, can_roll_back, rollback
-from ..mtp.seams import Block, Wait
+from ..mtp.seams import Block, Wait, Want
 
 
 class Target(Protocol):
     """A whole model: ids in, logits and perhaps hidden out."""
 
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, last_only: bool) -> Block:
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
         """Ids (rows,) appended to the caches; lazy."""
         ...
 
@@ -31,14 +31,14 @@ class LocalVerifier:
     def position(self) -> int:
         return self._rows
 
-    def forward(self, tokens: mx.array, *, last_only: bool) -> Generator[Wait, None, Block]:
+    def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
         self._rows += tokens.shape[0]
-        return self._target.forward(tokens, self._caches, last_only=last_only)
+        return self._target.forward(tokens, self._caches, want=want)
         yield  # a generator that never waits: everything is in this process
 
     def rollback(self, rows: int) -> None:
         rollback(self._caches, rows)
         self._rows -= rows
 
-    def settle(self) -> list[mx.array]:
+    def arrays(self) -> list[mx.array]:
         return cache_arrays(self._caches)

@@ -1,0 +1,228 @@
+"""The engine of a generator: drives one answer from ids to text and its final stats."""
+
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from ..mtp.chooser import Chooser
+from ..mtp.drafters import NativeDrafter, NoDrafter
+from ..mtp.family import Family, family_of
+from ..mtp.head import MtpHead
+from ..mtp.loop import Generation, Prefilled, Steps, Task
+from ..mtp.probe import greedy_identity
+from ..mtp.seams import Block, Drafter, Verifier, Wait, Want
+from ..mtp.stats import StatsCollector
+from ..mtp.types import FinishReason, GenerationStats, Round, Sampling
+from ..placement.errors import ContextLengthExceeded, InvalidRequest
+from .local import LocalVerifier, Target
+from .pipeline import Link, PipelineVerifier
+from .stage_model import StageModel
+from .text import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request whose prompt is tokenised. `k` 0 drafts nothing, because of `drafting_reason`."""
+
+    request: str
+    attempt: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    stop: Sequence[str]
+    k: int
+    drafting_reason: str
+    replay: Sequence[Round] = ()
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One round and the text that became certain with it."""
+
+    round: Round
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end, with the text that was held back until now."""
+
+    reason: FinishReason
+    text: str
+    stats: GenerationStats
+    identity: str
+
+
+EngineEvent = Prefilled | Delta | Done
+
+
+class FamilyTarget:
+    """A model whose family gives hidden states: logits are computed for the wanted rows only."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        hidden = self._family.hidden(tokens[None], caches)
+        rows = hidden if want == "all" else hidden[:, -1:]
+        return Block(self._family.logits(rows)[0], hidden)
+
+
+class WholeTarget:
+    """Any other model: one call gives logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        ids = tokens[None]
+        if want != "all" and ids.shape[1] > 1:
+            # Logits of every row of a chunk would cost more than one more row does.
+            self._model(ids[:, :-1], cache=caches)
+            ids = ids[:, -1:]
+        return Block(self._model(ids, cache=caches)[0], None)
+
+
+class TextEngine:
+    """Answers requests on the generator. Everything but `encode` runs on the compute thread."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        stage: StageModel,
+        *,
+        dtype: str,
+        context_length: int,
+        prefill_chunk: int,
+        async_draft_eval: bool,
+        head: MtpHead | None,
+        max_k: int,
+        link: Link | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`link` leads to the other stages; None when this stage is the whole model."""
+        self._codec = codec
+        self._stage = stage
+        self._dtype = dtype
+        self._context_length = context_length
+        self._prefill_chunk = prefill_chunk
+        self._async_draft_eval = async_draft_eval
+        self._head = head
+        self._max_k = max_k if head is not None else 0
+        self._special_tokens = codec.special_tokens
+        self._link = link
+        self._clock = clock
+        self._family = family_of(stage.model) if link is None else None
+        self._target: Target = (
+            WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
+        )
+        self._live: dict[str, Callable[[], list[mx.array]]] = {}
+        self.identity = "off"
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Any thread. Raises InvalidRequest."""
+        return self._codec.encode_chat(messages)
+
+    def budget(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The number of tokens to generate at most; `max_tokens` 0 means up to the context's end.
+
+        Raises ContextLengthExceeded, and InvalidRequest for a prompt of no tokens.
+        """
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens", param="messages")
+        room = self._context_length - prompt_tokens
+        if room < 1 or max_tokens > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {max_tokens}, but "
+                f"this model's context holds {self._context_length}; shorten the messages or lower "
+                "max_tokens",
+                param="messages" if room < 1 else "max_tokens",
+            )
+        return max_tokens or room
+
+    def probe(self, vocabulary: int) -> None:
+        """Measures `identity` for the largest K, which also warms the kernels up."""
+        if self._max_k:
+            self.identity = greedy_identity(
+                self._target.forward, self._stage.make_caches, vocabulary, self._max_k
+            )
+
+    def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
+        """Drives one answer; closing the generator frees its state here and on every stage."""
+        if request.k > self._max_k:
+            raise InvalidRequest(
+                f"num_draft_tokens {request.k} is over this runner's {self._max_k}",
+                param="num_draft_tokens",
+            )
+        stats = StatsCollector(self._clock)
+        text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
+        chooser = Chooser(request.sampling, secrets.randbits(63), self._special_tokens)
+        verifier = self._verifier(request)
+        drafter = self._drafter(chooser, request.k)
+        task = Task(request.prompt, request.max_tokens, self._prefill_chunk, request.replay)
+        steps = Generation(task, verifier, drafter, chooser, text).steps()
+        self._live[request.request] = lambda: verifier.arrays() + drafter.arrays()
+        try:
+            reason = yield from _with_text(steps, stats, text)
+            final = stats.finish(
+                prompt_tokens=len(request.prompt),
+                sampling=request.sampling,
+                k=request.k,
+                reason=request.drafting_reason,
+                resumes=request.attempt - 1,
+            )
+            yield Done(reason, text.finish(), final, self.identity if request.k else "off")
+        finally:
+            del self._live[request.request]
+            if self._link is not None:
+                self._link.release(request.request, request.attempt)
+            del verifier, drafter, steps
+            mx.clear_cache()
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._live)
+
+    def cache_bytes(self) -> int:
+        """Bytes of KV and recurrent state of all live requests on this stage."""
+        return sum(array.nbytes for arrays in self._live.values() for array in arrays())
+
+    def _verifier(self, request: EngineRequest) -> Verifier:
+        if self._link is None:
+            return LocalVerifier(self._target, self._stage.make_caches())
+        return PipelineVerifier(
+            self._stage, self._link, request.request, request.attempt, self._dtype
+        )
+
+    def _drafter(self, chooser: Chooser, k: int) -> Drafter:
+        if k == 0:
+            return NoDrafter()
+        assert self._head is not None and self._family is not None
+        return NativeDrafter(
+            self._head,
+            self._family.embed,
+            self._family.logits,
+            chooser,
+            k,
+            overlap=self._async_draft_eval,
+        )
+
+
+def _with_text(
+    steps: Steps, stats: StatsCollector, text: Any
+) -> Generator[Wait | EngineEvent, None, FinishReason]:
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return end.value
+        if isinstance(step, Round):
+            stats.add(step)
+            yield Delta(step, text.take())
+        else:
+            yield step

@@ -1,0 +1,158 @@
+"""Loads what one stage's specification asks for, on the compute thread."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from ..mtp.family import family_of
+from ..mtp.head import MtpHead
+from ..mtp.weights import HeadSource, HeadUnusable, load_head
+from ..placement.errors import InvalidCheckpoint
+from ..proto import peer_pb2 as pb
+from .checkpoint import Checkpoint, read_checkpoint, text_config
+from .frames import Expectation
+from .head_tensors import HeadFound, HeadMissing, find_head
+from .stage_model import StageModel, load_whole_or_stage
+from .text import TextCodec
+from .wire import DTYPES
+
+Report = Callable[[pb.LoadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A stage in memory. `codec` and `head` belong to the generator; `head_state` says why not."""
+
+    model: StageModel
+    expected: Expectation
+    vocabulary: int
+    codec: TextCodec | None
+    head: MtpHead | None
+    head_state: str
+    weight_bytes: int
+    head_bytes: int
+    checkpoint_bytes_read: int
+
+
+def load(spec: pb.StageSpec, report: Report) -> Loaded:
+    """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
+
+    Raises InvalidCheckpoint and LoadFailed.
+    """
+    _limit_memory(spec.memory_limit_bytes)
+    checkpoint = read_checkpoint(Path(spec.path))
+    if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
+            "config.json or safetensors headers are not the same; download the same revision"
+        )
+    before = _bytes_read()
+    generator = spec.stage == 0
+    dtype = DTYPES[spec.dtype]
+
+    def progress(done: int, total: int) -> None:
+        report(pb.LoadProgress(step="reading", done=done, total=total))
+
+    model, weight_bytes = load_whole_or_stage(
+        checkpoint.folder,
+        spec.first_layer,
+        spec.end_layer,
+        dtype,
+        outer=generator,
+        progress=progress,
+    )
+    stage = StageModel(model, spec.first_layer, spec.end_layer)
+    head, head_state, head_bytes = None, spec.mtp_off_reason, 0
+    if generator and spec.native_mtp:
+        head, head_state = _load_head(spec, checkpoint, stage, dtype)
+        head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
+    read = _bytes_read() - before
+    config = text_config(checkpoint.config)
+    return Loaded(
+        model=stage,
+        expected=_expectation(spec, config),
+        vocabulary=int(config["vocab_size"]),
+        codec=TextCodec.load(checkpoint.folder) if generator else None,
+        head=head,
+        head_state=head_state,
+        weight_bytes=weight_bytes,
+        head_bytes=head_bytes,
+        checkpoint_bytes_read=read,
+    )
+
+
+def _load_head(
+    spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
+) -> tuple[MtpHead | None, str]:
+    family = family_of(stage.model)
+    if family is None:
+        return None, f"no draft head is implemented for {type(stage.model).__module__}"
+    if spec.mtp_hidden != family.hidden_kind:
+        return None, (
+            f"the card's native_mtp.hidden is {spec.mtp_hidden!r} but this family's head is fed "
+            f"{family.hidden_kind!r}; correct the card"
+        )
+    found = find_head(checkpoint)
+    if isinstance(found, HeadMissing):
+        return None, found.reason
+    source = HeadSource(_head_arrays(checkpoint, found), _backbone_is_raw(checkpoint, found))
+    quantization = checkpoint.config.get("quantization") or {}
+    sizes = {k: quantization[k] for k in ("group_size", "bits") if k in quantization}
+    head = load_head(family.make_head(), source, dtype, sizes)
+    if isinstance(head, HeadUnusable):
+        return None, head.reason
+    return head, "loaded"
+
+
+def _head_arrays(checkpoint: Checkpoint, found: HeadFound) -> dict[str, mx.array]:
+    files: dict[str, dict[str, mx.array]] = {}
+    arrays: dict[str, mx.array] = {}
+    for canonical, tensor in found.tensors.items():
+        if tensor.file not in files:  # lazy: opening a file reads its header only
+            files[tensor.file] = mx.load(str(checkpoint.folder / tensor.file))
+        arrays[canonical] = files[tensor.file][tensor.name]
+    return arrays
+
+
+def _backbone_is_raw(checkpoint: Checkpoint, found: HeadFound) -> bool | None:
+    """mlx-lm's own sign of an original checkpoint: conv1d kernels in PyTorch's layout."""
+    if not found.shares_file_with_backbone:
+        return None
+    kernels = [t for name, t in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
+    return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
+
+
+def _expectation(spec: pb.StageSpec, sizes: Mapping[str, Any]) -> Expectation:
+    return Expectation(
+        placement=spec.placement,
+        # What comes round the ring is meant for the generator under the number after the last.
+        stage=spec.stage or spec.num_stages,
+        dtype=spec.dtype,
+        hidden_size=int(sizes["hidden_size"]),
+        max_rows=spec.prefill_chunk,
+        context_length=spec.context_length,
+        vocabulary=int(sizes["vocab_size"]),
+    )
+
+
+def _parameters(head: MtpHead) -> list[mx.array]:
+    return [parameter for _, parameter in tree_flatten(head.parameters())]
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    if limit_bytes:
+        mx.set_memory_limit(limit_bytes)
+    if mx.metal.is_available():
+        # As mlx-lm does: weights that macOS may page out make every token wait for the disk.
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+def _bytes_read() -> int:
+    """Bytes this process has read from files; 0 where the system does not count them (macOS)."""
+    process = psutil.Process()
+    return process.io_counters().read_chars if hasattr(process, "io_counters") else 0

@@ -1,0 +1,225 @@
+"""The runner process: one stage of one placement, a supervised child of its node.
+
+Started as `python -P -m exo_node.shard.runner FD` with one inherited socket. It reads its start
+message there, reports progress and readiness, and ends with the socket, whatever it is doing.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+import mlx.core as mx
+
+from ..placement.errors import ExoNodeError
+from ..proto import peer_pb2 as pb
+from ..proto import peer_pb2_grpc
+from .compute import ComputeThread
+from .engine import TextEngine
+from .links import SERVER_OPTIONS, Ring
+from .load import Loaded, load
+from .runner_services import GeneratorService, NextStage, StageService
+from .stage import StageWorker
+
+log = logging.getLogger(__name__)
+STATE_EVERY_S = 0.25
+
+
+class Parent:
+    """The socket to the node. Messages are protobuf behind a four-byte big-endian length."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def receive(self) -> pb.ToRunner | None:
+        """The next message; None when the node is gone."""
+        head = self._exactly(4)
+        if head is None:
+            return None
+        body = self._exactly(struct.unpack(">I", head)[0])
+        return None if body is None else pb.ToRunner.FromString(body)
+
+    def send(self, message: pb.FromRunner) -> None:
+        """Any thread. A node that is gone is noticed by the reader."""
+        data = message.SerializeToString()
+        with self._lock:
+            try:
+                self._sock.sendall(struct.pack(">I", len(data)) + data)
+            except OSError:
+                log.debug("the node is gone")
+
+    def _exactly(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            try:
+                part = self._sock.recv(count - len(data))
+            except OSError:
+                return None
+            if not part:
+                return None
+            data += part
+        return data
+
+
+class Runner:
+    """Builds what one stage needs, serves until told to stop."""
+
+    def __init__(self, start: pb.RunnerStart, parent: Parent) -> None:
+        self._start = start
+        self._spec = start.stage
+        self._parent = parent
+        self._compute = ComputeThread()
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """Any thread."""
+        _ = self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def run(self) -> None:
+        """Raises ExoNodeError when the stage cannot be loaded."""
+        loading = self._compute.submit(lambda: load(self._spec, self._report))
+        loaded = await asyncio.wrap_future(loading)
+        credentials = grpc.ssl_channel_credentials(
+            self._start.authority, self._start.private_key, self._start.certificate
+        )
+        following = NextStage(credentials)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        watch = await self._serve(server, loaded, following)
+        port = server.add_secure_port(f"{self._start.host}:0", self._server_credentials())
+        await server.start()
+        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port)))
+        reporter = asyncio.create_task(self._report_state(watch))
+        _ = await self._stop.wait()
+        reporter.cancel()
+        await following.close()
+        await server.stop(grace=0.5)
+
+    async def _serve(
+        self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
+    ) -> TextEngine | StageWorker:
+        spec, expected = self._spec, loaded.expected
+        if spec.stage:
+            worker = StageWorker(loaded.model, expected, time.monotonic)
+            service = StageService(spec, expected, self._compute, following, worker, None)
+            peer_pb2_grpc.add_StageServicer_to_server(service, server)
+            return worker
+        ring = None
+        if spec.num_stages > 1:
+            ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
+            service = StageService(spec, expected, self._compute, following, None, ring)
+            peer_pb2_grpc.add_StageServicer_to_server(service, server)
+        engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
+        generator = GeneratorService(spec.placement, engine, self._compute)
+        peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
+        return engine
+
+    def _engine(self, loaded: Loaded, ring: Ring | None) -> TextEngine:
+        assert loaded.codec is not None
+        engine = TextEngine(
+            loaded.codec,
+            loaded.model,
+            dtype=self._spec.dtype,
+            context_length=self._spec.context_length,
+            prefill_chunk=self._spec.prefill_chunk,
+            async_draft_eval=self._spec.async_draft_eval,
+            head=loaded.head,
+            max_k=self._spec.max_draft_tokens,
+            link=ring,
+            clock=time.perf_counter,
+        )
+        self._report(pb.LoadProgress(step="warming up"))
+        engine.probe(loaded.vocabulary)
+        return engine
+
+    def _server_credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials(
+            [(self._start.private_key, self._start.certificate)],
+            root_certificates=self._start.authority,
+            require_client_auth=True,
+        )
+
+    def _report(self, progress: pb.LoadProgress) -> None:
+        self._parent.send(pb.FromRunner(progress=progress))
+
+    def _ready(self, loaded: Loaded, port: int) -> pb.LoadReady:
+        return pb.LoadReady(
+            host=self._start.host,
+            port=port,
+            pid=os.getpid(),
+            weight_bytes=loaded.weight_bytes + loaded.head_bytes,
+            checkpoint_bytes_read=loaded.checkpoint_bytes_read,
+            first_layer=self._spec.first_layer,
+            end_layer=self._spec.end_layer,
+            mtp_head=loaded.head_state,
+            mtp_weight_bytes=loaded.head_bytes,
+        )
+
+    async def _report_state(self, watch: TextEngine | StageWorker) -> None:
+        """Signs of life for the node's heartbeat; leases are enforced here as well."""
+
+        def look() -> pb.RunnerState:
+            if isinstance(watch, StageWorker):
+                for request in watch.expire(float(self._spec.lease_s)):
+                    log.info("freed request %s: its lease expired", request)
+            return pb.RunnerState(
+                live_requests=watch.live_requests,
+                cache_bytes=watch.cache_bytes(),
+                peak_memory_bytes=mx.get_peak_memory(),
+                active_memory_bytes=mx.get_active_memory(),
+                progress=self._compute.progress,
+            )
+
+        while True:
+            state = await asyncio.wrap_future(self._compute.submit(look))
+            self._parent.send(pb.FromRunner(state=state))
+            await asyncio.sleep(STATE_EVERY_S)
+
+
+async def _run(start: pb.RunnerStart, parent: Parent) -> int:
+    runner = Runner(start, parent)
+    _watch(parent, runner.stop)
+    try:
+        await runner.run()
+    except ExoNodeError as fault:
+        failure = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "")
+        parent.send(pb.FromRunner(failure=failure))
+        return 1
+    return 0
+
+
+def _watch(parent: Parent, stop: Callable[[], None]) -> None:
+    """A thread of its own: a loop or a compute thread that hangs must not outlive the node."""
+
+    def read() -> None:
+        while (message := parent.receive()) is not None:
+            if message.WhichOneof("message") == "stop":
+                stop()
+        os._exit(0)
+
+    threading.Thread(target=read, name="parent", daemon=True).start()
+
+
+def main() -> int:
+    """Entry point of the child process; argument 1 is the inherited socket's descriptor."""
+    # Levels come first so that the node can log the line as its own.
+    logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
+    # At the default of 5 ms a hop between threads waits that long while Python is busy.
+    sys.setswitchinterval(1e-4)
+    parent = Parent(socket.socket(fileno=int(sys.argv[1])))
+    message = parent.receive()
+    if message is None:
+        return 0
+    return asyncio.run(_run(message.start, parent))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""The gRPC services of a runner: Stage for its neighbours, Generator for nodes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from ..mtp.loop import Prefilled
+from ..mtp.types import Forward, Round, Sampling
+from ..placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
+from ..proto import peer_pb2 as pb
+from ..proto import peer_pb2_grpc
+from .compute import ComputeThread, Run
+from .engine import Delta, Done, EngineEvent, EngineRequest, TextEngine
+from .frames import Assembler, Expectation, HiddenBlock, cut
+from .links import Address, OutgoingStream, Ring
+from .stage import StageWorker
+from .stats_json import stats_json
+from .text import messages_from_json
+
+log = logging.getLogger(__name__)
+
+BLOCKS_AHEAD = 4
+"""Blocks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
+
+
+async def refuse(context: "grpc.aio.ServicerContext[Any, Any]", fault: ExoNodeError) -> NoReturn:
+    """Ends a call with an error of the tree, which `placement.errors.from_code` rebuilds."""
+    invalid = isinstance(fault, InvalidRequest | InvalidFrame)
+    status = grpc.StatusCode.INVALID_ARGUMENT if invalid else grpc.StatusCode.UNAVAILABLE
+    metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
+    await context.abort(status, fault.message, metadata)
+
+
+class NextStage:
+    """This runner's stream to the next one; replaced when the placement is connected anew."""
+
+    def __init__(self, credentials: grpc.ChannelCredentials) -> None:
+        self._credentials = credentials
+        self._stream: OutgoingStream | None = None
+
+    async def connect(
+        self,
+        address: Address,
+        on_frame: Callable[[pb.Frame], None],
+        on_lost: Callable[[PeerLost], None],
+    ) -> OutgoingStream:
+        stream = OutgoingStream(address, self._credentials, on_frame, on_lost)
+        await stream.open()
+        previous, self._stream = self._stream, stream
+        if previous is not None:
+            await previous.close()
+        return stream
+
+    def send(self, frames: list[pb.Frame]) -> None:
+        if self._stream is not None:
+            self._stream.send(frames)
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
+
+
+class StageService(peer_pb2_grpc.StageServicer):
+    """Frames in, frames on. On the generator the frames that come in are answers."""
+
+    def __init__(
+        self,
+        spec: pb.StageSpec,
+        expected: Expectation,
+        compute: ComputeThread,
+        following: NextStage,
+        worker: StageWorker | None,
+        ring: Ring | None,
+    ) -> None:
+        """`worker` on every stage but the generator's, which has `ring`."""
+        self._spec = spec
+        self._expected = expected
+        self._compute = compute
+        self._following = following
+        self._worker = worker
+        self._ring = ring
+        self._upstream: set[asyncio.Queue[pb.Frame | None]] = set()
+
+    async def Connect(
+        self,
+        request: pb.ConnectRequest,
+        context: "grpc.aio.ServicerContext[pb.ConnectRequest, pb.ConnectReply]",
+    ) -> pb.ConnectReply:
+        if request.placement != self._spec.placement:
+            await refuse(context, InvalidFrame("another placement", param="placement"))
+        address = Address(request.host, request.port, request.name)
+        try:
+            stream = await self._following.connect(address, self._from_below, self._lost_below)
+        except PeerLost as fault:
+            await refuse(context, fault)
+        if self._ring is not None:
+            self._ring.connect(stream)
+        return pb.ConnectReply()
+
+    async def Stream(
+        self,
+        request_iterator: AsyncIterator[pb.Frame],
+        context: "grpc.aio.ServicerContext[pb.Frame, pb.Frame]",
+    ) -> AsyncIterator[pb.Frame]:
+        up: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
+        self._upstream.add(up)
+        reader = asyncio.create_task(self._read(request_iterator, up))
+        try:
+            while (frame := await up.get()) is not None:
+                yield frame
+        finally:
+            self._upstream.discard(up)
+            reader.cancel()
+
+    async def _read(
+        self, frames: AsyncIterator[pb.Frame], up: "asyncio.Queue[pb.Frame | None]"
+    ) -> None:
+        assembler = Assembler(self._expected)
+        ahead = asyncio.Semaphore(BLOCKS_AHEAD)
+        try:
+            async for frame in frames:
+                try:
+                    await self._take(frame, assembler, ahead, up)
+                except ExoNodeError as fault:
+                    up.put_nowait(self._failure(frame, fault))
+        finally:
+            up.put_nowait(None)
+
+    async def _take(
+        self,
+        frame: pb.Frame,
+        assembler: Assembler,
+        ahead: asyncio.Semaphore,
+        up: "asyncio.Queue[pb.Frame | None]",
+    ) -> None:
+        match frame.WhichOneof("kind"):
+            case "hidden":
+                block = assembler.add(frame)
+                if block is None:
+                    return
+                if self._ring is not None:
+                    self._ring.answer(block)
+                    return
+                _ = await ahead.acquire()
+                self._forward(block, frame, ahead, up)
+            case "rollback" | "release":
+                assembler.forget(frame.request)
+                self._end_rows(frame, up)
+            case "failure" if self._ring is not None:
+                self._ring.fail(frame)
+            case kind:
+                raise InvalidFrame(f"a stage takes no frame of kind {kind}", param="kind")
+
+    def _forward(
+        self,
+        block: HiddenBlock,
+        frame: pb.Frame,
+        ahead: asyncio.Semaphore,
+        up: "asyncio.Queue[pb.Frame | None]",
+    ) -> None:
+        assert self._worker is not None
+        worker, loop = self._worker, asyncio.get_running_loop()
+
+        def finished(future: "Future[HiddenBlock | None]") -> None:
+            ahead.release()
+            fault = future.exception()
+            if fault is not None:
+                up.put_nowait(self._failure(frame, fault))
+                return
+            if (out := future.result()) is not None:
+                e, s = self._expected, self._spec
+                frames = cut(out, s.placement, s.stage + 1, e.dtype, e.hidden_size)
+                self._following.send(list(frames))
+
+        future = self._compute.submit(lambda: worker.forward(block))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
+
+    def _end_rows(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:
+        """Rollback and release: here first, then at the stages behind this one."""
+        if self._worker is None:
+            return  # it came round the ring: every stage has seen it
+        worker, loop = self._worker, asyncio.get_running_loop()
+        name, attempt = frame.request, int(frame.attempt)
+
+        def apply() -> None:
+            if frame.WhichOneof("kind") == "rollback":
+                worker.rollback(name, attempt, int(frame.rollback.position))
+            else:
+                worker.release(name, attempt)
+
+        def finished(future: "Future[None]") -> None:
+            if (fault := future.exception()) is not None:
+                up.put_nowait(self._failure(frame, fault))
+            if self._spec.stage + 1 < self._spec.num_stages:
+                self._following.send([frame])
+
+        future = self._compute.submit(apply)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
+
+    def _failure(self, frame: pb.Frame, fault: BaseException) -> pb.Frame:
+        if not isinstance(fault, ExoNodeError):
+            log.error("stage %d failed", self._spec.stage, exc_info=fault)
+            fault = PeerLost(f"stage {self._spec.stage} failed: {type(fault).__name__}")
+        failure = pb.Failure(
+            code=fault.code,
+            message=fault.message,
+            param=fault.param or "",
+            stage=self._spec.stage,
+        )
+        return pb.Frame(
+            placement=self._spec.placement,
+            request=frame.request,
+            attempt=frame.attempt,
+            failure=failure,
+        )
+
+    def _from_below(self, frame: pb.Frame) -> None:
+        """What the next stage sends up is a failure: to the generator it goes."""
+        if frame.WhichOneof("kind") != "failure":
+            return
+        if self._ring is not None:
+            self._ring.fail(frame)
+            return
+        for up in self._upstream:
+            up.put_nowait(frame)
+
+    def _lost_below(self, fault: PeerLost) -> None:
+        log.warning("%s", fault.message)
+        if self._ring is not None:
+            self._ring.lose(fault)
+        # Ending the streams from above tells the stage before this one, and so the generator.
+        for up in self._upstream:
+            up.put_nowait(None)
+
+
+class GeneratorService(peer_pb2_grpc.GeneratorServicer):
+    """Runs answers on the compute thread and streams their events."""
+
+    def __init__(self, placement: str, engine: TextEngine, compute: ComputeThread) -> None:
+        self._placement = placement
+        self._engine = engine
+        self._compute = compute
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateEvent]",
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        try:
+            asked = await self._prepare(request)
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=asked.prompt))
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
+
+        def put(item: EngineEvent | BaseException | None) -> None:
+            _ = loop.call_soon_threadsafe(events.put_nowait, item)
+
+        run = self._compute.drive(self._engine.generate(asked), put, put)
+        try:
+            async for event in _drain(events, run):
+                yield _to_wire(event)
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        finally:
+            run.cancel()
+
+    async def Inspect(
+        self,
+        request: pb.InspectRequest,
+        context: "grpc.aio.ServicerContext[pb.InspectRequest, pb.RunnerState]",
+    ) -> pb.RunnerState:
+        engine = self._engine
+        cache = await asyncio.wrap_future(self._compute.submit(engine.cache_bytes))
+        return pb.RunnerState(live_requests=engine.live_requests, cache_bytes=cache)
+
+    async def _prepare(self, request: pb.GenerateRequest) -> EngineRequest:
+        if request.placement != self._placement:
+            raise InvalidRequest("the request names another placement", param="placement")
+        match request.WhichOneof("prompt"):
+            case "messages":
+                messages = messages_from_json(request.messages.json)
+                prompt = await asyncio.to_thread(self._engine.encode, messages)
+            case "token_ids":
+                prompt = list(request.token_ids.ids)
+            case _:
+                raise InvalidRequest("the request has no prompt", param="prompt")
+        return EngineRequest(
+            request=request.request,
+            attempt=request.attempt,
+            prompt=prompt,
+            sampling=_sampling(request.sampling),
+            max_tokens=self._engine.budget(len(prompt), request.max_tokens),
+            stop=tuple(request.stop),
+            k=request.num_draft_tokens,
+            drafting_reason=request.drafting_reason,
+            replay=tuple(_round(r) for r in request.replay),
+            ignore_end=request.ignore_eos,
+        )
+
+
+async def _drain(
+    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Run
+) -> AsyncIterator[EngineEvent]:
+    """The events up to the end; raises what ended the generation otherwise."""
+    while True:
+        item = await events.get()
+        if item is None:
+            return
+        if isinstance(item, ExoNodeError):
+            raise item
+        if isinstance(item, BaseException):
+            log.error("a generation failed", exc_info=item)
+            raise PeerLost(f"the runner failed: {type(item).__name__}; see its log") from item
+        run.read()
+        yield item
+
+
+def _to_wire(event: EngineEvent) -> pb.GenerateEvent:
+    match event:
+        case Prefilled(done, total):
+            return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
+        case Delta(round_, text):
+            forward = pb.Forward(position=round_.forward.position, rows=round_.forward.rows)
+            wire = pb.Round(
+                tokens=round_.tokens,
+                drafted=round_.drafted,
+                accepted=round_.accepted,
+                forward=forward,
+            )
+            return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text))
+        case Done(reason, text, stats, identity):
+            stats_text = stats_json(stats, identity)
+            finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
+            return pb.GenerateEvent(finished=finished)
+
+
+def _round(wire: pb.Round) -> Round:
+    forward = Forward(wire.forward.position, wire.forward.rows)
+    return Round(tuple(wire.tokens), wire.drafted, wire.accepted, forward)
+
+
+def _sampling(wire: pb.Sampling) -> Sampling:
+    return Sampling(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        xtc_probability=wire.xtc_probability,
+        xtc_threshold=wire.xtc_threshold,
+        seed=wire.seed if wire.HasField("seed") else None,
+    )

@@ -1,0 +1,141 @@
+"""What a stage does with a frame: sessions, attempts, forwards, rollback. No gRPC, no threads.
+
+Every method runs on the compute thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..mtp.rollback import cache_arrays, can_roll_back, rollback
+from ..placement.errors import InvalidFrame
+from ..proto import peer_pb2 as pb
+from .frames import Expectation, HiddenBlock
+from .stage_model import StageModel
+from .wire import from_bytes, to_bytes
+
+REMEMBERED_REQUESTS = 4096
+"""Ended requests whose attempt is kept, so that frames that come late are refused."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One request's state on this stage."""
+
+    attempt: int
+    caches: list[Any]
+    used: float
+    position: int = 0
+    last_rows: int = field(default=0)
+
+
+class StageWorker:
+    """Runs the layers [first, end) for many requests, each at its own position."""
+
+    def __init__(
+        self, model: StageModel, expected: Expectation, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._expected = expected
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._sessions)
+
+    def cache_bytes(self) -> int:
+        """Bytes of KV and recurrent state of all live requests."""
+        own = (self._model.own_caches(s.caches) for s in self._sessions.values())
+        return sum(array.nbytes for caches in own for array in cache_arrays(caches))
+
+    def forward(self, block: HiddenBlock) -> HiddenBlock | None:
+        """Hidden in, hidden out; None where the last stage has nothing to send back.
+
+        Raises InvalidFrame for an old attempt or a position that is not the session's.
+        """
+        session = self._session(block.request, block.attempt, opens=block.position == 0)
+        if block.position != session.position:
+            raise InvalidFrame(
+                f"hidden.position is {block.position} where {session.position} rows are committed",
+                param="hidden.position",
+            )
+        e = self._expected
+        entering = from_bytes(block.data, e.dtype, (1, block.rows, e.hidden_size))
+        tokens = mx.array([block.tokens], dtype=mx.int32)
+        out = self._model.hidden(tokens, entering, session.caches)
+        session.position += block.rows
+        session.last_rows = block.rows
+        session.used = self._clock()
+        return self._outgoing(block, out, session)
+
+    def rollback(self, request: str, attempt: int, position: int) -> None:
+        """Drops the rows from `position` on, all of which the last forward wrote."""
+        session = self._session(request, attempt, opens=False)
+        rows = session.position - position
+        own = self._model.own_caches(session.caches)
+        if not 0 < rows <= session.last_rows or not can_roll_back(own):
+            raise InvalidFrame(
+                f"rollback.position {position} is not inside the last block, which ended at row "
+                f"{session.position}",
+                param="rollback.position",
+            )
+        rollback(own, rows)
+        session.position, session.last_rows = position, 0
+        session.used = self._clock()
+
+    def release(self, request: str, attempt: int) -> None:
+        """Frees the request's state; its attempt and earlier ones are refused from now on."""
+        self._remember(request, attempt)
+        session = self._sessions.get(request)
+        if session is not None and session.attempt <= attempt:
+            del self._sessions[request]
+            mx.clear_cache()
+
+    def expire(self, lease_s: float) -> list[str]:
+        """Frees what no frame has touched for `lease_s` seconds; returns those requests."""
+        limit = self._clock() - lease_s
+        ended = [name for name, session in self._sessions.items() if session.used < limit]
+        for name in ended:
+            self.release(name, self._sessions[name].attempt)
+        return ended
+
+    def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
+        known = self._attempts.get(request, 0)
+        session = self._sessions.get(request)
+        if attempt < known or (attempt == known and session is None):
+            raise InvalidFrame(
+                f"attempt {attempt} of request {request} is over: attempt {known} was seen",
+                param="attempt",
+            )
+        if session is not None and session.attempt == attempt:
+            return session
+        if not opens:
+            raise InvalidFrame(f"request {request} has no state here", param="request")
+        session = Session(attempt, self._model.make_caches(), self._clock())
+        self._sessions[request] = session
+        self._remember(request, attempt)
+        return session
+
+    def _remember(self, request: str, attempt: int) -> None:
+        self._attempts[request] = max(attempt, self._attempts.pop(request, 0))
+        while len(self._attempts) > REMEMBERED_REQUESTS:
+            oldest = next(iter(self._attempts))
+            if oldest in self._sessions:
+                self._attempts.move_to_end(oldest)
+            else:
+                del self._attempts[oldest]
+
+    def _outgoing(self, block: HiddenBlock, out: mx.array, session: Session) -> HiddenBlock | None:
+        last_stage = self._model.end == self._model.num_layers
+        if last_stage and block.reply == pb.REPLY_NONE:
+            mx.eval(cache_arrays(self._model.own_caches(session.caches)))
+            return None
+        rows = block.rows
+        if last_stage and block.reply == pb.REPLY_LAST:
+            out, rows = out[:, -1:], 1
+        return replace(block, rows=rows, data=to_bytes(out))

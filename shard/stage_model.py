@@ -1,0 +1,212 @@
+"""The layers [a, b) of any mlx-lm model, reading only their tensors.
+
+The model itself is not changed. Its list of layers is swapped for one in which the layers that
+another stage owns pass their input on, the first own layer takes the hidden that was received and
+the last one gives its output away. What the model computes around them (embedding, norm, lm_head)
+is lazy and never evaluated unless this stage needs it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from ..mtp.rollback import tape_recurrent_layers, with_tapes
+from ..placement.errors import InvalidCheckpoint, LoadFailed
+
+Progress = Callable[[int, int], None]
+"""Bytes of weights in memory so far, and in all."""
+
+
+class _Slot:
+    """What goes into and comes out of a view during one call of the model."""
+
+    entering: mx.array | None = None
+    leaving: mx.array | None = None
+
+
+class _PassedOver(nn.Module):
+    """In place of a layer that another stage owns: its attributes, none of its parameters."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # Past nn.Module's bookkeeping, so that the layer's lazy weights are not parameters here.
+        object.__setattr__(self, "_layer", layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def __call__(self, x: mx.array, *_args: object, **_kwargs: object) -> mx.array:
+        return x
+
+
+class _Tapped(nn.Module):
+    """A layer whose input is what the slot holds (`enter`) or whose output goes there (`leave`)."""
+
+    def __init__(self, layer: nn.Module, slot: _Slot, *, enter: bool, leave: bool) -> None:
+        super().__init__()
+        for name, value in (("_layer", layer), ("_slot", slot), ("_ends", (enter, leave))):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
+        layer, slot = self._layer, self._slot
+        enter, leave = self._ends
+        out = layer(slot.entering if enter else x, *args, **kwargs)
+        if leave:
+            if not isinstance(out, mx.array):
+                raise LoadFailed(
+                    f"layers of {type(layer).__name__} return more than hidden states, so this "
+                    "model cannot be split; place it on one node"
+                )
+            slot.leaving = out
+        return out
+
+
+class StageModel:
+    """A loaded model seen as layers [first, end): hidden in (or ids), hidden out (or logits)."""
+
+    def __init__(self, model: nn.Module, first: int, end: int) -> None:
+        self.model = model
+        self.first = first
+        self.end = end
+        self._owner, self._key, self._layers = _find_layers(model)
+        self.num_layers = len(self._layers)
+        self._slot = _Slot()
+        self._body = self._view(first, end)
+        self._tail = self._view(self.num_layers, self.num_layers)
+
+    def make_caches(self) -> list[Any]:
+        """One request's caches, one entry for each layer of the whole model.
+
+        The entries of other stages' layers are aliases of own ones of the same kind: models take
+        a mask's offset from the first attention layer, which may not be here.
+        """
+        caches: list[Any] = with_tapes(make_prompt_cache(self.model))
+        if len(caches) != self.num_layers:
+            return caches
+        own = range(self.first, self.end)
+        for i in range(self.num_layers):
+            if i not in own:
+                same = [caches[j] for j in own if _kind(caches[j]) == _kind(caches[i])]
+                caches[i] = same[0] if same else caches[i]
+        return caches
+
+    def own_caches(self, caches: Sequence[Any]) -> list[Any]:
+        """The entries that this stage's layers write."""
+        if len(caches) != self.num_layers:
+            return list(caches)
+        return list(caches[self.first : self.end])
+
+    def hidden(
+        self, tokens: mx.array, entering: mx.array | None, caches: Sequence[Any]
+    ) -> mx.array:
+        """Ids (1, n) and, unless the first layer is here, hidden (1, n, H) -> hidden (1, n, H)."""
+        _ = self._call(self._body, tokens, entering, caches)
+        leaving = self._slot.leaving
+        assert leaving is not None
+        return leaving
+
+    def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """The last stage's hidden (1, n, H) of ids (1, n) -> (1, n, V). Needs the outer weights."""
+        return self._call(self._tail, tokens, hidden, None)
+
+    def _call(
+        self,
+        view: list[nn.Module],
+        tokens: mx.array,
+        entering: mx.array | None,
+        caches: Sequence[Any] | None,
+    ) -> mx.array:
+        self._slot.entering, self._slot.leaving = entering, None
+        self._owner[self._key] = view
+        try:
+            return cast(Any, self.model)(tokens, cache=caches)
+        finally:
+            self._owner[self._key] = self._layers
+            self._slot.entering = None
+
+    def _view(self, first: int, end: int) -> list[nn.Module]:
+        own = range(first, end)
+        view = [x if i in own else _PassedOver(x) for i, x in enumerate(self._layers)]
+        if not own:
+            view[-1] = _Tapped(view[-1], self._slot, enter=True, leave=False)
+            return view
+        if first:
+            view[first] = _Tapped(view[first], self._slot, enter=True, leave=first == end - 1)
+        if not first or first != end - 1:
+            view[end - 1] = _Tapped(view[end - 1], self._slot, enter=False, leave=True)
+        return view
+
+
+def load_whole_or_stage(
+    folder: Path,
+    first: int,
+    end: int,
+    dtype: mx.Dtype | None,
+    *,
+    outer: bool,
+    progress: Progress,
+) -> tuple[nn.Module, int]:
+    """Loads layers [first, end) and, for the generator (`outer`), embedding, norm and lm_head.
+
+    Returns the model, whose other layers stay unevaluated, and the bytes of weights in memory.
+    `dtype` None keeps the checkpoint's. Raises InvalidCheckpoint.
+    """
+    try:
+        model, _ = load_model(folder, lazy=True, model_config=_renamed(folder))
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as fault:
+        raise InvalidCheckpoint(
+            f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
+            "fit an architecture of the installed mlx-lm"
+        ) from fault
+    model.eval()
+    if dtype is not None:
+        _ = model.set_dtype(dtype)
+    tape_recurrent_layers(model)
+    layers = _find_layers(model)[2]
+    if not 0 <= first < end <= len(layers):
+        raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {len(layers)}")
+    others = {id(p) for x in layers for _, p in tree_flatten(x.parameters())}
+    parts = [[p for _, p in tree_flatten(layers[i].parameters())] for i in range(first, end)]
+    if outer:
+        parts.append([p for _, p in tree_flatten(model.parameters()) if id(p) not in others])
+    total = sum(p.nbytes for part in parts for p in part)
+    done = 0
+    for part in parts:  # one layer at a time: a cast holds both copies until it is evaluated
+        mx.eval(part)
+        done += sum(p.nbytes for p in part)
+        progress(done, total)
+    return model, total
+
+
+def _renamed(folder: Path) -> dict[str, str]:
+    """Text-only exports name a type that mlx-lm knows under the multimodal model's name."""
+    config = json.loads((folder / "config.json").read_text())
+    kind = config.get("model_type", "")
+    if kind.endswith("_text"):
+        return {"model_type": kind.removesuffix("_text")}
+    return {}
+
+
+def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
+    """The module that owns the list of decoder layers, the list's name there, and the list."""
+    wanted = cast(Any, model).layers
+    for _, module in model.named_modules():
+        for name, value in module.items():
+            if isinstance(value, list) and any(item is wanted[0] for item in value):
+                return module, name, value
+    raise InvalidCheckpoint(f"{type(model).__name__} has no list of decoder layers")
+
+
+def _kind(cache: object) -> tuple[object, ...]:
+    sizes = (getattr(cache, name, None) for name in ("max_size", "chunk_size"))
+    return (type(cache), *sizes)

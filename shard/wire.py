@@ -1,0 +1,30 @@
+"""Arrays to bytes and back, without a copy more than the wire needs."""
+
+import math
+
+import mlx.core as mx
+
+from ..proto import peer_pb2 as pb
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+WIRE: dict[str, "pb.Dtype"] = {
+    "float32": pb.DTYPE_FLOAT32,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+    "float16": pb.DTYPE_FLOAT16,
+}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def to_bytes(array: mx.array) -> bytes:
+    """Evaluates and copies once; little-endian, row-major."""
+    return bytes(memoryview(mx.contiguous(array)))
+
+
+def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> mx.array:
+    """The inverse; `data` must be exactly as long as `shape` needs."""
+    assert len(data) == math.prod(shape) * ITEM_BYTES[dtype]
+    return mx.array(memoryview(data)).view(DTYPES[dtype]).reshape(shape)

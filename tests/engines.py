@@ -1,0 +1,131 @@
+"""Engines on the demo checkpoint, whole or split, as a runner builds them."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from loopback import LoopbackLink
+
+from exo_node.mtp.types import GenerationStats, Round, Sampling
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.load import Loaded, load
+from exo_node.shard.stage import StageWorker
+
+DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
+ORACLE: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "oracle" / "demo.json").read_text()
+)
+CHUNK = 256
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request gave."""
+
+    ids: tuple[int, ...]
+    text: str
+    rounds: tuple[Round, ...]
+    done: Done
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self.done.stats
+
+
+def spec(
+    folder: Path = DEMO, first: int = 0, end: int = 16, stage: int = 0, **changes: Any
+) -> pb.StageSpec:
+    fields: dict[str, Any] = {
+        "placement": "p1",
+        "model": "demo",
+        "stage": stage,
+        "num_stages": 1,
+        "first_layer": first,
+        "end_layer": end,
+        "num_layers": 16,
+        "dtype": "float32",
+        "prefill_chunk": CHUNK,
+        "context_length": 4096,
+        "native_mtp": False,
+        "max_draft_tokens": 3,
+        "async_draft_eval": True,
+        "mtp_hidden": "post_norm",
+        "path": str(folder),
+        "lease_s": 10,
+    }
+    return pb.StageSpec(**(fields | changes))
+
+
+def load_quietly(wanted: pb.StageSpec) -> Loaded:
+    return load(wanted, lambda _: None)
+
+
+def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = None) -> TextEngine:
+    assert loaded.codec is not None
+    return TextEngine(
+        loaded.codec,
+        loaded.model,
+        dtype=wanted.dtype,
+        context_length=wanted.context_length,
+        prefill_chunk=wanted.prefill_chunk,
+        async_draft_eval=wanted.async_draft_eval,
+        head=loaded.head,
+        max_k=wanted.max_draft_tokens,
+        link=link,
+        clock=time.perf_counter,
+    )
+
+
+def whole_engine(folder: Path = DEMO, **changes: Any) -> TextEngine:
+    wanted = spec(folder, **({"native_mtp": True} | changes))
+    return engine_of(load_quietly(wanted), wanted)
+
+
+def split_engine(
+    bounds: Sequence[int],
+    observe: Callable[[pb.Frame], None] = lambda _: None,
+    folder: Path = DEMO,
+    **changes: Any,
+) -> tuple[TextEngine, list[StageWorker], list[Loaded]]:
+    """Stages [bounds[i], bounds[i+1]); the first is the generator's."""
+    stages = len(bounds) - 1
+    specs = [
+        spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes)
+        for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+    loaded = [load_quietly(wanted) for wanted in specs]
+    workers = [StageWorker(x.model, x.expected, time.monotonic) for x in loaded[1:]]
+    link = LoopbackLink(workers, [x.expected for x in loaded[1:]], observe)
+    return engine_of(loaded[0], specs[0], link), workers, loaded
+
+
+def request(prompt: Sequence[int], k: int = 0, max_tokens: int = 200, **changes: Any) -> EngineRequest:
+    fields: dict[str, Any] = {
+        "request": f"r{next(_NUMBERS)}",
+        "attempt": 1,
+        "prompt": prompt,
+        "sampling": Sampling(),
+        "max_tokens": max_tokens,
+        "stop": (),
+        "k": k,
+        "drafting_reason": "" if k else "a test",
+    }
+    return EngineRequest(**(fields | changes))
+
+
+def answer(engine: TextEngine, wanted: EngineRequest) -> Answer:
+    """Drives one request to its end; futures of a loopback are done already."""
+    events = list(engine.generate(wanted))
+    deltas = [event for event in events if isinstance(event, Delta)]
+    done = events[-1]
+    assert isinstance(done, Done)
+    rounds = tuple(delta.round for delta in deltas)
+    text = "".join(delta.text for delta in deltas) + done.text
+    return Answer(tuple(t for r in rounds for t in r.tokens), text, rounds, done)

@@ -1,0 +1,175 @@
+"""One stage: the oracle's numbers, endings, replay, and what stays in the caches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+
+from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
+from exo_node.shard.engine import Delta, TextEngine
+
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+
+
+@pytest.fixture(scope="module")
+def exact() -> TextEngine:
+    return whole_engine(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rounded() -> TextEngine:
+    return whole_engine(dtype="bfloat16")
+
+
+def speculative(got: Answer) -> tuple[int, int, int]:
+    s = got.stats
+    return s.spec_decode_rounds, s.proposed_draft_tokens, s.accepted_draft_tokens
+
+
+@pytest.mark.parametrize("row", ORACLE, ids=lambda row: row["prompt"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_float32_reproduces_the_oracle(exact: TextEngine, row: dict[str, Any], k: int) -> None:
+    got = answer(exact, request(row["prompt_ids"], k, len(row["greedy_ids"]) + k))
+    assert list(got.ids) == row["greedy_ids"]
+    assert got.text == row["text"]
+    assert got.done.reason == "stop"
+    if k:
+        counts = row["K"][str(k)]
+        assert speculative(got) == (counts["rounds"], counts["drafted"], counts["accepted"])
+
+
+def test_the_oracles_prompt_ids_are_those_of_the_chat_template(exact: TextEngine) -> None:
+    for row in ORACLE:
+        assert exact.encode([{"role": "user", "content": row["prompt"]}]) == row["prompt_ids"]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_bfloat16_gives_the_same_ids_with_and_without_drafts(rounded: TextEngine, k: int) -> None:
+    for row in ORACLE:
+        plain = answer(rounded, request(row["prompt_ids"], 0))
+        assert answer(rounded, request(row["prompt_ids"], k)).ids == plain.ids
+
+
+def test_synchronous_draft_evaluation_gives_the_same_ids(exact: TextEngine) -> None:
+    waiting = whole_engine(dtype="float32", async_draft_eval=False)
+    wanted = request(STORY["prompt_ids"], 2)
+    assert answer(waiting, wanted).ids == answer(exact, wanted).ids
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("budget", [1, 2, 3, 20])
+def test_max_tokens_cuts_inside_an_accepted_block(exact: TextEngine, k: int, budget: int) -> None:
+    got = answer(exact, request(STORY["prompt_ids"], k, budget))
+    assert list(got.ids) == STORY["greedy_ids"][:budget]
+    assert got.done.reason == "length"
+    assert got.stats.completion_tokens == budget
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("stop", [" kind mouse", "Cleo", "castle.", "ime, th"])
+def test_a_stop_string_ends_where_plain_decoding_would(
+    exact: TextEngine, k: int, stop: str
+) -> None:
+    got = answer(exact, request(STORY["prompt_ids"], k, stop=(stop,)))
+    plain = answer(exact, request(STORY["prompt_ids"], 0, stop=(stop,)))
+    assert got.text == STORY["text"][: STORY["text"].index(stop)]
+    assert got.ids == plain.ids
+    assert len(got.ids) < len(STORY["greedy_ids"])
+
+
+@pytest.mark.parametrize(("k", "chunk"), [(0, 1), (0, 7), (1, 12), (2, 1), (3, 7), (3, 13)])
+def test_the_prefill_chunk_does_not_change_the_answer(k: int, chunk: int) -> None:
+    engine = whole_engine(dtype="float32", prefill_chunk=chunk)
+    got = answer(engine, request(STORY["prompt_ids"], k, len(STORY["greedy_ids"]) + k))
+    assert list(got.ids) == STORY["greedy_ids"]
+    if k:
+        counts = STORY["K"][str(k)]
+        assert speculative(got) == (counts["rounds"], counts["drafted"], counts["accepted"])
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("cut", [1, 2, 5, 11])
+def test_a_replayed_log_continues_with_the_same_rounds(
+    exact: TextEngine, k: int, cut: int
+) -> None:
+    whole = answer(exact, request(STORY["prompt_ids"], k))
+    log = whole.rounds[:cut]
+    rest = answer(exact, request(STORY["prompt_ids"], k, attempt=2, replay=log))
+    assert rest.rounds == whole.rounds[cut:]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_seed_gives_the_same_tokens_at_every_k(
+    exact: TextEngine, seed: int, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.95, top_k=40, seed=seed)
+    answers = {
+        answer(exact, request(STORY["prompt_ids"], k, 60, sampling=sampling)).ids
+        for k in (0, 1, 2, 3)
+    }
+    assert len(answers) == 1
+
+
+def test_sampling_without_a_seed_differs_from_answer_to_answer(exact: TextEngine) -> None:
+    sampling = Sampling(temperature=1.0)
+    wanted = request(STORY["prompt_ids"], 2, 60, sampling=sampling)
+    assert len({answer(exact, wanted).ids for _ in range(4)}) > 1
+
+
+def test_state_is_freed_when_an_answer_ends_or_is_dropped(exact: TextEngine) -> None:
+    steps = exact.generate(request(STORY["prompt_ids"], 2))
+    while not isinstance(next(steps), Delta):
+        pass
+    assert exact.live_requests == 1
+    assert exact.cache_bytes() > 100_000
+    steps.close()
+    assert (exact.live_requests, exact.cache_bytes()) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def small_context() -> Iterator[TextEngine]:
+    yield whole_engine(dtype="float32", context_length=32)
+
+
+def test_a_prompt_over_the_context_is_refused(small_context: TextEngine) -> None:
+    with pytest.raises(ContextLengthExceeded, match="holds 32") as caught:
+        _ = small_context.budget(32, 0)
+    assert caught.value.param == "messages"
+    with pytest.raises(ContextLengthExceeded) as caught:
+        _ = small_context.budget(30, 3)
+    assert caught.value.param == "max_tokens"
+    assert small_context.budget(30, 2) == 2
+    assert small_context.budget(30, 0) == 2
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_answer_may_fill_the_context(small_context: TextEngine, k: int) -> None:
+    prompt = STORY["prompt_ids"]
+    budget = small_context.budget(len(prompt), 0)
+    got = answer(small_context, request(prompt, k, budget))
+    assert list(got.ids) == STORY["greedy_ids"][:budget]
+    assert got.done.reason == "length"
+
+
+def test_more_drafts_than_the_runner_was_loaded_for_are_refused(exact: TextEngine) -> None:
+    with pytest.raises(InvalidRequest, match="num_draft_tokens"):
+        _ = answer(exact, request(STORY["prompt_ids"], 4))
+
+
+def test_without_native_mtp_the_heads_weights_are_not_read() -> None:
+    with_head = load_quietly(spec(native_mtp=True))
+    without = load_quietly(spec(native_mtp=False, mtp_off_reason="EXO_NATIVE_MTP_ENABLED=0"))
+    assert with_head.head_state == "loaded"
+    assert without.head is None
+    assert without.head_state == "EXO_NATIVE_MTP_ENABLED=0"
+    # The checkpoint's head has 1.3 million parameters of two bytes, and nothing else differs.
+    saved = with_head.checkpoint_bytes_read - without.checkpoint_bytes_read
+    assert saved >= with_head.head_bytes // 2 > 1_000_000
+
+
+def test_the_probe_measures_bitwise_identity_on_the_cpu(exact: TextEngine) -> None:
+    exact.probe(4096)
+    assert exact.identity == "bitwise"
