@@ -1,0 +1,139 @@
+/** The cluster section: how each loaded model's layers lie, and every node with its stages. */
+
+import { bytes, plural, range, tone } from "./format.js";
+import { html } from "./vendor/htm-preact.module.js";
+
+const COLOURS = 8;
+
+/** Nodes by id with their colour, which follows the sorted ids so that every node's page agrees. */
+export function roster(nodes) {
+  const ids = nodes.map((node) => node.id).sort();
+  return new Map(
+    nodes.map((node) => [node.id, { ...node, colour: `node-${ids.indexOf(node.id) % COLOURS}` }]),
+  );
+}
+
+/** A node's name; of a node that has left only its id is known. */
+export const nameOf = (known, id) => known.get(id)?.name || id;
+
+export function Cluster({ cluster, placements, error }) {
+  const nodes = cluster?.nodes ?? [];
+  const known = roster(nodes);
+  return html`
+    <section id="cluster" class="panel" aria-labelledby="cluster-title">
+      <h2 id="cluster-title">Cluster</h2>
+      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+      ${!cluster && !error && html`<p class="muted">Asking the node…</p>`}
+      ${placements?.map((placement) =>
+        html`<${Layout} key=${placement.id} placement=${placement} known=${known} />`)}
+      ${cluster && placements?.length === 0 && html`<p class="muted">
+        No model is loaded. Load one under <a href="#models">Models</a>.</p>`}
+      <ul class="rows">
+        ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
+      </ul>
+      ${nodes.length === 1 && html`<p class="muted">
+        This node is alone. Run <code>exo-node start</code> on another machine of this network to
+        add it.</p>`}
+    </section>`;
+}
+
+/** This node first, then by name. */
+const ordered = (known) =>
+  [...known.values()].sort(
+    (a, b) => Number(b.self) - Number(a.self) || String(a.name).localeCompare(b.name),
+  );
+
+function Layout({ placement, known }) {
+  const { model, status, reason, error, stages } = placement;
+  return html`
+    <div class="layout">
+      <p class="line">
+        <strong class="model-id">${model}</strong>
+        <span class=${`state ${tone(status)}`}>${status}</span>
+        <span class="muted end">${plural(lastLayer(stages), "layer")}</span>
+      </p>
+      <ol class="layers" aria-label=${`Layers of ${model} by node`}>
+        ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
+      </ol>
+      ${error && html`<p class="notice bad">${error}</p>`}
+      ${reason && html`<p class="muted small">${reason}</p>`}
+    </div>`;
+}
+
+const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.layers[1])));
+
+function Segment({ stage, known }) {
+  const [from, to] = stage.layers.map(Number);
+  const node = known.get(stage.node);
+  const here = `${nameOf(known, stage.node)}, layers ${range(stage.layers)}, ${stage.status}`;
+  const ready = stage.status === "ready";
+  return html`
+    <li class=${`${node?.colour ?? "gone"} ${ready ? "" : "pending"}`}
+        style=${{ flexGrow: Math.max(to - from, 0) }} title=${here}>
+      <span class="seg-name">${nameOf(known, stage.node)}</span>
+      <span class="seg-range">${range(stage.layers)}</span>
+      ${!ready && html`<span class="unseen"> ${stage.status}</span>`}
+    </li>`;
+}
+
+const WARNING = {
+  suspect: "Its heartbeats stopped arriving. It gets no new work until they return.",
+  dead: "It does not answer. Start exo-node on it again, or check its network.",
+};
+
+function Node({ node }) {
+  const stages = node.stages ?? [];
+  const facts = [node.chip, node.backend, bytes(node.memory_bytes), `version ${node.version}`];
+  return html`
+    <li class=${node.status === "dead" ? "node faded" : "node"}>
+      <p class="line">
+        <span class=${`swatch ${node.colour}`} aria-hidden="true"></span>
+        <strong title=${node.id}>${node.name}</strong>
+        ${node.self && html`<span class="badge">this node</span>`}
+        ${node.head && html`<span class="badge">head</span>`}
+        <span class=${`state end ${tone(node.status)}`}>${node.status}</span>
+      </p>
+      <p class="muted small">
+        ${facts.filter(Boolean).join(" · ")} · <code>${node.host}:${node.port}</code>
+      </p>
+      ${WARNING[node.status] && html`<p class="small warn-text">${WARNING[node.status]}</p>`}
+      ${stages.length > 0 && html`<${Memory} stages=${stages} total=${node.memory_bytes} />`}
+      <ul aria-label=${`Stages on ${node.name}`}>
+        ${stages.map((stage) => html`<${Stage} key=${`${stage.placement}/${stage.stage}`} stage=${stage} />`)}
+      </ul>
+    </li>`;
+}
+
+function Memory({ stages, total }) {
+  const used = stages.reduce((sum, s) => sum + (s.weight_bytes ?? 0) + (s.cache_bytes ?? 0), 0);
+  const share = total > 0 ? Math.min(100, (100 * used) / total) : 0;
+  const words = `${bytes(used)} of ${bytes(total)} in use by models`;
+  return html`
+    <div class="memory">
+      <span class="track" aria-hidden="true"><span style=${{ width: `${share}%` }}></span></span>
+      <span class="muted small">${words}</span>
+    </div>`;
+}
+
+function Stage({ stage }) {
+  const live = stage.live_requests ?? 0;
+  const facts = [
+    `layers ${range(stage.layers)}`,
+    `weights ${bytes(stage.weight_bytes)}`,
+    `KV cache ${bytes(stage.cache_bytes)}`,
+    `peak ${bytes(stage.peak_memory_bytes)}`,
+    stage.status === "loading" && `${bytes(stage.checkpoint_bytes_read)} read`,
+    live > 0 && plural(live, "request"),
+  ];
+  return html`
+    <li class="stage small">
+      <p class="line">
+        <span class="model-id" title=${`Placement ${stage.placement}, process ${stage.pid ?? "none"}`}>
+          ${stage.model} <span class="muted">stage ${stage.stage + 1}</span>
+        </span>
+        <span class=${`state end ${tone(stage.status)}`}>${stage.status}</span>
+      </p>
+      <p class="muted">${facts.filter(Boolean).join(" · ")}</p>
+      ${stage.error && html`<p class="bad-text">${stage.error}</p>`}
+    </li>`;
+}

@@ -1,0 +1,43 @@
+/** Numbers and states as a person reads them. */
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+/** `bytes(17179869184)` is "16 GiB"; an absent number is a dash. */
+export function bytes(count) {
+  if (!Number.isFinite(count)) return "–";
+  const step = count < 1 ? 0 : Math.min(Math.floor(Math.log2(count) / 10), UNITS.length - 1);
+  const value = count / 1024 ** step;
+  return `${value < 10 && step ? trimmed(value, 1) : Math.round(value)} ${UNITS[step]}`;
+}
+
+const trimmed = (value, digits) => String(Number(value.toFixed(digits)));
+
+export const whole = (value) => (Number.isFinite(value) ? value.toLocaleString("en") : "–");
+
+export const percent = (part, all) => (all > 0 ? `${Math.round((100 * part) / all)} %` : "–");
+
+export const seconds = (value) =>
+  !Number.isFinite(value) ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${trimmed(value, 2)} s`;
+
+export const rate = (value) => (Number.isFinite(value) ? trimmed(value, value < 100 ? 1 : 0) : "–");
+
+/** A layer range [a, b) as "a–b". */
+export const range = (layers) => (layers ? `${layers[0]}–${layers[1]}` : "–");
+
+export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+/** The first `length` characters of an id. */
+export const short = (id, length = 8) => String(id ?? "").slice(0, length);
+
+const TONES = {
+  alive: "good",
+  ready: "good",
+  loading: "busy",
+  suspect: "warn",
+  degraded: "warn",
+  dead: "bad",
+  failed: "bad",
+};
+
+/** The colour class of a state word; the word comes from a peer, so it never becomes a class. */
+export const tone = (state) => (Object.hasOwn(TONES, state) ? TONES[state] : "idle");
