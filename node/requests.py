@@ -27,6 +27,13 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The model is not in memory yet; `step` is for a person ("downloading 12 %")."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The prompt was rendered and tokenised."""
 
@@ -61,13 +68,13 @@ class Finished:
     stats: Mapping[str, Any]
 
 
-Event = Started | PrefillProgress | TextDelta | Finished
+Event = Loading | Started | PrefillProgress | TextDelta | Finished
 
 
 class Chat(Protocol):
     """What the HTTP layer needs of the node's chat service."""
 
-    def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
+    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
         """The card's sampling defaults under the fields that the request gave.
 
         Raises ModelNotFound.

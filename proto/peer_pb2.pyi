@@ -130,6 +130,9 @@ class NodeFacts(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     HTTP_HOST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    NATIVE_MTP_VARIABLE_FIELD_NUMBER: _builtins.int
+    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -145,6 +148,11 @@ class NodeFacts(_message.Message):
     """"metal" | "cuda" | "cpu" """
     http_port: _builtins.int
     http_host: _builtins.str
+    dtype: _builtins.str
+    """--dtype"""
+    native_mtp_variable: _builtins.str
+    """EXO_NATIVE_MTP_ENABLED: "1", "0", "" where it is not set"""
+    async_draft_eval: _builtins.bool
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -164,10 +172,13 @@ class NodeFacts(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         http_port: _builtins.int = ...,
         http_host: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        native_mtp_variable: _builtins.str = ...,
+        async_draft_eval: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "chip", b"chip", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "port", b"port", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

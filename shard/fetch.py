@@ -79,27 +79,28 @@ class Fetch:
             self.partial.unlink()
         failures = 0
         while (before := size_of(self.partial)) < self.size:
-            cause = self._attempt(before)
+            why = self._attempt(before)
             here = size_of(self.partial)
             if here >= self.size:
                 break
             failures = 1 if here - before >= _ENOUGH_BYTES else failures + 1
             if failures > len(_PAUSES_S):
-                raise self._broken_off(here, cause) from cause
+                raise self._broken_off(here, why)
             if self.stop.wait(_PAUSES_S[failures - 1]):
                 raise Stopped
         self._check_hash()
         os.replace(self.partial, self.target)
 
-    def _attempt(self, position: int) -> httpx2.TransportError | None:
-        """Append what one connection brings; the failure, if it is one that may pass."""
+    def _attempt(self, position: int) -> str:
+        """Append what one connection brings; returns why it ended, if that may pass."""
         try:
             with self.open_at(position) as response:
-                if response.status_code < 500:
-                    self._append(response, position)
+                if response.status_code >= 500:
+                    return f"the server answered {response.status_code}"
+                self._append(response, position)
         except httpx2.TransportError as error:
-            return error
-        return None
+            return str(error) or type(error).__name__
+        return "the server ended its answer early"
 
     def _append(self, response: httpx2.Response, position: int) -> None:
         if position and response.status_code != 206:  # the server ignores ranges
@@ -127,10 +128,9 @@ class Fetch:
             param=self.name,
         )
 
-    def _broken_off(self, here: int, cause: Exception | None) -> DownloadFailed:
-        why = f": {cause}" if cause else ""
+    def _broken_off(self, here: int, why: str) -> DownloadFailed:
         return DownloadFailed(
-            f"{self.name} broke off at {here} of {self.size} bytes too often{why}. Check the "
+            f"{self.name} broke off at {here} of {self.size} bytes too often ({why}). Check the "
             "network and start the download again; it goes on from there.",
             param=self.name,
         )

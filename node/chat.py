@@ -1,0 +1,196 @@
+"""One internal request to the events of its answer: placement, drafting, the generator's stream."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ..mtp.types import Sampling
+from ..placement.card import ModelCard
+from ..placement.drafting import Drafting, EnabledState, HeadState, choose_drafting
+from ..placement.errors import PeerLost, QueueFull
+from ..placement.ids import ModelId
+from ..proto import peer_pb2 as pb
+from .placements import Endpoint, Facts, Placements, Record
+from .requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Loading,
+    PrefillProgress,
+    Started,
+    TextDelta,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_RUNNING = 8
+MAX_WAITING = 32
+LOADING_EVERY_S = 1.0
+
+
+class Generators(Protocol):
+    """How a generator's runner is called."""
+
+    def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """Raises PeerLost, and what the runner refuses. Closing it cancels the generation."""
+        ...
+
+
+class ChatService:
+    """Answers requests on the head. Counts who runs and who waits, so that nobody waits unseen."""
+
+    def __init__(
+        self, placements: Placements, facts: Facts, generators: Generators, totals: "Totals"
+    ) -> None:
+        self._placements = placements
+        self._facts = facts
+        self._generators = generators
+        self._totals = totals
+        self._running = asyncio.Semaphore(MAX_RUNNING)
+        self._waiting = 0
+
+    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
+        """The card's sampling defaults under the fields that the request gave."""
+        card, _ = await self._facts.card(model)
+        defaults = card.sampling.model_dump(exclude_none=True)
+        return replace(Sampling(temperature=1.0), **{**defaults, **given})
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Waits for its turn and for the placement, then streams; see `requests.Chat`."""
+        if self._waiting >= MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} requests are waiting already; try again shortly")
+        self._waiting += 1
+        try:
+            _ = await self._running.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            async for event in self._answer(request):
+                yield event
+        finally:
+            self._running.release()
+
+    async def _answer(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        card, _ = await self._facts.card(request.model)
+        # A K that no placement of this model could serve is refused before anything is loaded.
+        _ = self._drafting(card, None, request)
+        loading = asyncio.ensure_future(self._placements.ensure(request.model))
+        try:
+            while not (await asyncio.wait([loading], timeout=LOADING_EVERY_S))[0]:
+                yield Loading(self._loading_step(request.model))
+        finally:
+            if not loading.done():
+                loading.cancel()  # of this waiter; the load itself is shielded
+        record = loading.result()
+        drafting = self._drafting(record.card, record, request)
+        wire = _to_wire(request, record, drafting)
+        record.begin()
+        events = self._generators.generate(record.generator, wire)
+        try:
+            async for event in _events(events, record):
+                if isinstance(event, Finished):
+                    self._placements.succeeded(record)
+                    self._totals.add(request.model, event.stats)
+                yield event
+        finally:
+            await events.aclose()
+            record.end()
+
+    def _drafting(
+        self, card: ModelCard, record: Record | None, request: GenerationRequest
+    ) -> Drafting:
+        if record is None:
+            stages, head, enabled = 1, HeadState(True), EnabledState(True)
+        else:
+            stages, head = len(record.plan.stages), record.head
+            enabled = self._facts.mtp_switch(record.generator.node)
+        return choose_drafting(card, stages, head, enabled, request.num_draft_tokens)
+
+    def _loading_step(self, model: ModelId) -> str:
+        steps = [r.progress for r in self._placements.records if r.card.id == model]
+        return steps[0] if steps and steps[0] else "loading"
+
+
+class Totals:
+    """Sums of the final stats by model since the node started."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[ModelId, dict[str, int]] = {}
+
+    def add(self, model: ModelId, stats: Mapping[str, Any]) -> None:
+        totals = self._by_model.setdefault(model, {"requests": 0})
+        totals["requests"] += 1
+        for name in ("spec_decode_rounds", "proposed_draft_tokens", "accepted_draft_tokens"):
+            totals[name] = totals.get(name, 0) + int(stats[name])
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        return {str(model): dict(totals) for model, totals in self._by_model.items()}
+
+
+async def _events(
+    events: AsyncGenerator[pb.GenerateEvent, None], record: Record
+) -> AsyncIterator[Event]:
+    async for event in events:
+        match event.WhichOneof("event"):
+            case "started":
+                yield Started(tuple(event.started.prompt_ids))
+            case "prefill":
+                yield PrefillProgress(event.prefill.done, event.prefill.total)
+            case "delta":
+                yield TextDelta(event.delta.text, tuple(event.delta.round.tokens))
+            case "finished":
+                if event.finished.text:
+                    yield TextDelta(event.finished.text, ())
+                yield _finished(event.finished, record)
+                return
+            case None:
+                raise PeerLost("the generator sent an event of a kind this node does not know")
+    raise PeerLost("the generator's stream ended before its answer did")
+
+
+def _finished(finished: pb.Finished, record: Record) -> Finished:
+    stats = json.loads(finished.stats_json)
+    prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
+    stages = [
+        {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}
+        for stage in record.plan.stages
+    ]
+    stats["placement"] = {"id": record.id, "stages": stages}
+    return Finished(
+        reason="stop" if finished.reason == "stop" else "length",
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=0,
+        accepted_draft_tokens=stats["accepted_draft_tokens"],
+        stats=stats,
+    )
+
+
+def _to_wire(request: GenerationRequest, record: Record, drafting: Drafting) -> pb.GenerateRequest:
+    s = request.sampling
+    sampling = pb.Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        xtc_probability=s.xtc_probability,
+        xtc_threshold=s.xtc_threshold,
+        seed=s.seed,
+    )
+    return pb.GenerateRequest(
+        placement=record.id,
+        request=request.id,
+        attempt=1,
+        messages=pb.Messages(json=json.dumps([dict(m) for m in request.messages])),
+        sampling=sampling,
+        max_tokens=request.max_tokens or 0,
+        stop=request.stop,
+        num_draft_tokens=drafting.k,
+        drafting_reason="" if drafting.kind == "native_mtp" else drafting.reason,
+        ignore_eos=request.ignore_eos,
+    )

@@ -1,0 +1,157 @@
+"""What the commands print for a person, from the API's objects.
+
+Text comes from models and other machines, so it may not send a terminal escape sequences. Fields
+that another version of the node leaves out show as `-`.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from .cli_client import Comment
+from .log import escape_controls
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) -> str:
+    """The node, its head and cluster, then a table of nodes and one of placements."""
+    nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
+    me = next((node for node in nodes if node.get("self")), _NOTHING)
+    head = cluster.get("head")
+    lines = [
+        f"node     {_text(me.get('name'))} ({_text(cluster.get('self'))}), "
+        f"http://{_text(me.get('http_host'))}:{_text(me.get('http_port'))}, "
+        f"exo-node {_text(cluster.get('version'))}",
+        f"head     {names.get(head, _text(head))}, term {_text(cluster.get('term'))}",
+        f"cluster  {_text(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
+        "",
+        *_table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
+        "",
+    ]
+    if not placements:
+        return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
+    rows = [_placement_row(placement, names) for placement in placements]
+    return _joined([*lines, *_table(("MODEL", "STATUS", "STAGES", "MTP"), rows)])
+
+
+def models(entries: Sequence[Mapping[str, Any]]) -> str:
+    """One line a model: id, whether it is loaded, its context and its native MTP."""
+    rows = [
+        (
+            _text(entry.get("id")),
+            "yes" if entry.get("loaded") else "no",
+            _text(entry.get("context_length")),
+            _native_mtp(entry.get("native_mtp")),
+        )
+        for entry in entries
+    ]
+    return _joined(_table(("MODEL", "LOADED", "CONTEXT", "NATIVE MTP"), rows))
+
+
+def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
+    """Write a stream's deltas to stdout as they come; the final stats, if the node sent them."""
+    stats: Mapping[str, Any] | None = None
+    last = "\n"
+    try:
+        for event in events:
+            if isinstance(event, Comment):
+                _show_progress(event)
+                continue
+            stats = event.get("generation_stats") or stats
+            for choice in event.get("choices", []):
+                text: str = choice.get("delta", {}).get("content") or ""
+                last = text[-1:] or last
+                print(_for_stdout(text), end="", flush=True)
+    finally:
+        if last != "\n":
+            print(flush=True)
+    return stats
+
+
+def stats_line(stats: Mapping[str, Any]) -> str:
+    """`generation_stats` in one line."""
+    kind = _text(stats.get("drafter_kind"))
+    if kind == "none":
+        parts = [f"drafter none ({stats.get('drafting_reason') or 'no reason given'})"]
+    else:
+        accepted, proposed = stats.get("accepted_draft_tokens"), stats.get("proposed_draft_tokens")
+        parts = [f"drafter {kind}", f"K {_text(stats.get('num_draft_tokens'))}"]
+        parts.append(f"accepted {_text(accepted)}/{_text(proposed)}")
+    parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
+    parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
+    return escape_controls(", ".join(parts))
+
+
+def _show_progress(comment: Comment) -> None:
+    if comment.text and sys.stderr.isatty():
+        print(escape_controls(comment.text), file=sys.stderr, flush=True)
+
+
+def _for_stdout(text: str) -> str:
+    return escape_controls(text, keep="\n\t") if sys.stdout.isatty() else text
+
+
+def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    marks = [mark for mark in ("self", "head") if node.get(mark)]
+    memory = node.get("memory_bytes")
+    return (
+        _text(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
+        _text(node.get("status")),
+        _text(node.get("chip")),
+        _text(node.get("backend")),
+        f"{memory / 1024**3:.1f} GiB" if isinstance(memory, int) else "-",
+        f"{_text(node.get('host'))}:{_text(node.get('port'))}",
+    )
+
+
+def _placement_row(
+    placement: Mapping[str, Any], names: Mapping[Any, str]
+) -> tuple[str, str, str, str]:
+    state = _text(placement.get("status"))
+    if placement.get("error"):
+        state += f": {placement['error']}"
+    stages = [
+        f"{names.get(stage.get('node'), _text(stage.get('node')))} {_layers(stage)}"
+        for stage in placement.get("stages", [])
+    ]
+    drafting = _drafting(placement.get("drafting"))
+    return _text(placement.get("model")), state, " → ".join(stages), drafting
+
+
+def _layers(stage: Mapping[str, Any]) -> str:
+    """The half-open range that the API speaks of: `[0, 32)`."""
+    first, end = stage.get("layers") or ("?", "?")
+    return f"[{first}, {end})"
+
+
+def _drafting(drafting: Mapping[str, Any] | None) -> str:
+    if drafting is None:
+        return "-"
+    if drafting.get("drafter_kind") == "none":
+        return f"off: {drafting.get('reason') or 'no reason given'}"
+    return f"on, K {_text(drafting.get('num_draft_tokens'))}"
+
+
+def _native_mtp(mtp: Mapping[str, Any] | None) -> str:
+    if mtp is None:
+        return "none"
+    if mtp.get("weights") == "missing" or not mtp.get("enabled", True):
+        return f"off: {mtp.get('reason') or 'its weights are missing'}"
+    return f"K {_text(mtp.get('default_k'))} (at most {_text(mtp.get('max_k'))})"
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [header, *(tuple(escape_controls(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    padded = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return [line.rstrip() for line in padded]
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(escape_controls(line) for line in lines)

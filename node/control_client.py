@@ -1,0 +1,167 @@
+"""Calls to other nodes and to runners: heartbeats, loading, connecting, generating, forwarding."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..placement.errors import ExoNodeError, PeerLost, Untrusted, from_code
+from ..placement.ids import NodeId, PlacementId
+from ..proto import peer_pb2 as pb
+from ..proto import peer_pb2_grpc
+from .placements import Endpoint
+from .trust import Credentials, channel_credentials, node_name, runner_name
+
+log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS = (
+    # Both are needed: without the second a stopped peer is noticed only after a minute.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+EXCHANGE_TIMEOUT_S = 1.0
+CALL_TIMEOUT_S = 10.0
+
+
+def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
+    """The error of the tree that a call's status carries, or PeerLost."""
+    metadata = {key: value for key, value in fault.trailing_metadata() or ()}
+    if (code := metadata.get("exo-code")) is not None:
+        param = metadata.get("exo-param") or None
+        return from_code(str(code), fault.details() or "", str(param) if param else None)
+    detail = (fault.details() or "").split("\n")[0]
+    if "CERTIFICATE_VERIFY_FAILED" in detail or "handshake" in detail.lower():
+        return Untrusted(f"{where} is not of this cluster ({detail}); give both the same key")
+    return PeerLost(f"{where} is gone or does not answer ({fault.code().name.lower()}: {detail})")
+
+
+class Channels:
+    """Open channels by address and expected name; closed together."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = channel_credentials(credentials)
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+
+    def to(self, address: str, name: str) -> grpc.aio.Channel:
+        """`address` is host:port; `name` is what the other side's certificate must carry."""
+        key = (address, name)
+        if key not in self._channels:
+            options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+            self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)
+        return self._channels[key]
+
+    async def drop(self, address: str) -> None:
+        """Closes what leads to an address that will not be used again."""
+        for key in [key for key in self._channels if key[0] == address]:
+            await self._channels.pop(key).close()
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        _ = await asyncio.gather(*(channel.close() for channel in channels))
+
+
+class ControlClient:
+    """The other nodes' Membership and Control services."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    async def exchange(
+        self, address: str, node: NodeId | None, beat: pb.Heartbeat
+    ) -> pb.Heartbeat:
+        """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
+        stub = peer_pb2_grpc.MembershipStub(self._channels.to(address, node_name(node)))
+        try:
+            return await stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, address) from fault
+
+    async def load(
+        self,
+        address: str,
+        node: NodeId,
+        spec: pb.StageSpec,
+        progress: Callable[[pb.LoadProgress], None],
+    ) -> pb.LoadReady:
+        """Raises what the other node's load raises, or PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        try:
+            async for event in stub.LoadStage(spec):
+                if event.WhichOneof("event") == "ready":
+                    return event.ready
+                progress(event.progress)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, address) from fault
+        raise PeerLost(f"{address} ended the load without a result")
+
+    async def unload(
+        self, address: str, node: NodeId, placement: PlacementId, stage: int
+    ) -> None:
+        """Raises PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        request = pb.UnloadStageRequest(placement=placement, stage=stage)
+        try:
+            _ = await stub.UnloadStage(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, address) from fault
+
+    async def http(
+        self, address: str, node: NodeId, request: pb.HttpRequest
+    ) -> AsyncGenerator[pb.HttpChunk, None]:
+        """One HTTP request answered by the head; closing the generator cancels it there."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        async for chunk in _stream(stub.Http(request), f"the head at {address}"):
+            yield chunk
+
+
+class RunnerClient:
+    """Runners, on this node or another, by the endpoint that their load reported."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        """Raises PeerLost."""
+        request = pb.ConnectRequest(
+            placement=placement,
+            host=following.ready.host,
+            port=following.ready.port,
+            name=runner_name(following.node),
+        )
+        stub = peer_pb2_grpc.StageStub(self._channel(stage))
+        try:
+            _ = await stub.Connect(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, f"the runner on {stage.node}") from fault
+
+    async def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """See `chat.Generators`."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        where = f"the generator's runner on {endpoint.node}"
+        async for event in _stream(stub.Generate(request), where):
+            yield event
+
+    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        address = f"{endpoint.ready.host}:{endpoint.ready.port}"
+        return self._channels.to(address, runner_name(endpoint.node))
+
+
+async def _stream(call: Any, where: str) -> AsyncIterator[Any]:
+    """A server stream whose early end, from either side, leaves nothing running."""
+    try:
+        async for message in call:
+            yield message
+    except grpc.aio.AioRpcError as fault:
+        raise from_status(fault, where) from fault
+    finally:
+        call.cancel()

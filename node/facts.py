@@ -1,0 +1,107 @@
+"""This node's facts, and what placing asks: views, cards, switches, dtypes."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..placement.card import ModelCard
+from ..placement.cluster import ClusterView, NodeFacts
+from ..placement.drafting import EnabledState
+from ..placement.ids import ModelId, NodeId
+from ..proto import peer_pb2 as pb
+from .models import ModelLibrary
+from .switches import Switches
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFacts:
+    """One live node as heartbeats tell of it."""
+
+    facts: pb.NodeFacts
+
+    @property
+    def id(self) -> NodeId:
+        return NodeId(self.facts.id)
+
+    def for_planner(self) -> NodeFacts:
+        f = self.facts
+        return NodeFacts(
+            id=self.id,
+            name=f.name,
+            memory_bytes=f.memory_bytes,
+            memory_bandwidth=f.memory_bandwidth,
+            backend=f.backend,
+            chip=f.chip,
+            models=frozenset(ModelId(model) for model in f.models),
+        )
+
+
+class NodeFactsSource:
+    """`placements.Facts` over the live members."""
+
+    def __init__(
+        self,
+        self_id: NodeId,
+        members: Callable[[], list[MemberFacts]],
+        head: Callable[[], NodeId],
+        library: ModelLibrary,
+        switches: Switches,
+    ) -> None:
+        """`members` gives the nodes that may take work: alive, this one among them."""
+        self._self = self_id
+        self._members = members
+        self._head = head
+        self._library = library
+        self._switches = switches
+
+    def view(self) -> ClusterView:
+        nodes = tuple(member.for_planner() for member in self._members())
+        return ClusterView(nodes=nodes, head=self._head())
+
+    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
+        """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
+        known = await asyncio.to_thread(self._library.get, model)
+        if known.folder is None:
+            return known.card, ""
+        checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
+        return known.card, checkpoint.fingerprint
+
+    def mtp_switch(self, generator: NodeId) -> EnabledState:
+        """The generator's variable wins; where it has none, this node's page or default holds."""
+        if generator != self._self:
+            facts = self._facts_of(generator)
+            if facts is not None and facts.native_mtp_variable:
+                on = facts.native_mtp_variable == "1"
+                source = f"EXO_NATIVE_MTP_ENABLED={int(on)} on {facts.name}"
+                return EnabledState(on, source)
+            if self._switches.fixed("native_mtp_enabled") is not None:
+                return EnabledState(True)
+        return self._switches.mtp()
+
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> tuple[str, bool]:
+        facts = self._facts_of(generator)
+        requested = facts.dtype if facts is not None else "auto"
+        backend = facts.backend if facts is not None else "cpu"
+        chip = facts.chip if facts is not None else ""
+        async_eval = facts.async_draft_eval if facts is not None else True
+        if generator == self._self:
+            async_eval = self._switches.value("native_mtp_async_draft_eval")
+        return resolve_dtype(requested, card, backend, chip), async_eval
+
+    def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
+        return next((m.facts for m in self._members() if m.id == node), None)
+
+
+def resolve_dtype(requested: str, card: ModelCard, backend: str, chip: str) -> str:
+    """`auto` is the checkpoint's dtype, but for what the backend cannot run, or runs far slower.
+
+    On CPUs MLX multiplies gathered experts in float32 only, and 4- and 8-bit weights with 16-bit
+    scales at a tenth of the speed of float32 scales. The GPUs of M1 and M2 have no bfloat16.
+    """
+    if requested != "auto":
+        return requested
+    if backend == "cpu" and (card.num_experts or card.quantization):
+        return "float32"
+    if card.dtype == "bfloat16" and chip.startswith(("Apple M1", "Apple M2")):
+        return "float16"
+    return card.dtype

@@ -1,0 +1,183 @@
+"""What this machine is to the planner: chip, MLX backend, memory and its bandwidth, without mlx.
+
+Bandwidths are published peaks, good for a first plan only; measured stage times replace them.
+"""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil
+
+Backend = Literal["metal", "cuda", "cpu"]
+
+_GB: Final = 10**9
+_MIB: Final = 1024**2
+_SYSCTL_TIMEOUT_S: Final = 2.0
+# Without a persistence daemon nvidia-smi wakes the GPU first, which takes seconds.
+_NVIDIA_TIMEOUT_S: Final = 5.0
+_NVIDIA_QUERY: Final = (
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,memory.free",
+    "--format=csv,noheader,nounits",
+)
+
+# GB/s from Apple's technical specifications (support.apple.com/specs) and press releases. Where
+# a chip was sold with two memory systems, the narrower one: see _APPLE_WIDE.
+_APPLE: Final = {
+    "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
+    "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
+    "M3": 100, "M3 Pro": 150, "M3 Max": 300, "M3 Ultra": 819,
+    "M4": 120, "M4 Pro": 273, "M4 Max": 410,
+    "M5": 153, "M5 Pro": 307, "M5 Max": 460,
+}  # fmt: skip
+# The wider variant, told by its CPU cores. The M5 Max's (614 GB/s) has the same 18 as the narrower.
+_APPLE_WIDE: Final = {("M3 Max", 16): 400, ("M4 Max", 16): 546}
+_APPLE_LATER: Final = {"": 150, "Pro": 300, "Max": 460, "Ultra": 800}  # a chip younger than this
+_APPLE_OTHER: Final = 60  # A-series
+
+# GB/s from NVIDIA's data sheets; the first name that the GPU's name contains counts.
+_NVIDIA: Final = (
+    ("GH200", 4000), ("B200", 8000), ("H200", 4800), ("H100 NVL", 3900), ("H100 PCIe", 2000), ("H100", 3350),
+    ("A100", 1555), ("GB10", 273), ("PRO 6000", 1792), ("5090", 1792),
+    ("L40", 864), ("6000 Ada", 960), ("4090", 1008), ("3090", 936), ("A10", 600), ("L4", 300),
+    ("T4", 320),
+)  # fmt: skip
+_NVIDIA_OTHER: Final = 300
+_CPU: Final = 40  # two channels of DDR4-3200 give 51 at best
+
+_MAC_SHARE: Final = 0.75  # of the total: about what Metal lets one process wire by default
+_SHARE: Final = 0.80  # of what is free: other programs own the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it; memory in bytes, None where the GPU shares the system's."""
+
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One machine; memory in bytes and bandwidth in bytes per second, both of what MLX computes on.
+
+    `usable_bytes` is what stages may take: the limit that a person set, at most the total, else
+    a default share.
+    """
+
+    chip: str
+    backend: Backend
+    total_bytes: int
+    available_bytes: int
+    usable_bytes: int
+    bandwidth: float
+
+
+def detect_hardware(distributions: Collection[str], memory_limit: int | None = None) -> Hardware:
+    """This machine. `distributions` are the installed ones; blocks for up to some seconds."""
+    backend, gpu = guess_backend(sys.platform, platform.machine(), distributions), None
+    if backend == "cuda" and (gpu := _first_gpu()) is None:
+        backend = "cpu"
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
+        total, available = gpu.total_bytes, gpu.free_bytes
+    chip = gpu.name if gpu is not None else _cpu_name()
+    return Hardware(
+        chip=chip,
+        backend=backend,
+        total_bytes=total,
+        available_bytes=available,
+        usable_bytes=usable_memory(backend, total, available, memory_limit),
+        bandwidth=estimate_bandwidth(chip, backend, psutil.cpu_count(logical=False)),
+    )
+
+
+def guess_backend(system: str, machine: str, distributions: Collection[str]) -> Backend:
+    """What MLX would compute on, provided that a CUDA distribution finds its GPU."""
+    if system == "darwin" and machine == "arm64":
+        return "metal"
+    if system == "linux" and any(name.startswith("mlx-cuda") for name in distributions):
+        return "cuda"
+    return "cpu"
+
+
+def usable_memory(backend: Backend, total: int, available: int, limit: int | None) -> int:
+    """Bytes that stages may take of `total`, of which `available` are free now."""
+    if limit is not None:
+        return min(limit, total)
+    return int(total * _MAC_SHARE) if backend == "metal" else int(available * _SHARE)
+
+
+def estimate_bandwidth(chip: str, backend: Backend, cores: int | None) -> float:
+    """Bytes per second that `chip` reads from the memory of `backend`; `cores` of its CPU."""
+    match backend:
+        case "metal":
+            return float(_apple_bandwidth(chip, cores) * _GB)
+        case "cuda":
+            known = (speed for name, speed in _NVIDIA if name in chip)
+            return float(next(known, _NVIDIA_OTHER) * _GB)
+        case "cpu":
+            return float(_CPU * _GB)
+
+
+def parse_cpuinfo(text: str) -> str | None:
+    """The chip's name in Linux's /proc/cpuinfo; ARM kernels name the board, or nothing."""
+    for key in ("model name", "Model", "Hardware", "cpu model"):
+        found = re.search(rf"^{key}[ \t]*:[ \t]*(\S.*)$", text, re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return None
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """The lines `name, total MiB, free MiB` of nvidia-smi; `[N/A]` where memory is shared."""
+    gpus: list[Gpu] = []
+    for line in text.splitlines():
+        name, *sizes = [cell.strip() for cell in line.rsplit(",", 2)]
+        if name and len(sizes) == 2:
+            gpus.append(Gpu(name, *(int(s) * _MIB if s.isdecimal() else None for s in sizes)))
+    return tuple(gpus)
+
+
+def _apple_bandwidth(chip: str, cores: int | None) -> int:
+    found = re.search(r"\bM[0-9]+(?: (Pro|Max|Ultra))?\b", chip)
+    if found is None:
+        return _APPLE_OTHER
+    if cores is not None and (wide := _APPLE_WIDE.get((found[0], cores))):
+        return wide
+    return _APPLE.get(found[0], _APPLE_LATER[found[1] or ""])
+
+
+def _first_gpu() -> Gpu | None:
+    """The GPU that MLX computes on: the first one."""
+    gpus = parse_nvidia_smi(_output(_NVIDIA_QUERY, _NVIDIA_TIMEOUT_S) or "")
+    return gpus[0] if gpus else None
+
+
+def _cpu_name() -> str:
+    if sys.platform == "darwin":
+        name = _output(("sysctl", "-n", "machdep.cpu.brand_string"), _SYSCTL_TIMEOUT_S)
+    else:
+        source = Path("/proc/cpuinfo")
+        name = parse_cpuinfo(source.read_text(errors="replace")) if source.exists() else None
+    return (name or "").strip() or platform.machine()
+
+
+def _output(command: tuple[str, ...], timeout_s: float) -> str | None:
+    """What a system tool prints, or None where it is missing, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.decode(errors="replace")

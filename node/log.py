@@ -1,0 +1,128 @@
+"""Log lines on stderr: for a person on a terminal, else one JSON object a line.
+
+Callers never log prompts, answers or keys; nothing here filters them out afterwards.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TextIO
+
+_request: ContextVar[str | None] = ContextVar("request", default=None)
+
+FIELDS: Final = ("placement", "model", "peer", "attempt")
+"""What a caller may attach with `extra={…}`; it stands in both formats."""
+
+_QUIET: Final = (
+    "asyncio",
+    "filelock",
+    "grpc",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "urllib3",
+    "uvicorn",
+    "zeroconf",
+)
+_SILENT: Final = ("uvicorn.access",)  # The API logs each request itself, with its id.
+
+# C0, DEL and C1: a peer's or client's text must not move the cursor or forge a line.
+_CONTROLS: Final[Mapping[int, str]] = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))
+}
+
+
+@contextmanager
+def request_scope(request: str) -> Generator[None]:
+    """Mark every line logged inside, in this task and the tasks it starts, with the request."""
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def current_request() -> str | None:
+    """The request that this task works on, or None."""
+    return _request.get()
+
+
+def escape_controls(text: str, *, keep: str = "") -> str:
+    """`text` with each control character that is not in `keep` shown as `\\x1b`."""
+    return text.translate(
+        {code: shown for code, shown in _CONTROLS.items() if chr(code) not in keep}
+    )
+
+
+class HumanFormatter(logging.Formatter):
+    """`14:03:07 warning membership: beta is suspect  request=r1` in local time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        name = record.name.rpartition(".")[2] if record.name.startswith("exo_node") else record.name
+        tail = "".join(f"  {k}={v}" for k, v in _fields(record).items())
+        line = f"{clock} {record.levelname.lower():<7} {name}: {record.getMessage()}{tail}"
+        return escape_controls(line, keep="\t") + _traceback(self, record, prefix="\n")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, node, then what else is known."""
+
+    def __init__(self, node: str | None) -> None:
+        """`node` is the name of this node, in every line."""
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "node": self._node,
+            **_fields(record),
+        }
+        if trace := _traceback(self, record):
+            line["traceback"] = trace
+        return json.dumps(line, default=str)
+
+
+class _NodeHandler(logging.StreamHandler[TextIO]):
+    """Ours, so that a second `configure` replaces it and leaves others' handlers alone."""
+
+
+def configure(
+    log_format: Literal["human", "json"],
+    level: str = "info",
+    *,
+    node: str | None = None,
+    stream: TextIO | None = None,
+) -> None:
+    """Send every logger of this process to stderr (or `stream`); may be called again."""
+    handler = _NodeHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(HumanFormatter() if log_format == "human" else JsonFormatter(node))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, _NodeHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
+    for name in _SILENT:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    known = {name: record.__dict__[name] for name in FIELDS if name in record.__dict__}
+    request = _request.get()
+    return known if request is None else {"request": request, **known}
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord, prefix: str = "") -> str:
+    if record.exc_info is None or record.exc_info[0] is None:
+        return ""
+    return prefix + escape_controls(formatter.formatException(record.exc_info), keep="\n\t")

@@ -1,0 +1,161 @@
+"""What the node tells of itself over HTTP, and what a person may change there."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from ..placement.drafting import HeadState, choose_drafting
+from ..placement.errors import ExoNodeError, InvalidRequest
+from ..placement.ids import ModelId, PlacementId
+from .cluster import Cluster
+from .facts import NodeFactsSource
+from .models import KnownModel, ModelLibrary
+from .placements import Placements, Record
+from .switches import SwitchName, Switches
+
+
+class NodeOperations:
+    """`operations_api.Operations` over the running node."""
+
+    def __init__(
+        self,
+        library: ModelLibrary,
+        placements: Placements,
+        cluster: Cluster,
+        facts: NodeFactsSource,
+        switches: Switches,
+        version: str,
+        created: int,
+    ) -> None:
+        self._library = library
+        self._placements = placements
+        self._cluster = cluster
+        self._facts = facts
+        self._switches = switches
+        self._version = version
+        self._created = created
+
+    async def models(self) -> dict[str, Any]:
+        """Every known model in the shape of `GET /v1/models`."""
+        known = await asyncio.to_thread(self._library.scan)
+        data = [await asyncio.to_thread(self._entry, model) for model in known.values()]
+        broken = [
+            {"id": model, "object": "model", "created": self._created, "owned_by": "exo-node"}
+            | {"loaded": False, "context_length": None, "native_mtp": None, "error": fault.message}
+            for model, fault in self._library.broken.items()
+        ]
+        return {"object": "list", "data": [*data, *broken]}
+
+    async def cluster(self) -> dict[str, Any]:
+        return self._cluster.describe(self._version)
+
+    async def placements(self) -> dict[str, Any]:
+        data = [self._placement(record) for record in self._placements.records]
+        return {"object": "list", "data": data}
+
+    async def place(self, model: str, min_nodes: int) -> dict[str, Any]:
+        return self._placement(await self._placements.place(ModelId(model), min_nodes))
+
+    async def unplace(self, placement: str) -> None:
+        await self._placements.remove(PlacementId(placement))
+
+    async def settings(self) -> dict[str, Any]:
+        return self._switches.describe()
+
+    async def change_settings(
+        self, native_mtp_enabled: bool | None, native_mtp_async_draft_eval: bool | None
+    ) -> dict[str, Any]:
+        given: Mapping[SwitchName, bool | None] = {
+            "native_mtp_enabled": native_mtp_enabled,
+            "native_mtp_async_draft_eval": native_mtp_async_draft_eval,
+        }
+        wanted = {name: value for name, value in given.items() if value is not None}
+        if not wanted:
+            raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
+        self._switches.change(wanted)
+        return self._switches.describe()
+
+    async def ready(self) -> tuple[bool, str]:
+        """Ready to serve: the demo at least can be loaded on demand; `reason` says more."""
+        degraded = [r for r in self._placements.records if r.status == "degraded"]
+        if degraded:
+            return False, f"placement {degraded[0].id} is degraded: {degraded[0].error}"
+        return True, ""
+
+    async def version(self) -> dict[str, Any]:
+        return {"name": "exo-node", "version": self._version}
+
+    def _entry(self, known: KnownModel) -> dict[str, Any]:
+        card = known.card
+        record = next((r for r in self._placements.records if r.card.id == card.id), None)
+        loaded = record is not None and record.status == "ready"
+        context = record.plan.context_length if record and loaded else card.context_length
+        return {
+            "id": card.id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
+            "context_length": context,
+            "loaded": loaded,
+            "native_mtp": self._native_mtp(known, record if loaded else None),
+        }
+
+    def _native_mtp(self, known: KnownModel, record: Record | None) -> dict[str, Any] | None:
+        mtp = known.card.native_mtp
+        if mtp is None:
+            return None
+        try:
+            found = self._library.head(known)
+        except ExoNodeError as fault:
+            found = HeadState(False, fault.message)
+        head, stages = found, 1
+        switch = self._facts.mtp_switch(self._cluster.self_id)
+        if record is not None:
+            head, stages = record.head, len(record.plan.stages)
+            switch = self._facts.mtp_switch(record.generator.node)
+        drafting = choose_drafting(known.card, stages, head, switch, None)
+        return {
+            "default_k": mtp.default_k,
+            "max_k": mtp.max_k,
+            "weights": "found" if found.loaded else "missing",
+            "enabled": drafting.kind == "native_mtp",
+            "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
+        }
+
+    def _placement(self, record: Record) -> dict[str, Any]:
+        stages = [
+            {
+                "node": stage.node,
+                "layers": [stage.first_layer, stage.end_layer],
+                "status": record.status,
+            }
+            for stage in record.plan.stages
+        ]
+        for stage, endpoint in zip(stages, record.endpoints, strict=False):
+            stage["weight_bytes"] = endpoint.ready.weight_bytes
+            stage["checkpoint_bytes_read"] = endpoint.ready.checkpoint_bytes_read
+        return {
+            "id": record.id,
+            "model": record.card.id,
+            "status": record.status,
+            "progress": record.progress,
+            "reason": record.plan.reason,
+            "runner_up": record.plan.runner_up,
+            "error": record.error or None,
+            "context_length": record.plan.context_length,
+            "stages": stages,
+            "drafting": self._drafting(record),
+        }
+
+    def _drafting(self, record: Record) -> dict[str, Any]:
+        if not record.endpoints:
+            return {"drafter_kind": "none", "num_draft_tokens": 0, "reason": "not loaded"}
+        switch = self._facts.mtp_switch(record.generator.node)
+        stages = len(record.plan.stages)
+        drafting = choose_drafting(record.card, stages, record.head, switch, None)
+        reason = "" if drafting.kind == "native_mtp" else drafting.reason
+        return {
+            "drafter_kind": drafting.kind,
+            "num_draft_tokens": drafting.k,
+            "reason": reason,
+        }

@@ -1,0 +1,155 @@
+"""The text of a flag or variable turned into a setting's value.
+
+Each reader raises ValueError with what is wrong and the remedy; its caller knows the origin.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
+
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+_BYTES: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p.upper()}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
+_MIN_MEMORY: Final = 1_000_000
+MAX_NAME_BYTES: Final = 63  # one DNS label, which is what mDNS announces
+
+
+def as_name(value: str) -> str:
+    """What peers and people call the node."""
+    text = value.strip()
+    if not text.isprintable() or not 0 < len(text.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(f"{value!r} is no name; give 1 to {MAX_NAME_BYTES} printable bytes")
+    return text
+
+
+def as_host(value: str) -> str:
+    """An IP address, brackets dropped, or a host name."""
+    text = value.strip().removeprefix("[").removesuffix("]")
+    if parse_address(text) is None and not _HOST_NAME.fullmatch(text):
+        raise ValueError(f"{value!r} is no address; give an IP address such as 127.0.0.1")
+    return text
+
+
+def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `text` is, or None."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def as_interface(value: str) -> str:
+    """An IP address of one interface."""
+    text = value.strip()
+    address = parse_address(text)
+    if address is None or address.is_unspecified or address.is_multicast:
+        raise ValueError(
+            f"{value!r} is no interface's address; give one IP address of this machine, "
+            "or leave it out for all private ones"
+        )
+    return text
+
+
+def as_port(value: str | int) -> int:
+    """0 (any free one) to 65535."""
+    text = str(value).strip()
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise ValueError(f"{value!r} is no port; give 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
+def _peer(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host == f"[{bare}]"
+    valid = bool(colon) and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) <= 65535
+    if ":" in bare:  # IPv6 needs its brackets, or its last group would be taken for a port
+        valid = valid and bracketed and parse_address(bare) is not None
+    else:
+        valid = valid and not bracketed and _HOST_NAME.fullmatch(bare)
+    if not valid:
+        raise ValueError(f"{text!r} is no peer; give HOST:PORT, such as 192.168.1.20:52416")
+    return f"{host}:{int(port)}"
+
+
+def as_peers(value: str | Collection[str]) -> tuple[str, ...]:
+    """A comma separated variable, or the repeated flag (each of which may hold commas too)."""
+    parts = [value] if isinstance(value, str) else value
+    texts = [text.strip() for part in parts for text in part.split(",")]
+    return tuple(dict.fromkeys(_peer(text) for text in texts if text))
+
+
+def as_path(value: str | Path) -> Path:
+    """An absolute path, `~` expanded (a service file has no shell to do it)."""
+    if not str(value):
+        raise ValueError("the path is empty; give one, or leave it out for the default")
+    return Path(value).expanduser().absolute()
+
+
+def as_folder(value: str | Path) -> Path:
+    """A folder that exists."""
+    path = as_path(value)
+    if not path.is_dir():
+        raise ValueError(f"{str(path)!r} is no folder; create it or give another")
+    return path
+
+
+def as_file(value: str | Path) -> Path:
+    """A file that exists."""
+    path = as_path(value)
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file; create it or give another")
+    return path
+
+
+def as_switch(value: str | bool) -> bool:
+    """1, true, yes, on or 0, false, no, off."""
+    text = str(value).strip().lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"{value!r} is neither on nor off; give 1 or 0")
+    return text in _TRUE
+
+
+def as_memory(value: str | int) -> int:
+    """Bytes from 12884901888, 12GB (decimal) or 12GiB (binary)."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(value).strip())
+    unit = _BYTES.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{value!r} is no size; give bytes, or a size such as 12GB or 12GiB")
+    size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size < _MIN_MEMORY:
+        raise ValueError(f"{value!r} is {size} bytes, too little for any model; give e.g. 12GB")
+    return size
+
+
+def as_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """A reader of one of `choices`, in any case."""
+
+    def check(value: str) -> str:
+        if (text := value.strip().lower()) not in choices:
+            raise ValueError(f"{value!r} is no choice; give one of {', '.join(choices)}")
+        return text
+
+    return check
+
+
+def as_secret(value: str) -> str:
+    """A key travels in a header line; what is wrong with it is said without showing it."""
+    text = value.strip()
+    if not text.isascii() or not text.isprintable() or " " in text or not text:
+        raise ValueError("is no key; give printable ASCII characters without spaces")
+    return text
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    address = parse_address(host)
+    return host == "localhost" if address is None else address.is_loopback

@@ -1,0 +1,240 @@
+"""Runner processes as supervised children: started, watched, stopped; never outliving the node."""
+
+import asyncio
+import logging
+import re
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..placement.errors import LoadFailed, from_code
+from ..proto import peer_pb2 as pb
+from .trust import Credentials
+
+log = logging.getLogger(__name__)
+runner_log = logging.getLogger("exo_node.runner")
+
+Status = Literal["loading", "ready", "failed"]
+Progress = Callable[[pb.LoadProgress], None]
+
+STOP_TIMEOUT_S = 5.0
+_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerHost:
+    """What every runner of this node is given."""
+
+    node: str
+    host: str  # to listen on, where other nodes' runners reach it
+    credentials: Callable[[], Credentials]  # a leaf of its own for each runner
+    environment: Mapping[str, str]
+
+
+class RunnerProcess:
+    """One child and what it last said. `on_exit` is called once, when a ready runner ends."""
+
+    def __init__(self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None]) -> None:
+        self.spec = spec
+        self.status: Status = "loading"
+        self.state = pb.RunnerState()
+        self.ready: pb.LoadReady | None = None
+        self.error = ""
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    async def start(self, host: RunnerHost, progress: Progress) -> pb.LoadReady:
+        """Starts the child and waits until its stage is loaded.
+
+        Raises LoadFailed, InvalidCheckpoint and whatever else the child reports.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "exo_node.shard.runner", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=host.environment,
+                start_new_session=True,  # Ctrl-C reaches the node alone, which stops its runners
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._tasks = [asyncio.create_task(self._relay_log())]
+        await self._send(pb.ToRunner(start=self._start_message(host)))
+        self.ready = await self._loaded(reader, progress)
+        self.status = "ready"
+        self._tasks.append(asyncio.create_task(self._watch(reader)))
+        return self.ready
+
+    async def stop(self) -> None:
+        """Asks, then kills; returns when the process has ended."""
+        self._stopping = True
+        if self._process is None:
+            return
+        try:
+            await self._send(pb.ToRunner(stop=pb.RunnerStop()))
+            _ = await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except (TimeoutError, ConnectionError):
+            if self._process.returncode is None:
+                self._process.kill()
+            _ = await self._process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_message(self, host: RunnerHost) -> pb.RunnerStart:
+        credentials = host.credentials()
+        return pb.RunnerStart(
+            stage=self.spec,
+            node=host.node,
+            host=host.host,
+            certificate=credentials.certificate_pem,
+            private_key=credentials.key_pem,
+            authority=credentials.authority_pem,
+        )
+
+    async def _send(self, message: pb.ToRunner) -> None:
+        assert self._writer is not None
+        data = message.SerializeToString()
+        self._writer.write(struct.pack(">I", len(data)) + data)
+        await self._writer.drain()
+
+    async def _loaded(self, reader: asyncio.StreamReader, progress: Progress) -> pb.LoadReady:
+        while (message := await _receive(reader)) is not None:
+            match message.WhichOneof("message"):
+                case "ready":
+                    return message.ready
+                case "failure":
+                    f = message.failure
+                    self._fail(f.message)
+                    raise from_code(f.code, f.message, f.param or None)
+                case _:
+                    progress(message.progress)
+        self._fail(await self._ending())
+        raise LoadFailed(self.error)
+
+    async def _watch(self, reader: asyncio.StreamReader) -> None:
+        while (message := await _receive(reader)) is not None:
+            if message.WhichOneof("message") == "state":
+                self.state = message.state
+        self._fail(await self._ending())
+        if not self._stopping:
+            log.warning("%s", self.error)
+            self._on_exit(self)
+
+    def _fail(self, error: str) -> None:
+        self.status, self.error = "failed", error
+
+    async def _ending(self) -> str:
+        """Why the child is gone, with the end of what it wrote: MLX aborts by signal."""
+        assert self._process is not None
+        code = await self._process.wait()
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        s = self.spec
+        last = f"; it last wrote: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        return f"the runner of {s.model}, layers {s.first_layer}-{s.end_layer - 1}, {how}{last}"
+
+    async def _relay_log(self) -> None:
+        """The child's stderr as this node's log lines; what is not one of them may be a crash."""
+        assert self._process is not None and self._process.stderr is not None
+        while line := await _line(self._process.stderr):
+            text = line.decode(errors="replace").rstrip()
+            if match := _LINE.fullmatch(text):
+                level = logging.getLevelNamesMapping()[match[1]]
+                runner_log.log(level, "%s[%d] %s", match[2], self.pid, match[3])
+            elif text:
+                self._last_lines.append(text)
+                runner_log.info("[%d] %s", self.pid, text)
+
+
+class Supervisor:
+    """The runners of this node, by placement and stage."""
+
+    def __init__(self, host: RunnerHost, on_exit: Callable[[pb.StageSpec, str], None]) -> None:
+        """`on_exit` hears of a ready runner that ended by itself, and why."""
+        self._host = host
+        self._on_exit = on_exit
+        self._runners: dict[tuple[str, int], RunnerProcess] = {}
+
+    async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        """Raises what `RunnerProcess.start` raises; nothing is left running then."""
+        key = (spec.placement, spec.stage)
+        if key in self._runners:
+            raise LoadFailed(f"stage {spec.stage} of placement {spec.placement} is here already")
+        runner = self._runners[key] = RunnerProcess(spec, self._exited)
+        try:
+            return await runner.start(self._host, progress)
+        except BaseException:  # a cancelled load must not leave its child behind either
+            del self._runners[key]
+            await runner.stop()
+            raise
+
+    async def unload(self, placement: str, stage: int) -> None:
+        """Does nothing where there is no such runner."""
+        runner = self._runners.pop((placement, stage), None)
+        if runner is not None:
+            await runner.stop()
+
+    async def close(self) -> None:
+        runners, self._runners = list(self._runners.values()), {}
+        _ = await asyncio.gather(*(runner.stop() for runner in runners))
+
+    def states(self) -> list[pb.PlacementState]:
+        """What the heartbeat tells the other nodes."""
+        return [_placement_state(runner) for runner in self._runners.values()]
+
+    def _exited(self, runner: RunnerProcess) -> None:
+        _ = self._runners.pop((runner.spec.placement, runner.spec.stage), None)
+        self._on_exit(runner.spec, runner.error)
+
+
+async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:
+    try:
+        head = await reader.readexactly(4)
+        body = await reader.readexactly(struct.unpack(">I", head)[0])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return pb.FromRunner.FromString(body)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """One line; of an overlong one, what fits the buffer."""
+    try:
+        return await reader.readline()
+    except ValueError:  # longer than the buffer, which was dropped
+        return b"(an overlong line was dropped)\n"
+
+
+def _placement_state(runner: RunnerProcess) -> pb.PlacementState:
+    spec, state, ready = runner.spec, runner.state, runner.ready
+    return pb.PlacementState(
+        placement=spec.placement,
+        model=spec.model,
+        stage=spec.stage,
+        first_layer=spec.first_layer,
+        end_layer=spec.end_layer,
+        status=runner.status,
+        weight_bytes=ready.weight_bytes if ready else 0,
+        checkpoint_bytes_read=ready.checkpoint_bytes_read if ready else 0,
+        progress=state.progress,
+        cache_bytes=state.cache_bytes,
+        peak_memory_bytes=state.peak_memory_bytes,
+        live_requests=state.live_requests,
+        pid=runner.pid,
+        error=runner.error,
+    )

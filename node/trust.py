@@ -1,0 +1,260 @@
+"""The cluster key, this node's identity, and the certificates that mutual TLS is made of.
+
+The cluster key (160 bits) gives the CA's private key through HKDF, so whoever holds the key can
+mint a certificate that the others accept, and nobody else can. A node's id is bound to a key pair
+of its own.
+"""
+
+import base64
+import datetime
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ..placement.errors import InvalidSettings, Untrusted
+from ..placement.ids import NodeId
+
+KEY_FILE = "cluster.key"
+IDENTITY_FILE = "node.key"
+
+_KEY = re.compile(r"[a-z2-7]{32}")
+_NODE = re.compile(r"[a-z2-7]{20}")
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+# Wide and fixed: a clock that is off must not break a cluster at home.
+_VALID_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_VALID_TO = datetime.datetime(2049, 12, 31, tzinfo=datetime.UTC)
+_PEM = serialization.Encoding.PEM
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """The secret that all nodes of a cluster share; its text is 32 letters and digits."""
+
+    secret: bytes = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        return base64.b32encode(self.secret).decode().lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This node's key pair and the id that follows from it."""
+
+    node: NodeId
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """One end of mutual TLS, PEM."""
+
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+    authority_pem: bytes
+
+
+def parse_cluster_key(text: str, origin: str) -> ClusterKey:
+    """Raises InvalidSettings naming `origin`, the flag, variable or file that gave the text."""
+    compact = text.strip().lower().replace("-", "")
+    if not _KEY.fullmatch(compact):
+        raise InvalidSettings(
+            f"{origin} holds no cluster key: that is 32 letters a-z and digits 2-7, as in the "
+            f"{KEY_FILE} of the first node's data folder",
+            param=origin,
+        )
+    return ClusterKey(base64.b32decode(compact.upper()))
+
+
+def load_or_create_cluster_key(
+    data_dir: Path, given: str | None = None, key_file: Path | None = None
+) -> ClusterKey:
+    """The key from EXO_CLUSTER_KEY, --cluster-key-file or the data folder; made there at first.
+
+    Raises InvalidSettings.
+    """
+    if key_file is not None:
+        return parse_cluster_key(_read(key_file, "--cluster-key-file"), "--cluster-key-file")
+    if given is not None:
+        return parse_cluster_key(given, "EXO_CLUSTER_KEY")
+    path = data_dir / KEY_FILE
+    if not path.exists():
+        _write_new(path, ClusterKey(secrets.token_bytes(20)).text.encode() + b"\n")
+    path.chmod(0o600)
+    return parse_cluster_key(_read(path, str(path)), str(path))
+
+
+def load_or_create_identity(data_dir: Path) -> Identity:
+    """The key pair in the data folder, made on the first start. Raises InvalidSettings."""
+    path = data_dir / IDENTITY_FILE
+    if not path.exists():
+        made = ec.generate_private_key(ec.SECP256R1())
+        _write_new(path, _private_pem(made))
+    path.chmod(0o600)
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError) as fault:
+        raise InvalidSettings(
+            f"{path} is not a private key; remove it and the node gets a new id", param=str(path)
+        ) from fault
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise InvalidSettings(f"{path} is not a P-256 key; remove it", param=str(path))
+    return Identity(node_id(key.public_key()), key)
+
+
+def node_id(key: ec.EllipticCurvePublicKey) -> NodeId:
+    """The first 100 bits of SHA-256 over the DER of the public key, in base32."""
+    der = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return NodeId(base64.b32encode(hashlib.sha256(der).digest()).decode().lower()[:20])
+
+
+def node_name(node: NodeId | None) -> str:
+    """The TLS name of a node's control server; None: any node of the cluster."""
+    return "node.exo.internal" if node is None else f"{node}.node.exo.internal"
+
+
+def runner_name(node: NodeId) -> str:
+    """The TLS name of that node's runners."""
+    return f"{node}.runner.exo.internal"
+
+
+def node_credentials(identity: Identity, cluster: ClusterKey) -> Credentials:
+    """For the node process, under its own key."""
+    names = [node_name(identity.node), node_name(None)]
+    return _leaf(identity.node, identity.key, names, cluster)
+
+
+def runner_credentials(node: NodeId, cluster: ClusterKey) -> Credentials:
+    """For one runner, under a fresh key: a runner holds neither the node's nor the cluster's."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    return _leaf(node, key, [runner_name(node)], cluster)
+
+
+def cluster_fingerprint(cluster: ClusterKey) -> str:
+    """16 hex digits that name the cluster in public: of the CA's public key."""
+    der = (
+        _authority_key(cluster)
+        .public_key()
+        .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    return hashlib.sha256(der).hexdigest()[:16]
+
+
+def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Refuses clients that show no certificate of the cluster."""
+    pair = (credentials.key_pem, credentials.certificate_pem)
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=credentials.authority_pem, require_client_auth=True
+    )
+
+
+def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    """Shows this side's certificate and trusts the cluster's only."""
+    return grpc.ssl_channel_credentials(
+        credentials.authority_pem, credentials.key_pem, credentials.certificate_pem
+    )
+
+
+def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
+    """The id that a caller's certificate proves: its name must be that of its own key.
+
+    Raises Untrusted; a runner's certificate proves no node.
+    """
+    [pem] = list(auth_context.get("x509_pem_cert", ())) or [b""]
+    if not pem:
+        raise Untrusted("the caller showed no certificate")
+    certificate = x509.load_pem_x509_certificate(pem)
+    key = certificate.public_key()
+    [name] = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if not isinstance(key, ec.EllipticCurvePublicKey) or node_id(key) != name.value:
+        raise Untrusted(f"the caller's certificate says {name.value}, which is not its key's id")
+    return NodeId(str(name.value))
+
+
+def _authority_key(cluster: ClusterKey) -> ec.EllipticCurvePrivateKey:
+    # 128 bits more than the order has, so that the remainder is uniform for all practical purposes.
+    derived = HKDF(hashes.SHA256(), 48, b"exo-node/v1", b"cluster-ca-p256").derive(cluster.secret)
+    number = int.from_bytes(derived, "big") % (_P256_ORDER - 1) + 1
+    return ec.derive_private_key(number, ec.SECP256R1())
+
+
+def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = _name("exo-cluster")
+    return (
+        _builder(name, name, key.public_key(), serial=1)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _leaf(
+    node: NodeId, key: ec.EllipticCurvePrivateKey, names: list[str], cluster: ClusterKey
+) -> Credentials:
+    authority_key = _authority_key(cluster)
+    authority = _authority(authority_key)
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+    serial = x509.random_serial_number()
+    certificate = (
+        _builder(_name(node), authority.subject, key.public_key(), serial)
+        .add_extension(alternatives, critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    return Credentials(
+        certificate.public_bytes(_PEM), _private_pem(key), authority.public_bytes(_PEM)
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, serial: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(serial)
+        .not_valid_before(_VALID_FROM)
+        .not_valid_after(_VALID_TO)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _read(path: Path, origin: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise InvalidSettings(f"{path} cannot be read: {fault}", param=origin) from fault
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Readable by its owner from the first byte on, and whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        _ = file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+    draft.rename(path)

@@ -1,0 +1,275 @@
+"""What exo-node knows of a model before it opens the weights: its card."""
+
+import difflib
+from collections.abc import Collection
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .config import (
+    MAX_CONTEXT,
+    MAX_EXPERT_WIDTH,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Facts,
+    config_facts,
+    shown,
+)
+from .errors import InvalidCard
+from .ids import ModelId
+
+MAX_K = 8
+"""Drafts a round that a user's card may ask for; a verify that long seldom pays."""
+SHIPPED_MAX_K = 3
+"""Drafts a round that a card of this package may ask for."""
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# A quantised group of 64 weights carries a 16-bit scale and a 16-bit bias: half a bit a weight.
+_SIXTEENTHS_PER_BYTE = 16
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+
+
+class NativeMtp(BaseModel):
+    """The declaration that a checkpoint's own multi-token-prediction head may draft."""
+
+    model_config = _STRICT
+
+    num_layers: int = Field(default=1, ge=1, le=MAX_K)
+    """Decoder layers of the head, not drafts a round."""
+    default_k: int = Field(ge=1, le=MAX_K)
+    """Drafts a round when the request names none."""
+    max_k: int = Field(ge=1, le=MAX_K)
+    hidden: Literal["post_norm", "pre_norm"] = "post_norm"
+    """The backbone hidden that feeds the head: after (Qwen) or before (DeepSeek, GLM) its norm."""
+
+    @model_validator(mode="after")
+    def _default_within_max(self) -> Self:
+        if self.max_k < self.default_k:
+            raise PydanticCustomError(
+                "cross_check",
+                "{field} is {max_k}, below default_k = {default_k}: raise max_k or lower default_k",
+                {"field": "max_k", "max_k": self.max_k, "default_k": self.default_k},
+            )
+        return self
+
+
+class SamplingDefaults(BaseModel):
+    """What a request that names no sampling parameter gets; None leaves the API's own default."""
+
+    model_config = _STRICT
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=MAX_VOCAB)
+    """0 turns the filter off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+
+class ModelCard(BaseModel):
+    """Facts about one model, from its config.json or written down by a person."""
+
+    model_config = _STRICT
+
+    id: ModelId = Field(min_length=1, max_length=200, pattern=r"^[^\s\p{C}]([^\p{C}]*[^\s\p{C}])?$")
+    repository: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}/{_NAME}$")
+    """On the Hugging Face hub; None: the model is on this machine only."""
+    revision: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}(/{_NAME})*$")
+    # It names a Python module of mlx-lm, so nothing but a plain word may pass.
+    model_type: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    hidden_size: Width
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB)
+    num_attention_layers: int = Field(ge=0, le=MAX_LAYERS)
+    """Layers that hold a KV cache."""
+    num_key_value_heads: Width
+    head_dim: Width
+    context_length: int = Field(ge=1, le=MAX_CONTEXT)
+    """Tokens, prompt and answer together."""
+    weight_bytes: int = Field(ge=1, le=2**50)
+    """The whole checkpoint's tensors."""
+    tie_word_embeddings: bool = False
+    num_experts: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    """Routed experts a layer; 0: dense."""
+    num_experts_per_tok: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    """0: not known, counted as all of them."""
+    moe_intermediate_size: int = Field(default=0, ge=0, le=MAX_EXPERT_WIDTH)
+    """Width of one routed expert; 0: not known, counted as the whole layer."""
+    quantization: int | None = Field(default=None, ge=1, le=8)
+    """Bits a weight; None: stored in `dtype`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    native_mtp: NativeMtp | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    @model_validator(mode="after")
+    def _counts_agree(self) -> Self:
+        for part, whole in (
+            ("num_attention_layers", "num_layers"),
+            ("num_experts_per_tok", "num_experts"),
+        ):
+            has, limit = getattr(self, part), getattr(self, whole)
+            if has > limit:
+                raise PydanticCustomError(
+                    "cross_check",
+                    "{field} is {has}, above {whole} = {limit}: lower it",
+                    {"field": part, "has": has, "whole": whole, "limit": limit},
+                )
+        return self
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One row of the hidden state, as a stage sends it to the next."""
+        return self.hidden_size * _BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_layer_token(self) -> int:
+        """Keys and values of one token in one attention layer."""
+        return 2 * self.num_key_value_heads * self.head_dim * _BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in the whole backbone (without the MTP head's)."""
+        return self.num_attention_layers * self.kv_bytes_per_layer_token
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The token embeddings alone (estimate: quantised like the rest)."""
+        return self._stored(self.vocab_size * self.hidden_size)
+
+    @property
+    def lm_head_bytes(self) -> int:
+        """What one token's logits read, tied or not."""
+        return self.embedding_bytes
+
+    @property
+    def endpoint_bytes(self) -> int:
+        """Embeddings and lm_head as the generator holds them: one matrix when tied."""
+        return self.embedding_bytes * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def mean_layer_bytes(self) -> int:
+        """Weights of one backbone layer (estimate: the checkpoint less its ends, shared evenly).
+
+        Rounded up, and a vision tower is counted in, so layers, ends and head never sum to less
+        than the checkpoint.
+        """
+        mtp = self.native_mtp
+        body = self.weight_bytes - self.endpoint_bytes - self._fusion_bytes
+        plain, stored = self._sixteenths
+        # The head keeps `dtype` under a quantised backbone: each of its layers weighs plain/stored.
+        shares = self.num_layers * stored + (mtp.num_layers * plain if mtp else 0)
+        return max(1, -(-body * stored // shares))
+
+    @property
+    def active_layer_bytes(self) -> int:
+        """Weights of one layer that one token reads: of the routed experts, only those chosen."""
+        layer, chosen = self.mean_layer_bytes, self.num_experts_per_tok
+        if not self.num_experts or not chosen:
+            return layer
+        expert = 3 * self.hidden_size * self.moe_intermediate_size  # gate, up and down
+        routed = min(layer, self._stored(self.num_experts * expert)) if expert else layer
+        return max(1, layer - routed * (self.num_experts - chosen) // self.num_experts)
+
+    @property
+    def mtp_bytes(self) -> int:
+        """The MTP head's own weights (it shares embeddings and lm_head); 0 when not declared."""
+        if self.native_mtp is None:
+            return 0
+        plain, stored = self._sixteenths
+        layers = -(-self.native_mtp.num_layers * self.mean_layer_bytes * plain // stored)
+        return layers + self._fusion_bytes
+
+    def attention_layers(self, first: int, end: int) -> int:
+        """How many of layers [first, end) hold a KV cache, if those are spread evenly.
+
+        Exact where every n-th layer is full attention (Qwen3-Next, 3.5, 3.6) and where all are.
+        """
+        return self.layers_before(end) - self.layers_before(first)
+
+    def layers_before(self, end: int) -> int:
+        """How many of layers [0, end) hold a KV cache, if those are spread evenly."""
+        return end * self.num_attention_layers // self.num_layers
+
+    @property
+    def _sixteenths(self) -> tuple[int, int]:
+        """Sixteenths of a byte that one weight takes: (in `dtype`, as stored)."""
+        plain = _SIXTEENTHS_PER_BYTE * _BYTES[self.dtype]
+        return plain, plain if self.quantization is None else 2 * self.quantization + 1
+
+    @property
+    def _fusion_bytes(self) -> int:
+        """The head's `fc`, 2 * hidden -> hidden, in `dtype`."""
+        return 0 if self.native_mtp is None else 2 * self.hidden_size * self.hidden_bytes
+
+    def _stored(self, weights: int) -> int:
+        return -(-weights * self._sixteenths[1] // _SIXTEENTHS_PER_BYTE)
+
+
+def parse_card(
+    facts: Facts, source: str, *, max_k: int = MAX_K, derived: Collection[str] = ()
+) -> ModelCard:
+    """The card that `facts` spell out.
+
+    Raises InvalidCard with one sentence: `source` (a file's name; config.json for the fields in
+    `derived`), the field and the remedy.
+    """
+    try:
+        card = ModelCard.model_validate(dict(facts))
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False)[0], source, derived) from error
+    if card.native_mtp is not None and card.native_mtp.max_k > max_k:
+        raise InvalidCard(
+            f"{source}: native_mtp.max_k is {card.native_mtp.max_k}; set it to {max_k} or less",
+            param="native_mtp.max_k",
+        )
+    return card
+
+
+def derive_card(
+    model_id: ModelId, config: Facts, weight_bytes: int, overrides: Facts | None = None
+) -> ModelCard:
+    """The card of a checkpoint: what `overrides` (its exo-card.toml) says, the rest from config.
+
+    `config` is config.json, `weight_bytes` the size of all its tensors. MTP is declared by
+    `overrides` or not at all: configs claim heads whose weights were stripped.
+    Raises InvalidCard naming `config.json: field` or `exo-card.toml: field`.
+    """
+    given = overrides or {}
+    if weight_bytes < 1:
+        raise InvalidCard(f"{model_id}: the checkpoint holds no tensors; download it again")
+    derived = config_facts(config, given)
+    facts = {"id": model_id, "weight_bytes": weight_bytes, **derived, **given}
+    return parse_card(facts, "exo-card.toml", derived=derived)
+
+
+def _invalid(detail: ErrorDetails, source: str, derived: Collection[str]) -> InvalidCard:
+    """One sentence for a person from pydantic's first finding."""
+    path = [str(part) for part in detail["loc"]]
+    if detail["type"] == "cross_check":
+        path.append(detail.get("ctx", {})["field"])
+    field = ".".join(path)
+    match detail["type"]:
+        case "cross_check":
+            what = detail["msg"].replace(path[-1], field, 1)
+        case "extra_forbidden":
+            what = f"{field} is not a field of a card; {_nearest(field)}"
+        case "missing":
+            what = f"{field} is missing; write `{path[-1]} = …`"
+        case _:
+            rule = detail["msg"].removeprefix("Input should ").removeprefix("String should ")
+            what = f"{field} is {shown(detail['input'])}; it must {rule}"
+    if path[0] in derived:
+        return InvalidCard(f"config.json: {what}", param=f"config.json: {field}")
+    return InvalidCard(f"{source}: {what}", param=field)
+
+
+def _nearest(field: str) -> str:
+    table, _, name = field.rpartition(".")
+    model = {"native_mtp": NativeMtp, "sampling": SamplingDefaults}.get(table, ModelCard)
+    known = list(model.model_fields)
+    close = difflib.get_close_matches(name[:100], known, n=1)
+    return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"

@@ -1,0 +1,64 @@
+"""What the planner is told of the cluster, and what it says back: pure facts, no clock."""
+
+from dataclasses import dataclass
+
+from .ids import ModelId, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One live node."""
+
+    id: NodeId
+    name: str
+    memory_bytes: int
+    """Usable for weights and caches; the system's own share is already gone."""
+    memory_bandwidth: float
+    """Bytes a second; 0 where it was not measured."""
+    backend: str = ""
+    """Such as metal, cuda, cpu."""
+    chip: str = ""
+    """For a person, such as Apple M3 Ultra."""
+    models: frozenset[ModelId] = frozenset()
+    """On this node's disk, whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """One measured path between two nodes; the same in both directions."""
+
+    a: NodeId
+    b: NodeId
+    round_trip_s: float
+    bandwidth: float
+    """Bytes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The cluster as its head sees it; of several links between two nodes the quickest counts."""
+
+    nodes: tuple[NodeFacts, ...]
+    links: tuple[LinkFacts, ...] = ()
+    head: NodeId | None = None
+
+    def node(self, node: NodeId) -> NodeFacts:
+        """Raises KeyError for a node that is not in the view."""
+        for facts in self.nodes:
+            if facts.id == node:
+                return facts
+        raise KeyError(node)
+
+    def link(self, a: NodeId, b: NodeId) -> LinkFacts | None:
+        """The quickest measured link of the two, None where none was measured."""
+        between = [link for link in self.links if {link.a, link.b} == {a, b}]
+        return min(between, key=lambda link: (link.round_trip_s, -link.bandwidth), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StageAssignment:
+    """Layers [first_layer, end_layer) on one node."""
+
+    node: NodeId
+    first_layer: int
+    end_layer: int

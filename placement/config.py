@@ -1,0 +1,216 @@
+"""What a checkpoint's config.json says, read as the hostile input it may be."""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from .errors import InvalidCard
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 65536
+"""Of a hidden state, a head and the like; also the most heads and experts."""
+MAX_VOCAB = 2**21
+MAX_CONTEXT = 2**24
+MAX_EXPERT_WIDTH = 2**20
+
+Facts = Mapping[str, object]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_BITS_OF_METHOD = {"fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+
+
+def config_facts(config: Facts, given: Facts) -> dict[str, object]:
+    """Every field of a card that `config` decides and `given` leaves open.
+
+    Raises InvalidCard naming `config.json: field` and the line for exo-card.toml that mends it.
+    """
+    look = _Look(config)
+    facts: dict[str, object] = {}
+    for fact, read in _READERS.items():
+        if fact not in given:
+            facts[fact] = read(look, {**facts, **given})
+    return facts
+
+
+class _Look:
+    """Typed look-ups; of a multi-modal model the text half wins."""
+
+    def __init__(self, config: Facts) -> None:
+        text = config.get("text_config")
+        self.whole = config
+        self.text: Facts = {} if text is None else table("text_config", text)
+
+    def find(self, *fields: str) -> tuple[str, object]:
+        """The first of `fields` that is set, and its value; the first name and None if none is."""
+        for field in fields:
+            for half in (self.text, self.whole):
+                if half.get(field) is not None:
+                    return field, half[field]
+        return fields[0], None
+
+    def count(self, fact: str, *fields: str, limit: int, least: int = 1) -> int | None:
+        """A whole number in [least, limit] for the card's `fact`; None where absent."""
+        field, value = self.find(*fields)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+            raise _fault(field, value, f"a whole number from {least} to {limit}", fact)
+        return value
+
+
+def _needed(fact: str, field: str, limit: int) -> Callable[[_Look, Facts], int]:
+    def read(look: _Look, _known: Facts) -> int:
+        value = look.count(fact, field, limit=limit)
+        if value is None:
+            raise _missing(field, fact)
+        return value
+
+    return read
+
+
+def _expert_count(look: _Look, _known: Facts) -> int:
+    fields = ("num_experts", "num_local_experts", "n_routed_experts")
+    return look.count("num_experts", *fields, limit=MAX_WIDTH, least=0) or 0
+
+
+def _expert_fact(fact: str, *fields: str, limit: int) -> Callable[[_Look, Facts], int]:
+    def read(look: _Look, known: Facts) -> int:
+        # A dense model's `intermediate_size` is no expert's.
+        if not known["num_experts"]:
+            return 0
+        return look.count(fact, *fields, limit=limit, least=0) or 0
+
+    return read
+
+
+def _model_type(look: _Look, _known: Facts) -> str:
+    # The outer name, where there are two: `qwen3_5`, not its text half's `qwen3_5_text`.
+    value = look.whole.get("model_type")
+    if not isinstance(value, str):
+        raise _fault("model_type", value, "a name such as qwen3_5", "model_type")
+    return value
+
+
+def _attention_layers(look: _Look, known: Facts) -> int:
+    """Layers with a KV cache; where config.json does not tell, all of them (so never too few)."""
+    fact, layers = "num_attention_layers", known["num_layers"]
+    if not isinstance(layers, int):
+        return 0  # the card at fault is refused a moment later, by its schema
+    _, value = look.find("layer_types")
+    if value is None:
+        interval = look.count(fact, "full_attention_interval", limit=MAX_LAYERS)
+        return layers if interval is None else layers // interval
+    types = _list(value)
+    if len(types) < layers or not all(isinstance(kind, str) for kind in types):
+        raise _fault("layer_types", value, f"a list of {layers} names", fact)
+    # Some configs list the MTP head's layers behind the backbone's.
+    return sum(map(_holds_cache, types[:layers]))
+
+
+def _list(value: object) -> list[object]:
+    return cast(list[object], value) if isinstance(value, list) else []
+
+
+def _holds_cache(layer_type: object) -> bool:
+    name = str(layer_type)
+    return name.endswith("attention") and not name.startswith("linear")
+
+
+def _kv_heads(look: _Look, _known: Facts) -> int:
+    fields = ("num_key_value_heads", "num_attention_heads")
+    heads = look.count("num_key_value_heads", *fields, limit=MAX_WIDTH)
+    if heads is None:
+        raise _missing("num_attention_heads", "num_key_value_heads")
+    return heads
+
+
+def _head_dim(look: _Look, known: Facts) -> int:
+    given = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
+    if given is not None:
+        return given
+    heads = look.count("head_dim", "num_attention_heads", limit=MAX_WIDTH)
+    if heads is None:
+        raise _missing("num_attention_heads", "head_dim")
+    hidden = known["hidden_size"]
+    return max(1, hidden // heads) if isinstance(hidden, int) else 1
+
+
+def _tied(look: _Look, _known: Facts) -> bool:
+    field, value = look.find("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
+        raise _fault(field, value, "true or false", "tie_word_embeddings")
+    return bool(value)
+
+
+def _quantization(look: _Look, _known: Facts) -> int | None:
+    field, value = look.find("quantization", "quantization_config")
+    if value is None:
+        return None
+    inner = _Look(table(field, value))
+    bits = inner.count("quantization", "bits", limit=8)
+    return bits or _BITS_OF_METHOD.get(str(inner.find("quant_method")[1]))
+
+
+def _dtype(look: _Look, _known: Facts) -> str:
+    field, value = look.find("dtype", "torch_dtype")
+    if value is None:
+        return "bfloat16"
+    if not isinstance(value, str) or value not in _DTYPES:
+        raise _fault(field, value, "float32, bfloat16 or float16", "dtype")
+    return value
+
+
+# In order: a later one may use what an earlier one found.
+_READERS: dict[str, Callable[[_Look, Facts], object]] = {
+    "model_type": _model_type,
+    "num_layers": _needed("num_layers", "num_hidden_layers", MAX_LAYERS),
+    "hidden_size": _needed("hidden_size", "hidden_size", MAX_WIDTH),
+    "vocab_size": _needed("vocab_size", "vocab_size", MAX_VOCAB),
+    "num_attention_layers": _attention_layers,
+    "num_key_value_heads": _kv_heads,
+    "head_dim": _head_dim,
+    "context_length": _needed("context_length", "max_position_embeddings", MAX_CONTEXT),
+    "tie_word_embeddings": _tied,
+    "num_experts": _expert_count,
+    "num_experts_per_tok": _expert_fact(
+        "num_experts_per_tok", "num_experts_per_tok", "experts_per_token", limit=MAX_WIDTH
+    ),
+    "moe_intermediate_size": _expert_fact(
+        "moe_intermediate_size",
+        "moe_intermediate_size",
+        "intermediate_size",
+        limit=MAX_EXPERT_WIDTH,
+    ),
+    "quantization": _quantization,
+    "dtype": _dtype,
+}
+
+
+def table(field: str, value: object) -> Facts:
+    """`value` as an object of config.json, or InvalidCard."""
+    if not isinstance(value, Mapping):
+        raise _fault(field, value, "an object", None)
+    return cast(Facts, value)
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut to 60 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, brackets nested too deep
+        text = f"<{type(value).__name__}, too long to print>"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _missing(field: str, fact: str) -> InvalidCard:
+    return InvalidCard(
+        f"config.json: {field} is missing; write `{fact} = …` into exo-card.toml",
+        param=f"config.json: {field}",
+    )
+
+
+def _fault(field: str, value: object, expected: str, fact: str | None) -> InvalidCard:
+    mend = "mend config.json" if fact is None else f"mend it or set {fact} in exo-card.toml"
+    return InvalidCard(
+        f"config.json: {field} is {shown(value)}, not {expected}; {mend}",
+        param=f"config.json: {field}",
+    )

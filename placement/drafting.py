@@ -1,0 +1,131 @@
+"""Whether a request drafts with the model's own MTP head, and in a person's words why not."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .card import ModelCard, NativeMtp
+from .errors import InvalidRequest
+from .ids import ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """What the generator found when it looked for the MTP weights."""
+
+    loaded: bool
+    reason: str = ""
+    """Why not, with the remedy, as the runner reports it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnabledState:
+    """The operator's switch, and where it was set."""
+
+    enabled: bool
+    source: str = "the default"
+    """`EXO_NATIVE_MTP_ENABLED=0`, or a place: `the settings page`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """One request's drafter."""
+
+    kind: Literal["none", "native_mtp"]
+    k: int
+    """Drafts a round at most; 0 exactly when `kind` is none."""
+    reason: str
+    """Why not, with the remedy; a short note where the head drafts."""
+
+
+def choose_drafting(
+    card: ModelCard,
+    num_stages: int,
+    head: HeadState,
+    enabled: EnabledState,
+    requested_k: int | None,
+) -> Drafting:
+    """The drafter of one request; `requested_k` is its `num_draft_tokens`, None where it has none.
+
+    Every "no" carries its reason. Raises InvalidRequest for a K below 0 or above the card's max_k;
+    a K for a model that cannot draft is no error: its reason goes into the answer's stats.
+    """
+    if requested_k is not None and requested_k < 0:
+        raise _refused(f"num_draft_tokens is {requested_k}; ask for 0 (off) or more")
+    mtp = card.native_mtp
+    if mtp is None:
+        return _none(undeclared_reason(card.id) + _unheeded(requested_k))
+    if requested_k is not None and requested_k > mtp.max_k:
+        raise _refused(
+            f"num_draft_tokens is {requested_k}, and {card.id} drafts at most {mtp.max_k} tokens "
+            f"a round; ask for 0 (off) to {mtp.max_k}"
+        )
+    no = _objection(card, mtp, num_stages, head, enabled, requested_k)
+    if no:
+        return _none(no)
+    if requested_k is None:
+        return Drafting("native_mtp", mtp.default_k, "the card's default_k")
+    return Drafting("native_mtp", requested_k, "the request's num_draft_tokens")
+
+
+def undeclared_reason(model: ModelId) -> str:
+    """Why a model whose card has no [native_mtp] never drafts, and the lines that change it."""
+    return (
+        f"the card of {model} does not declare native MTP; if its checkpoint holds an MTP head, "
+        "add these lines to the exo-card.toml in its folder and load it again:\n"
+        "[native_mtp]\nnum_layers = 1\ndefault_k = 1\nmax_k = 3"
+    )
+
+
+def opted_out_reason(enabled: EnabledState) -> str:
+    """Why a node whose operator turned native MTP off never drafts."""
+    variable, assigned, _ = enabled.source.partition("=")
+    if assigned:
+        return f"native MTP is off by {enabled.source}; set {variable}=1 and start the node again"
+    return f"native MTP was turned off on {enabled.source}; turn it on there"
+
+
+def split_reason(num_stages: int) -> str:
+    """Why a model that runs on several nodes never drafts."""
+    return (
+        f"the placement has {num_stages} stages, and native MTP runs only where one node holds the "
+        "whole model; place it on one node (min_nodes = 1) with the memory for it, or choose a "
+        "smaller quantisation"
+    )
+
+
+def _objection(
+    card: ModelCard,
+    mtp: NativeMtp,
+    num_stages: int,
+    head: HeadState,
+    enabled: EnabledState,
+    requested_k: int | None,
+) -> str:
+    """The first reason not to draft, the most lasting one first; empty where there is none."""
+    if not enabled.enabled:
+        return opted_out_reason(enabled)
+    if num_stages > 1:
+        return split_reason(num_stages)
+    if not head.loaded:
+        return head.reason or (
+            f"the MTP head of {card.id} is not loaded; load the model again, and if that does "
+            "not help download a checkpoint that still has its mtp.* tensors"
+        )
+    if requested_k == 0:
+        return (
+            "the request asked for num_draft_tokens = 0; leave it out or ask for 1 to "
+            f"{mtp.max_k} to draft"
+        )
+    return ""
+
+
+def _unheeded(requested_k: int | None) -> str:
+    return f"\n(num_draft_tokens = {requested_k} had no effect)" if requested_k else ""
+
+
+def _none(reason: str) -> Drafting:
+    return Drafting("none", 0, reason)
+
+
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="num_draft_tokens")

@@ -1,0 +1,145 @@
+"""A server on loopback that speaks as much of the Hugging Face hub as its client asks for."""
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+REPOSITORY = "owner/tiny"
+COMMIT = "c0ffee" + "0" * 34
+MODEL = "model.safetensors"
+
+Request = tuple[str, str, str | None]
+"""Method, file and Range of one request for a file."""
+
+
+@dataclass
+class FakeHub:
+    """One repository, and what may go wrong with it."""
+
+    files: dict[str, bytes]
+    requests: list[Request] = field(default_factory=list[Request])
+    cut_after: list[int] = field(default_factory=list[int])
+    """How many bytes each of the next answers for weights brings before its connection breaks."""
+    down: list[int] = field(default_factory=list[int])
+    """The statuses of the next answers for weights."""
+    refuse: tuple[int, str] | None = None
+    ignore_ranges: bool = False
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    """What the listing claims in place of the truth."""
+    url: str = ""
+
+    def fetched(self) -> set[str]:
+        """The files whose content somebody asked for."""
+        return {path for method, path, _ in self.requests if method == "GET" and "/" not in path}
+
+    def ranges(self, file: str) -> list[str | None]:
+        return [r for method, path, r in self.requests if (method, path) == ("GET", file)]
+
+    def listing(self) -> list[dict[str, object]]:
+        return [self._entry(name, data) for name, data in self.files.items()]
+
+    def _entry(self, name: str, data: bytes) -> dict[str, object]:
+        size = self.sizes.get(name, len(data))
+        entry: dict[str, object] = {"type": "file", "path": name, "size": size}
+        entry["oid"] = hashlib.sha1(data).hexdigest()
+        if name.endswith((".safetensors", ".bin")):
+            digest = hashlib.sha256(data).hexdigest()
+            entry["lfs"] = {"oid": digest, "size": size, "pointerSize": 130}
+            entry["xetHash"] = digest  # the client would go to Xet storage for it
+        return entry
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._resolve(send_body=False)
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if not path.startswith("/api/"):
+            self._resolve(send_body=True)
+        elif f"/tree/{COMMIT}" in path:
+            self._json(self.hub.listing())
+        elif self.hub.refuse and self.hub.refuse[1] in ("RepoNotFound", "RevisionNotFound", ""):
+            self._refuse()
+        else:
+            self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": []})
+
+    def _json(self, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self) -> None:
+        assert self.hub.refuse
+        status, code = self.hub.refuse
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _resolve(self, *, send_body: bool) -> None:
+        name = unquote(urlsplit(self.path).path).removeprefix(f"/{REPOSITORY}/resolve/{COMMIT}/")
+        self.hub.requests.append((self.command, name, self.headers.get("Range")))
+        if self.hub.refuse:
+            self._refuse()
+            return
+        if self.hub.down and name == MODEL and send_body:
+            self.send_response(self.hub.down.pop(0))
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"down")
+            return
+        data = self.hub.files[name]
+        start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].rstrip("-"))
+        start = 0 if self.hub.ignore_ranges else start
+        is_blob = name.endswith(".safetensors")
+        etag = (hashlib.sha256 if is_blob else hashlib.sha1)(data).hexdigest()
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        if not send_body:
+            return
+        end = len(data)
+        if is_blob and self.hub.cut_after:
+            end = start + self.hub.cut_after.pop(0)
+            self.close_connection = True
+        self.wfile.write(data[start:end])
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hangs up is what some tests are about."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def serve(hub: FakeHub) -> Generator[str, None, None]:
+    """Answer for `hub` until the block ends; yields the endpoint."""
+    server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield hub.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

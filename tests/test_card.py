@@ -1,0 +1,360 @@
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from exo_node.placement.card import MAX_K, ModelCard, derive_card, parse_card
+from exo_node.placement.errors import InvalidCard
+from exo_node.placement.ids import ModelId
+
+DEMO = Path(__file__).parents[1] / "shard" / "models" / "demo"
+PLAIN: dict[str, object] = {
+    "model_type": "llama",
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "vocab_size": 32000,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 8192,
+    "dtype": "float16",
+}
+FACTS: dict[str, object] = {
+    "id": "m",
+    "model_type": "llama",
+    "num_layers": 10,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_layers": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "context_length": 1000,
+    "weight_bytes": 1_000_000,
+}
+
+
+def card(**changes: object) -> ModelCard:
+    return parse_card(FACTS | changes, "test.toml")
+
+
+def derive(
+    config: Mapping[str, object] | None = None, overrides: Mapping[str, object] | None = None
+) -> ModelCard:
+    return derive_card(ModelId("m"), {**PLAIN, **(config or {})}, 10**9, overrides)
+
+
+def demo_config() -> dict[str, object]:
+    return json.loads((DEMO / "config.json").read_text())
+
+
+def test_a_plain_config_needs_no_card() -> None:
+    derived = derive()
+    assert (derived.num_layers, derived.hidden_size, derived.vocab_size) == (24, 1024, 32000)
+    assert derived.num_attention_layers == 24
+    assert (derived.num_key_value_heads, derived.head_dim) == (16, 64)
+    assert (derived.context_length, derived.weight_bytes) == (8192, 10**9)
+    assert (derived.dtype, derived.quantization, derived.tie_word_embeddings) == (
+        "float16",
+        None,
+        False,
+    )
+    assert derived.num_experts == derived.moe_intermediate_size == 0
+
+
+def test_the_text_half_of_a_multimodal_config_wins() -> None:
+    derived = derive(
+        {"text_config": {"num_hidden_layers": 8, "head_dim": 128, "model_type": "inner"}}
+    )
+    assert (derived.num_layers, derived.head_dim, derived.model_type) == (8, 128, "llama")
+    assert derived.hidden_size == 1024
+
+
+def test_mtp_is_declared_by_a_person_and_never_by_config() -> None:
+    claims = {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    assert derive(claims).native_mtp is None
+    declared = derive(claims, {"native_mtp": {"default_k": 1, "max_k": 3}}).native_mtp
+    assert declared is not None
+    assert (declared.num_layers, declared.hidden) == (1, "post_norm")
+
+
+def test_what_a_person_wrote_beats_config_even_where_config_is_wrong() -> None:
+    written = {"num_layers": 12, "context_length": 4096, "id": "mine", "weight_bytes": 5}
+    derived = derive({"num_hidden_layers": "many", "max_position_embeddings": None}, written)
+    assert derived.model_dump(include=set(written)) == written
+
+
+@pytest.mark.parametrize(
+    ("config", "holding_kv"),
+    [
+        ({}, 24),
+        ({"full_attention_interval": 4}, 6),
+        ({"layer_types": ["linear_attention", "full_attention"] * 12}, 12),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 12}, 24),
+        ({"layer_types": ["mamba", "conv", "attention"] * 8}, 8),
+        # The list decides where both stand, and entries behind the backbone are the MTP head's.
+        ({"layer_types": ["mamba"] * 24 + ["attention"], "full_attention_interval": 4}, 0),
+    ],
+)
+def test_layers_that_hold_a_cache_are_counted(config: dict[str, object], holding_kv: int) -> None:
+    assert derive(config).num_attention_layers == holding_kv
+
+
+@pytest.mark.parametrize(
+    ("config", "bits"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}}, 4),
+        ({"quantization_config": {"bits": 8}}, 8),
+        ({"quantization_config": {"quant_method": "fp8"}}, 8),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, 4),
+        ({"quantization_config": {"quant_method": "other"}}, None),
+    ],
+)
+def test_quantisation_is_read(config: dict[str, object], bits: int | None) -> None:
+    assert derive(config).quantization == bits
+
+
+def test_a_dense_intermediate_size_is_no_experts() -> None:
+    assert derive({"intermediate_size": [4096] * 24}).moe_intermediate_size == 0
+    mixtral = derive({"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512})
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
+    assert mixtral.moe_intermediate_size == 512
+
+
+COUNTS = [
+    ("num_hidden_layers", 1024),
+    ("hidden_size", 65536),
+    ("vocab_size", 2**21),
+    ("max_position_embeddings", 2**24),
+    ("num_key_value_heads", 65536),
+    ("num_attention_heads", 65536),
+    ("head_dim", 65536),
+    ("full_attention_interval", 1024),
+    ("num_experts", 65536),
+]
+
+
+@pytest.mark.parametrize(("field", "limit"), COUNTS)
+@pytest.mark.parametrize("bad", [True, "24", -1, 1.5, [1], "over", "huge"])
+def test_a_config_number_that_is_none_is_refused_by_its_name(
+    field: str, limit: int, bad: object
+) -> None:
+    values = {"over": limit + 1, "huge": 16**9000}  # the latter has too many digits to print
+    config = {field: values.get(str(bad), bad)}
+    with pytest.raises(InvalidCard, match=f"^config.json: {field} is ") as caught:
+        derive(config)
+    assert caught.value.param == f"config.json: {field}"
+    assert "exo-card.toml" in caught.value.message
+    assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(("field", "limit"), COUNTS)
+def test_a_config_number_at_its_bound_is_taken(field: str, limit: int) -> None:
+    derive({field: limit})
+
+
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"]
+)
+def test_a_missing_config_number_names_the_line_to_write(field: str) -> None:
+    with pytest.raises(InvalidCard, match=f"config.json: {field} is missing; write `.* = …` into"):
+        derive({field: None})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"text_config": [1]}, "text_config"),
+        ({"model_type": 7}, "model_type"),
+        ({"model_type": "../os"}, "model_type"),
+        ({"model_type": "os.path"}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": [1] * 24}, "layer_types"),
+        ({"layer_types": "full"}, "layer_types"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"dtype": ["float16"]}, "dtype"),
+        ({"quantization": 4}, "quantization"),
+        ({"quantization": {"bits": 64}}, "bits"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"num_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ],
+)
+def test_any_other_bad_config_field_is_refused_by_its_name(
+    config: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidCard, match=rf"^config\.json: {field} is ") as caught:
+        derive(config)
+    assert caught.value.param == f"config.json: {field}"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(PLAIN)), inner)
+    ),
+    max_leaves=6,
+)
+config_fields = [*PLAIN, "text_config", "layer_types", "quantization", "num_experts"]
+
+
+@given(st.dictionaries(st.sampled_from(config_fields), json_values, max_size=4))
+def test_no_config_raises_anything_but_invalid_card(config: dict[str, object]) -> None:
+    try:
+        derived = derive(config)
+    except InvalidCard:
+        return
+    assert derived.num_attention_layers <= derived.num_layers
+
+
+def test_a_checkpoint_without_tensors_is_refused() -> None:
+    with pytest.raises(InvalidCard, match="holds no tensors; download it again"):
+        derive_card(ModelId("m"), PLAIN, 0)
+
+
+MTP = {"default_k": 1, "max_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"native_mtp": {"default_k": 3, "max_k": 2}}, "native_mtp.max_k", "raise max_k or lower"),
+        ({"native_mtp": {"default_k": 0, "max_k": 2}}, "native_mtp.default_k", "greater than"),
+        ({"native_mtp": {"default_k": 1, "max_k": 9}}, "native_mtp.max_k", "less than or equal to"),
+        ({"native_mtp": {"max_k": 2}}, "native_mtp.default_k", "write `default_k = …`"),
+        ({"native_mtp": MTP | {"hidden": "raw"}}, "native_mtp.hidden", "'post_norm' or 'pre_norm'"),
+        ({"native_mtp": MTP | {"defaultk": 1}}, "native_mtp.defaultk", "did you mean default_k?"),
+        ({"native_mtp": MTP | {"max_k": True}}, "native_mtp.max_k", "valid integer"),
+        ({"native_mtp": True}, "native_mtp", "valid dictionary"),
+        ({"sampling": {"temprature": 1.0}}, "sampling.temprature", "did you mean temperature?"),
+        ({"sampling": {"top_p": 0.0}}, "sampling.top_p", "greater than 0"),
+        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature", "finite"),
+        ({"num_layer": 3}, "num_layer", "did you mean num_layers?"),
+        ({"zzz": 3}, "zzz", "the fields are id, repository"),
+        ({"num_layers": "10"}, "num_layers", "valid integer"),
+        ({"num_attention_layers": 11}, "num_attention_layers", "above num_layers = 10"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok", "above num_experts = 0"),
+        ({"model_type": "a.b"}, "model_type", "match pattern"),
+        ({"repository": "../../etc"}, "repository", "match pattern"),
+        ({"id": "a\x1b[2J"}, "id", "match pattern"),
+        ({"id": " m"}, "id", "match pattern"),
+        ({"id": None}, "id", "valid string"),
+    ],
+)
+def test_a_bad_card_names_field_and_remedy(
+    changes: dict[str, object], param: str, says: str
+) -> None:
+    with pytest.raises(InvalidCard) as caught:
+        card(**changes)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"test.toml: {param} ")
+    assert says in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_number_of_too_many_digits_is_refused_like_any_other() -> None:
+    with pytest.raises(InvalidCard, match="num_layers is <int, too long to print>"):
+        card(num_layers=16**9000)
+
+
+def test_a_missing_field_is_named() -> None:
+    facts = {field: value for field, value in FACTS.items() if field != "head_dim"}
+    with pytest.raises(
+        InvalidCard, match=r"^test\.toml: head_dim is missing; write `head_dim = …`"
+    ):
+        parse_card(facts, "test.toml")
+
+
+def test_a_persons_card_may_draft_eight_and_a_shipped_one_three() -> None:
+    eight = {"native_mtp": {"default_k": 1, "max_k": MAX_K}}
+    assert card(**eight).native_mtp is not None
+    with pytest.raises(InvalidCard, match=r"native_mtp\.max_k is 8; set it to 3 or less"):
+        parse_card(FACTS | eight, "shipped.toml", max_k=3)
+
+
+def test_a_card_never_changes() -> None:
+    with pytest.raises(ValidationError):
+        card().num_layers = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_caches_are_counted_where_every_fourth_layer_holds_one() -> None:
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    hybrid = card(num_layers=16, num_attention_layers=4)
+    for first in range(17):
+        for end in range(first, 17):
+            held = (types * 4)[first:end].count("full_attention")
+            assert hybrid.attention_layers(first, end) == held
+
+
+def test_kv_is_two_rows_of_heads_in_each_layer_that_holds_one() -> None:
+    assert card().kv_bytes_per_token == 10 * 2 * 2 * 16 * 2
+    assert card(dtype="float32").kv_bytes_per_token == 2 * card().kv_bytes_per_token
+    # Published figure for Qwen3.6-27B's shape: 16 layers of 4 heads of 256, 64 KiB a token.
+    assert card(
+        num_layers=64, num_attention_layers=16, num_key_value_heads=4, head_dim=256
+    ).kv_bytes_per_token == (65536)
+
+
+def test_untied_embeddings_are_held_twice_and_read_once() -> None:
+    tied, untied = card(tie_word_embeddings=True), card()
+    assert tied.endpoint_bytes == 100 * 64 * 2
+    assert untied.endpoint_bytes == 2 * tied.endpoint_bytes
+    assert untied.lm_head_bytes == tied.lm_head_bytes == tied.endpoint_bytes
+
+
+def test_quantised_weights_carry_half_a_bit_of_scales() -> None:
+    assert card(quantization=4).embedding_bytes == 100 * 64 * 9 // 16
+
+
+def test_the_mtp_head_stays_unquantised() -> None:
+    mtp = {"default_k": 1, "max_k": 1}
+    plain, four = card(native_mtp=mtp), card(native_mtp=mtp, quantization=4)
+    fusion = 2 * 64 * 64 * 2
+    assert plain.mtp_bytes - fusion == plain.mean_layer_bytes
+    assert four.mtp_bytes - fusion == pytest.approx(four.mean_layer_bytes * 32 / 9, abs=1)
+    assert card().mtp_bytes == 0
+
+
+def test_the_demo_head_is_weighed_within_a_fifth() -> None:
+    demo = derive_card(
+        ModelId("demo"), demo_config(), 33_044_512, {"native_mtp": {"default_k": 1, "max_k": 3}}
+    )
+    # From its safetensors headers: fc 256x512, one decoder layer, four norms, bfloat16.
+    attention = 256 * (2 * 4 * 64) + 2 * 256 * (2 * 64) + (4 * 64) * 256
+    exact = 2 * (2 * 256 * 256 + attention + 3 * 256 * 768)
+    assert demo.mtp_bytes == pytest.approx(exact, rel=0.2)
+
+
+def test_a_token_reads_only_the_chosen_experts() -> None:
+    moe = card(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, weight_bytes=1_500_000
+    )
+    routed = 8 * 3 * 64 * 32 * 2
+    assert moe.active_layer_bytes == moe.mean_layer_bytes - routed * 6 // 8
+    assert card(num_experts=8).active_layer_bytes == card().mean_layer_bytes
+    assert card(num_experts=8, num_experts_per_tok=8).active_layer_bytes == card().mean_layer_bytes
+
+
+@given(
+    st.integers(1, 10**7),
+    st.integers(1, 64),
+    st.sampled_from([None, 2, 4, 8]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_parts_never_weigh_less_than_the_checkpoint(
+    weight: int, layers: int, bits: int | None, tied: bool, mtp: bool
+) -> None:
+    any_card = card(
+        weight_bytes=weight,
+        num_layers=layers,
+        num_attention_layers=layers,
+        quantization=bits,
+        tie_word_embeddings=tied,
+        native_mtp={"default_k": 1, "max_k": 1} if mtp else None,
+    )
+    layer = any_card.mean_layer_bytes
+    assert any_card.endpoint_bytes + layers * layer + any_card.mtp_bytes >= weight
+    assert 1 <= any_card.active_layer_bytes <= layer

@@ -1,0 +1,382 @@
+"""Checkpoints as hostile input: whatever mx.load would misread is refused before it."""
+
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from models import DEMO, Family, make_checkpoint
+
+from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.shard import checkpoint, headers
+from exo_node.shard.checkpoint import (
+    MAX_CONFIG_BYTES,
+    is_weight_file,
+    layer_of,
+    read_checkpoint,
+    read_config,
+)
+from exo_node.shard.headers import MAX_HEADER_BYTES
+
+ZEROS = bytes(64)
+
+
+def packed(header: object, data: bytes = ZEROS, length: int | None = None) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def one(name: str = "a", **fields: object) -> dict[str, object]:
+    """A valid header of one 4 x 4 tensor, but for `fields`."""
+    return {name: {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} | fields}
+
+
+def two(first: list[int], second: list[int]) -> dict[str, object]:
+    def entry(offsets: list[int]) -> dict[str, object]:
+        return {"dtype": "U8", "shape": [offsets[1] - offsets[0]], "data_offsets": offsets}
+
+    return {"a": entry(first), "b": entry(second)}
+
+
+def many(count: int) -> dict[str, object]:
+    entry: dict[str, object] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    return {f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.w": entry for i in range(count)}
+
+
+def write(folder: Path, model: bytes, config: bytes = b"{}", **others: bytes) -> Path:
+    (folder / "config.json").write_bytes(config)
+    (folder / "model.safetensors").write_bytes(model)
+    for name, data in others.items():
+        (folder / f"{name}.safetensors").write_bytes(data)
+    return folder
+
+
+HOSTILE = {
+    "truncated data": (packed(one(), bytes(10)), "tensor 'a' ends at byte .* truncated"),
+    "truncated header": (packed(one(), b"")[:20], "ends inside its header"),
+    "end past the file": (packed(one(data_offsets=[0, 1 << 40])), "takes 64 bytes"),
+    "both past the file": (packed(one(data_offsets=[1 << 40, (1 << 40) + 64])), "truncated"),
+    "shape over its bytes": (packed(one(shape=[1024, 1024])), "takes 4194304 bytes"),
+    "dimensions over int32": (packed(one(shape=[1 << 31, 1 << 31])), "impossible shape"),
+    "one dimension of 2^62": (packed(one(shape=[1 << 62])), "impossible shape"),
+    "product wraps to 0": (packed(one(shape=[65536] * 4, data_offsets=[0, 0])), "takes 7378"),
+    "dimension truncated to 4": (packed(one(shape=[(1 << 32) + 4, 4])), "impossible shape"),
+    "nine dimensions": (packed(one(shape=[1] * 8 + [16])), "impossible shape"),
+    "negative dimension": (packed(one(shape=[-4, -4])), "impossible shape"),
+    "negative offset": (packed(one(data_offsets=[-64, 0])), "data_offsets"),
+    "offsets reversed": (packed(one(data_offsets=[64, 0])), "data_offsets"),
+    "header of 2^63": (packed(one(), length=1 << 63), f"over {MAX_HEADER_BYTES}"),
+    "header of 1e9": (packed(one(), length=10**9), f"over {MAX_HEADER_BYTES}"),
+    "header past the file": (packed(one(), length=10**6), "ends inside its header"),
+    "empty header": (packed(b""), "malformed JSON"),
+    "empty file": (b"", "only 0 bytes"),
+    "four bytes": (bytes(4), "only 4 bytes"),
+    "a megabyte of zeros": (bytes(1 << 20), "malformed JSON"),
+    "broken JSON": (packed(b'{"a":'), "malformed JSON"),
+    "not UTF-8": (packed(b'{"\xff": 1}'), "malformed JSON"),
+    "deep JSON": (packed(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "too deeply"),
+    "huge number": (packed(b'{"a":' + b"9" * 10_000 + b"}"), "malformed JSON"),
+    "a list": (packed([]), "JSON object"),
+    "unknown dtype": (packed(one(dtype="Q9")), "dtype 'Q9'"),
+    "dtype of MLX's no": (packed(one(dtype="F64", shape=[8])), "dtype 'F64'"),
+    "number as dtype": (packed(one(dtype=3)), "dtype 3"),
+    "list as dtype": (packed(one(dtype=["F32"])), "dtype"),
+    "text as shape": (packed(one(shape="x")), "lists of integers"),
+    "true as dimension": (packed(one(shape=[True, 16])), "lists of integers"),
+    "float as dimension": (packed(one(shape=[4.0, 4])), "lists of integers"),
+    "one offset": (packed(one(data_offsets=[0])), "lists of integers"),
+    "no offsets": (packed(b'{"a": {"dtype": "F32", "shape": []}}'), "lists of integers"),
+    "entry of text": (packed({"a": "x"}), "not described by an object"),
+    "overlap whole": (packed(two([0, 64], [0, 64])), "tensor 'b' overlaps a"),
+    "overlap by a byte": (packed(two([0, 33], [32, 64])), "tensor 'b' overlaps a"),
+    "gap between": (packed(two([0, 32], [33, 64])), "tensor 'b' leaves a gap after a"),
+    "gap at the start": (packed(one(shape=[4, 3], data_offsets=[16, 64])), "gap after the header"),
+    "bytes left over": (packed(one(), bytes(65)), "has 1 bytes after its last tensor"),
+    "key twice": (packed(b'{"a":1,"a":2}'), "occurs twice"),
+    "key twice inside": (packed(b'{"a":{"dtype":"U8","dtype":"I8"}}'), "occurs twice"),
+    "empty name": (packed(one("")), "unusable name"),
+    "long name": (packed(one("a" * 513)), "unusable name"),
+    "line feed in a name": (packed(one("a\n")), "unusable name"),
+    "half a surrogate": (packed(one("\ud800")), "unusable name"),
+    "metadata of numbers": (packed(one() | {"__metadata__": {"a": 1}}), "__metadata__"),
+    "metadata list": (packed(one() | {"__metadata__": ["a"]}), "__metadata__"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused_with_the_files_name(case: str, tmp_path: Path) -> None:
+    data, reason = HOSTILE[case]
+    with pytest.raises(InvalidCheckpoint, match=reason) as caught:
+        read_checkpoint(write(tmp_path, data))
+    message = caught.value.message
+    assert str(tmp_path / "model.safetensors") in message and len(message) < 1000
+    assert caught.value.param == "model.safetensors"
+    message.encode()
+
+
+def test_the_table_says_where_each_tensor_lies(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "b": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [4, 16]},
+        "a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+        "empty": {"dtype": "U8", "shape": [0, 7], "data_offsets": [4, 4]},
+    }
+    data = bytes(range(16))
+    table = read_checkpoint(write(tmp_path, packed(header, data)))
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    b = table.tensors["b"]
+    assert (b.dtype, b.shape, b.file) == ("BF16", (2, 3), "model.safetensors")
+    assert raw[b.start : b.end] == data[4:]
+    assert table.tensors["empty"].nbytes == 0
+    assert table.total_bytes == 16
+
+
+def test_a_header_of_100_000_tensors_is_read_in_seconds(tmp_path: Path) -> None:
+    write(tmp_path, packed(many(100_000), b""))
+    start = time.perf_counter()
+    assert len(read_checkpoint(tmp_path).tensors) == 100_000
+    assert time.perf_counter() - start < 20, "mx.load itself takes 5 s"
+
+
+def test_too_many_tensors_are_refused_in_a_file_and_over_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 2)
+    monkeypatch.setattr(headers, "MAX_TENSORS", 2)
+    write(tmp_path, packed(two([0, 32], [32, 64])))
+    assert len(read_checkpoint(tmp_path).tensors) == 2
+    (tmp_path / "mtp.safetensors").write_bytes(packed(one("c")))
+    with pytest.raises(InvalidCheckpoint, match="brings the checkpoint over 2 tensors"):
+        read_checkpoint(tmp_path)
+    write(tmp_path, packed(many(3), b""))
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors has 3 tensors, over 2"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_name_in_two_files_is_refused_naming_both(tmp_path: Path) -> None:
+    write(tmp_path, packed(one()), mtp=packed(one()))
+    with pytest.raises(InvalidCheckpoint, match=r"mtp.safetensors: tensor 'a' is also in model\."):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"a": "model-2.safetensors"}, "'a' should be in 'model-2.safetensors' but is in model"),
+        ({"a": "../../x.safetensors"}, "should be in '../../x.safetensors'"),
+        ({"a": "model.safetensors", "b": "model.safetensors"}, "'b' should .* is nowhere"),
+        ({}, "'a' is in model.safetensors but not in the index"),
+        ({"a": 3}, "no weight_map"),
+        (["a"], "no weight_map"),
+        (None, "no weight_map"),
+    ],
+)
+def test_an_index_that_disagrees_is_refused(
+    weight_map: object, reason: str, tmp_path: Path
+) -> None:
+    write(tmp_path, packed(one()))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert read_checkpoint(tmp_path).tensors
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InvalidCheckpoint, match=reason) as caught:
+        read_checkpoint(tmp_path)
+    assert caught.value.param == "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (b"[]", "JSON object"),
+        (b"{", "malformed JSON"),
+        (b"\xff", "malformed JSON"),
+        (b"[" * 200_000, "too deeply"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "over the limit"),
+        (b'{"model_file": "evil.py"}', r"names code to run \(model_file: 'evil.py'\)"),
+        (b'{"num_hidden_layers": 1000000000}', "num_hidden_layers = 1000000000"),
+        (b'{"text_config": {"hidden_size": -1}}', "hidden_size = -1"),
+        (b'{"vocab_size": Infinity}', "vocab_size = inf"),
+        (b'{"intermediate_size": [64, 1e12]}', "intermediate_size"),
+    ],
+)
+def test_a_hostile_config_is_refused(config: bytes, reason: str, tmp_path: Path) -> None:
+    write(tmp_path, packed(one()), config)
+    for read in (read_config, read_checkpoint):
+        with pytest.raises(InvalidCheckpoint, match=reason) as caught:
+            read(tmp_path)
+        assert caught.value.param == "config.json"
+
+
+def test_auto_map_is_not_followed_and_sizes_may_differ_by_layer(tmp_path: Path) -> None:
+    config = b'{"auto_map": {"AutoModel": "evil.Model"}, "intermediate_size": [64, 128]}'
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    assert read_checkpoint(write(tmp_path, packed(one()), config)).config["auto_map"]
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _only_head(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "mtp.safetensors")
+
+
+def _dangling(folder: Path) -> None:
+    _no_weights(folder)
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+
+
+def _directory(folder: Path) -> None:
+    (folder / "model-2.safetensors").mkdir()
+
+
+def _pipe(folder: Path) -> None:
+    os.mkfifo(folder / "model-2.safetensors")
+
+
+def _bad_name(folder: Path) -> None:
+    (folder / "model\n.safetensors").write_bytes(packed(one("b")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_no_config, "config.json is missing. Download"),
+        (_no_weights, "holds no model"),
+        (_only_head, "holds no model"),
+        (_dangling, "model.safetensors is a link to a missing file. Download"),
+        (_directory, "model-2.safetensors is not a regular file"),
+        (_pipe, "model-2.safetensors is not a regular file"),
+        (_bad_name, "unusable name"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    spoil: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    spoil(write(tmp_path, packed(one())))
+    with pytest.raises(InvalidCheckpoint, match=reason):
+        read_checkpoint(tmp_path)
+
+
+def test_a_file_that_mlx_wrote_without_metadata_is_read(tmp_path: Path) -> None:
+    write(tmp_path, packed(one() | {"__metadata__": None}))
+    assert set(read_checkpoint(tmp_path).tensors) == {"a"}
+
+
+def test_links_into_a_blob_store_are_followed(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write(blobs, packed(one()))
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert set(read_checkpoint(snapshot).tensors) == {"a"}
+
+
+def test_only_files_that_the_engine_loads_are_read(tmp_path: Path) -> None:
+    write(tmp_path, packed(one()), consolidated=packed(one()), model_mtp=packed(one("b")))
+    (tmp_path / "model_mtp.safetensors").rename(tmp_path / "model-mtp.safetensors")
+    (tmp_path / "mtp").mkdir()
+    (tmp_path / "mtp" / "weights.safetensors").write_bytes(packed(one("c")))
+    table = read_checkpoint(tmp_path)
+    files = {name: tensor.file for name, tensor in table.tensors.items()}
+    assert files == {
+        "a": "model.safetensors",
+        "b": "model-mtp.safetensors",
+        "c": "mtp/weights.safetensors",
+    }
+    assert table.backbone_files() == (tmp_path / "model.safetensors",)
+    assert table.bytes_of_ends() == 64, "the head's own files are not the backbone's"
+    assert not is_weight_file("models/a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", 0),
+        ("model.language_model.layers.61.mlp.experts.3.up_proj.weight", 61),
+        ("transformer.h.11.attn.weight", 11),
+        ("blocks.2.weight", 2),
+        ("model.embed_tokens.weight", None),
+        ("mtp.layers.0.mlp.up_proj.weight", None),
+        ("model.language_model.mtp.layers.0.input_layernorm.weight", None),
+        ("model.visual.blocks.3.attn.weight", None),
+        ("vision_tower.encoder.layers.3.weight", None),
+        ("model.mlayers.3.weight", None),
+        (f"layers.{'9' * 5000}.weight", None),
+    ],
+)
+def test_a_tensors_layer_is_the_backbones(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
+
+
+def test_the_demo_passes_and_its_layers_add_up() -> None:
+    demo = read_checkpoint(DEMO)
+    assert len(demo.tensors) == 229
+    head = sum(t.nbytes for t in demo.tensors.values() if t.name.startswith("mtp."))
+    layers = [demo.bytes_of_layers(i, i + 1) for i in range(16)]
+    assert min(layers) > 0 and demo.bytes_of_layers(0, 16) == sum(layers)
+    assert sum(layers) + demo.bytes_of_ends() + head == demo.total_bytes
+    assert demo.bytes_of_layers(16, 99) == 0
+    assert [path.name for path in demo.backbone_files()] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+
+
+def test_the_fingerprint_tells_checkpoints_apart_but_not_copies(tmp_path: Path) -> None:
+    def fingerprint(name: str, config: bytes, model: bytes, **others: bytes) -> str:
+        (tmp_path / name).mkdir()
+        return read_checkpoint(write(tmp_path / name, model, config, **others)).fingerprint
+
+    same = fingerprint("1", b"{}", packed(one()))
+    assert same == fingerprint("2", b"{}", packed(one()))
+    others = {
+        fingerprint("3", b"{ }", packed(one())),
+        fingerprint("4", b"{}", packed(one(shape=[16]))),
+        fingerprint("5", b"{}", packed(one("b"))),
+        fingerprint("6", b"{}", packed(one()), mtp=packed(one("m"))),
+    }
+    assert len(others) == 4 and same not in others
+
+
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3", "llama"])
+def test_mlx_lm_loads_what_the_tests_make(family: Family, raw: bool, tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", family, raw=raw, shards=2)
+    assert len(load(made).layers) == 4
+    assert read_checkpoint(made).bytes_of_layers(3, 4) > 0
+
+
+def test_raw_and_converted_layouts_hold_the_same_model(tmp_path: Path) -> None:
+    outputs: list[Any] = []
+    for raw in (True, False):
+        made = make_checkpoint(tmp_path / f"{raw}", "qwen3_5_moe", raw=raw, dtype="float32")
+        outputs.append(load(made)(mx.array([[1, 2, 3]])))
+    assert mx.allclose(outputs[0], outputs[1], atol=1e-5).item()
+
+
+def load(folder: Path) -> Any:
+    """The model as mlx-lm builds it (imported by name: its annotations are partly unknown)."""
+    return importlib.import_module("mlx_lm.utils").load_model(folder)[0]
+
+
+def test_reading_a_checkpoint_does_not_import_mlx() -> None:
+    code = (
+        "import sys, exo_node.shard.download, exo_node.shard.head_tensors\n"
+        "bad = {'mlx', 'mlx_lm', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(bad) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

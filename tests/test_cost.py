@@ -1,0 +1,139 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
+from exo_node.placement.cost import seconds_per_token, stage_bytes
+from exo_node.placement.ids import NodeId
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+LAYER, ENDS = 10_000, 2 * 100 * 64 * 2  # bytes: a layer; embeddings and lm_head, untied
+KV = 2 * 2 * 16 * 2  # bytes of one token in one layer
+
+
+def card(**changes: object) -> ModelCard:
+    facts = {
+        "id": "m",
+        "model_type": "llama",
+        "num_layers": 8,
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "num_attention_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "context_length": 1000,
+        "weight_bytes": ENDS + 8 * LAYER,
+    }
+    return parse_card(facts | changes, "test.toml")
+
+
+def mtp_card() -> ModelCard:
+    fusion = 2 * 64 * 64 * 2
+    mtp = {"num_layers": 1, "default_k": 1, "max_k": 3}
+    return card(native_mtp=mtp, weight_bytes=ENDS + 9 * LAYER + fusion)
+
+
+def with_headroom(need: int) -> int:
+    return -(-need * 12 // 10)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "generator", "context", "need"),
+    [
+        (0, 8, False, 0, 8 * LAYER),
+        (0, 8, True, 0, 8 * LAYER + ENDS),
+        (0, 8, True, 500, 8 * LAYER + ENDS + 2 * 500 * KV),
+        (0, 3, False, 500, 3 * LAYER),  # layers 3 and 7 hold the caches
+        (0, 4, False, 500, 4 * LAYER + 500 * KV),
+        (4, 7, False, 500, 3 * LAYER),
+        (7, 8, False, 500, LAYER + 500 * KV),
+    ],
+)
+def test_a_stage_needs_layers_ends_and_kv_and_a_fifth_more(
+    first: int, end: int, generator: bool, context: int, need: int
+) -> None:
+    assert stage_bytes(card(), first, end, generator, context, False) == with_headroom(need)
+
+
+def test_mtp_adds_the_heads_weights_and_kv_to_the_generator_alone() -> None:
+    model = mtp_card()
+    plain = 8 * LAYER + ENDS + 2 * 500 * KV
+    head = LAYER + 2 * 64 * 64 * 2 + 500 * KV
+    assert stage_bytes(model, 0, 8, True, 500, True) == with_headroom(plain + head)
+    assert stage_bytes(model, 0, 8, True, 500, False) == with_headroom(plain)
+    assert stage_bytes(model, 0, 8, False, 500, True) == with_headroom(plain - ENDS)
+    assert stage_bytes(card(), 0, 8, True, 500, True) == with_headroom(plain)
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 2000))
+def test_stages_sum_to_the_model_and_grow_with_their_layers(
+    a: int, b: int, c: int, context: int
+) -> None:
+    first, middle, end = sorted((a, b, c))
+
+    def need(start: int, stop: int) -> int:
+        return stage_bytes(card(), start, stop, False, context, False)
+
+    assert 0 <= need(first, middle) + need(middle, end) - need(first, end) <= 1  # rounding
+    assert max(need(first, middle), need(middle, end)) <= need(first, end)
+
+
+def node(id: NodeId, bandwidth: float) -> NodeFacts:
+    return NodeFacts(id, id, 10**9, bandwidth)
+
+
+def view(*links: LinkFacts) -> ClusterView:
+    return ClusterView((node(A, 1e9), node(B, 5e8), node(C, 0)), links)
+
+
+def test_one_node_reads_its_layers_and_lm_head_and_hops_nowhere() -> None:
+    whole = [StageAssignment(A, 0, 8)]
+    assert seconds_per_token(card(), whole, view()) == pytest.approx((8 * LAYER + ENDS / 2) / 1e9)
+
+
+def test_a_pipeline_adds_every_hop_and_the_way_back() -> None:
+    stages = [StageAssignment(A, 0, 6), StageAssignment(B, 6, 8)]
+    link = LinkFacts(B, A, round_trip_s=2e-3, bandwidth=1e6)
+    compute = (6 * LAYER + ENDS / 2) / 1e9 + 2 * LAYER / 5e8
+    hop = 1e-3 + 64 * 2 / 1e6
+    assert seconds_per_token(card(), stages, view(link)) == pytest.approx(compute + 2 * hop)
+
+
+def test_of_two_links_the_quicker_carries_the_hidden() -> None:
+    stages = [StageAssignment(A, 0, 6), StageAssignment(B, 6, 8)]
+    wifi, cable = LinkFacts(A, B, 5e-3, 1e7), LinkFacts(B, A, 3e-4, 1e9)
+    both = seconds_per_token(card(), stages, view(wifi, cable))
+    assert both == seconds_per_token(card(), stages, view(cable, wifi))
+    assert both == seconds_per_token(card(), stages, view(cable))
+    assert both < seconds_per_token(card(), stages, view(wifi))
+
+
+def test_what_was_not_measured_is_assumed_slow_and_never_divides_by_zero() -> None:
+    unmeasured = [StageAssignment(C, 0, 8)]
+    expected = (8 * LAYER + ENDS / 2) / 50e9
+    assert seconds_per_token(card(), unmeasured, view()) == pytest.approx(expected)
+    hostile = ClusterView((node(A, float("nan")), node(B, -1.0)), (LinkFacts(A, B, 1e-3, 0.0),))
+    both = [StageAssignment(A, 0, 4), StageAssignment(B, 4, 8)]
+    assert 0 < seconds_per_token(card(), both, hostile) < 1
+
+
+def test_a_moe_reads_its_chosen_experts_only() -> None:
+    dense = card(weight_bytes=ENDS + 8 * 100_000)
+    moe = card(
+        weight_bytes=ENDS + 8 * 100_000,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=60,
+    )
+    saved = 8 * 3 * (3 * 64 * 60 * 2) / 1e9  # three experts of four in each of eight layers
+    stages = [StageAssignment(A, 0, 8)]
+    assert seconds_per_token(moe, stages, view()) == pytest.approx(
+        seconds_per_token(dense, stages, view()) - saved
+    )
+    assert stage_bytes(moe, 0, 8, True, 0, False) == stage_bytes(dense, 0, 8, True, 0, False)
+
+
+def test_a_stage_on_an_unknown_node_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="gone"):
+        seconds_per_token(card(), [StageAssignment(NodeId("gone"), 0, 8)], view())

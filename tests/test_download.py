@@ -1,0 +1,304 @@
+"""Downloads, against a hub on loopback that refuses, breaks off and lies."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
+from models import make_checkpoint
+
+from exo_node.placement.errors import DownloadFailed
+from exo_node.shard import fetch
+from exo_node.shard.checkpoint import read_checkpoint
+from exo_node.shard.download import Progress, download, is_wanted, locate
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=128)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {
+        "modeling.py": b"raise SystemExit",
+        "tokenizer.py": b"raise SystemExit",
+        "pytorch_model.bin": b"pickle",
+        "consolidated.safetensors": b"again",
+        "original/model.safetensors": b"again",
+        "README.md": b"# tiny",
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    hub = FakeHub(files)
+    with serve(hub):
+        yield hub
+
+
+def ignore(_: Progress) -> None:
+    pass
+
+
+def get(hub: FakeHub, cache: Path, revision: str | None = None) -> Path:
+    return download(REPOSITORY, revision, ignore, offline=False, endpoint=hub.url, cache_dir=cache)
+
+
+def test_a_download_brings_a_checkpoint_that_reads_and_nothing_that_is_not_needed(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    snapshot = get(hub, tmp_path / "cache")
+    wanted = {MODEL, "config.json", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in snapshot.iterdir()} == wanted
+    assert hub.fetched() == wanted
+    assert {path for _, path, _ in hub.requests} == wanted
+    assert read_checkpoint(snapshot).tensors
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("model-00001-of-00002.safetensors", True),
+        ("model.safetensors.index.json", True),
+        ("mtp/weights.safetensors", True),
+        ("tokenizer.model", True),
+        ("merges.txt", True),
+        ("model.bin", False),
+        ("model.pt", False),
+        ("model.gguf", False),
+        ("tokenizer.py", False),
+        ("consolidated.safetensors", False),
+        ("original/model.safetensors", False),
+        ("../model.safetensors", False),
+    ],
+)
+def test_only_weights_configs_and_tokenizers_are_wanted(path: str, wanted: bool) -> None:
+    assert is_wanted(path) is wanted
+
+
+def test_progress_never_falls_and_ends_at_the_total(hub: FakeHub, tmp_path: Path) -> None:
+    hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
+    seen: list[Progress] = []
+    download(
+        REPOSITORY, None, seen.append, offline=False, endpoint=hub.url, cache_dir=tmp_path / "cache"
+    )
+    done = [progress.done_bytes for progress in seen]
+    assert done == sorted(done) and done[0] == 0
+    total = sum(len(data) for name, data in hub.files.items() if is_wanted(name))
+    assert done[-1] == total and {progress.total_bytes for progress in seen} == {total}
+    assert MODEL in {progress.file for progress in seen}
+
+
+def test_a_connection_that_breaks_off_is_resumed_with_a_range_request(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    half = len(hub.files[MODEL]) // 2
+    hub.cut_after = [half]
+    snapshot = get(hub, tmp_path / "cache")
+    assert hub.ranges(MODEL) == [None, f"bytes={half}-"]
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def test_a_download_that_was_ended_goes_on_where_it_stopped(hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    class Cancelled(Exception):
+        pass
+
+    def cancel(progress: Progress) -> None:
+        if progress.file == MODEL:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        download(REPOSITORY, None, cancel, offline=False, endpoint=hub.url, cache_dir=cache)
+    assert locate(REPOSITORY, cache_dir=cache) is None
+    [partial] = cache.rglob("*.incomplete")
+    kept = partial.stat().st_size
+    assert 0 < kept < len(hub.files[MODEL])
+    seen: list[Progress] = []
+    snapshot = download(
+        REPOSITORY, None, seen.append, offline=False, endpoint=hub.url, cache_dir=cache
+    )
+    assert hub.ranges(MODEL) == [None, f"bytes={kept}-"]
+    assert seen[0].done_bytes == kept
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def test_a_server_without_ranges_makes_the_file_start_over(hub: FakeHub, tmp_path: Path) -> None:
+    """And the bytes that it sends twice count once."""
+    cache = tmp_path / "cache"
+
+    def check(progress: Progress) -> None:
+        if progress.file == MODEL:
+            [partial] = cache.rglob("*.incomplete")
+            assert progress.done_bytes <= partial.stat().st_size + (128 << 10)
+
+    hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
+    snapshot = download(REPOSITORY, None, check, offline=False, endpoint=hub.url, cache_dir=cache)
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def test_a_hub_that_is_down_for_a_moment_is_asked_again(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
+    hub.down = [503, 502]
+    snapshot = get(hub, tmp_path / "cache")
+    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+    assert hub.ranges(MODEL) == [None] * 3
+
+
+def test_a_hub_that_stays_down_is_given_up_with_its_status(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_PAUSES_S", ())
+    hub.down = [503]
+    with pytest.raises(DownloadFailed, match="the server answered 503"):
+        get(hub, tmp_path / "cache")
+
+
+def test_a_connection_that_keeps_breaking_is_given_up(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
+    hub.cut_after = [10, 10, 10, 10]
+    with pytest.raises(DownloadFailed, match=r"broke off at 30 of .*goes on from there"):
+        get(hub, tmp_path / "cache")
+
+
+def leave_partial(hub: FakeHub, cache: Path, data: bytes) -> None:
+    blobs = cache / "models--owner--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    digest = hashlib.sha256(hub.files[MODEL]).hexdigest()
+    (blobs / f"{digest}.incomplete").write_bytes(data)
+
+
+def test_a_damaged_file_is_refused_and_then_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    leave_partial(hub, cache, b"not its beginning")
+    with pytest.raises(DownloadFailed, match="damaged"):
+        get(hub, cache)
+    assert (get(hub, cache) / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def test_a_partial_file_that_is_too_long_is_thrown_away(hub: FakeHub, tmp_path: Path) -> None:
+    leave_partial(hub, tmp_path / "cache", hub.files[MODEL] + b"more")
+    assert (get(hub, tmp_path / "cache") / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def test_a_complete_model_is_located_without_the_network(hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert locate(REPOSITORY, cache_dir=cache) is None
+    snapshot = get(hub, cache, "main")
+    before = list(hub.requests)
+    for revision in (None, "main", COMMIT):
+        assert locate(REPOSITORY, revision, cache_dir=cache) == snapshot
+    assert download(REPOSITORY, None, ignore, offline=True, cache_dir=cache) == snapshot
+    assert locate(REPOSITORY, "other", cache_dir=cache) is None
+    assert hub.requests == before
+    (snapshot / "tokenizer.json").unlink()
+    assert locate(REPOSITORY, cache_dir=cache) is None
+
+
+def test_without_a_kept_listing_the_index_tells_what_is_missing(tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--tiny"
+    snapshot = make_checkpoint(repository / "snapshots" / COMMIT, "llama", shards=2)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    assert locate(REPOSITORY, cache_dir=tmp_path) == snapshot
+    (snapshot / "model-00002-of-00002.safetensors").unlink()
+    assert locate(REPOSITORY, cache_dir=tmp_path) is None
+    for path in snapshot.glob("model*"):
+        path.unlink()
+    assert locate(REPOSITORY, cache_dir=tmp_path) is None
+
+
+def test_offline_a_model_is_served_without_its_heads_own_file(hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    hub.files["mtp/weights.safetensors"] = hub.files["mtp.safetensors"] = b"head"
+    snapshot = get(hub, cache)
+    (snapshot / "mtp" / "weights.safetensors").unlink()
+    assert locate(REPOSITORY, cache_dir=cache) is None
+    assert download(REPOSITORY, None, ignore, offline=True, cache_dir=cache) == snapshot
+    (snapshot / MODEL).unlink()
+    with pytest.raises(DownloadFailed, match=r"missing: model\.safetensors, mtp/weights"):
+        download(REPOSITORY, None, ignore, offline=True, cache_dir=cache)
+
+
+def test_offline_names_what_to_unset_and_sends_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match="Unset EXO_OFFLINE"):
+        download(
+            REPOSITORY, None, ignore, offline=True, endpoint=hub.url, cache_dir=tmp_path / "cache"
+        )
+    assert hub.requests == []
+
+
+def test_a_model_over_the_free_space_is_refused_before_a_byte_of_it(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.sizes[MODEL] = 10**18
+    with pytest.raises(DownloadFailed, match=r"needs 1,050,000,000\.00 GB more .* are free"):
+        get(hub, tmp_path / "cache")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (404, "RepoNotFound", "no model repository owner/tiny"),
+        (404, "RevisionNotFound", "no revision main"),
+        (403, "GatedRepo", "Accept its terms"),
+        (500, "", "could not be reached"),
+        (429, "", "answered 429"),
+    ],
+)
+def test_a_refusal_of_the_hub_says_what_to_do(
+    hub: FakeHub, tmp_path: Path, status: int, code: str, remedy: str
+) -> None:
+    hub.refuse = (status, code)
+    with pytest.raises(DownloadFailed, match=remedy):
+        get(hub, tmp_path / "cache")
+
+
+def test_an_unreachable_hub_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match="could not be reached"):
+        download(
+            REPOSITORY,
+            None,
+            ignore,
+            offline=False,
+            endpoint="http://127.0.0.1:9",
+            cache_dir=tmp_path / "cache",
+        )
+
+
+def test_a_repository_without_safetensors_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    del hub.files[MODEL]
+    with pytest.raises(DownloadFailed, match=r"GGUF and \.bin files are not read"):
+        get(hub, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "repository",
+    [
+        "tiny",
+        "a/b/c",
+        "../tiny",
+        "owner/..",
+        "owner/a..b",
+        "/tiny",
+        "owner/",
+        "o/a--b",
+        "o/a\0",
+        "",
+    ],
+)
+def test_a_malformed_repository_is_refused_everywhere(repository: str, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match="Write owner/name"):
+        locate(repository, cache_dir=tmp_path)
+    with pytest.raises(DownloadFailed, match="Write owner/name"):
+        download(repository, None, ignore, offline=True, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("revision", ["../main", "/etc", "a/../b", "", "a b"])
+def test_a_malformed_revision_is_refused(revision: str, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match="Name a branch"):
+        locate(REPOSITORY, revision, cache_dir=tmp_path)

@@ -1,0 +1,129 @@
+import tomllib
+from itertools import product
+
+import pytest
+
+from exo_node.placement.card import ModelCard, NativeMtp, parse_card
+from exo_node.placement.drafting import (
+    Drafting,
+    EnabledState,
+    HeadState,
+    choose_drafting,
+    opted_out_reason,
+    split_reason,
+    undeclared_reason,
+)
+from exo_node.placement.errors import InvalidRequest
+
+FACTS: dict[str, object] = {
+    "id": "tiny",
+    "model_type": "qwen3_5",
+    "num_layers": 8,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "context_length": 1000,
+    "weight_bytes": 1_000_000,
+}
+DECLARED = parse_card(FACTS | {"native_mtp": {"default_k": 2, "max_k": 3}}, "test.toml")
+UNDECLARED = parse_card(FACTS, "test.toml")
+
+LOADED = HeadState(True)
+MISSING = HeadState(False, "no mtp.* tensors were found; download them with `exo-node pull tiny`")
+SILENT = HeadState(False)
+ON = EnabledState(True)
+BY_VARIABLE = EnabledState(False, "EXO_NATIVE_MTP_ENABLED=0")
+BY_PAGE = EnabledState(False, "the settings page")
+
+
+@pytest.mark.parametrize(("asked", "k"), [(None, 2), (1, 1), (2, 2), (3, 3)])
+def test_the_head_drafts_the_cards_k_or_the_requests(asked: int | None, k: int) -> None:
+    drafting = choose_drafting(DECLARED, 1, LOADED, ON, asked)
+    assert (drafting.kind, drafting.k) == ("native_mtp", k)
+
+
+@pytest.mark.parametrize(
+    ("card", "stages", "head", "enabled", "asked", "says", "remedy"),
+    [
+        (UNDECLARED, 1, SILENT, ON, None, "does not declare", "exo-card.toml"),
+        (UNDECLARED, 1, SILENT, ON, 0, "does not declare", "exo-card.toml"),
+        (UNDECLARED, 1, SILENT, ON, 99, "num_draft_tokens = 99 had no effect", "exo-card.toml"),
+        (DECLARED, 1, MISSING, ON, None, "no mtp.* tensors were found", "exo-node pull"),
+        (DECLARED, 1, SILENT, ON, None, "is not loaded", "load the model again"),
+        (DECLARED, 1, LOADED, BY_VARIABLE, None, "off by EXO_NATIVE_MTP_ENABLED=0", "set EXO_"),
+        (DECLARED, 1, LOADED, BY_PAGE, 2, "turned off on the settings page", "turn it on there"),
+        (DECLARED, 2, LOADED, ON, None, "has 2 stages", "place it on one node"),
+        (DECLARED, 1, LOADED, ON, 0, "num_draft_tokens = 0", "leave it out or ask for 1 to 3"),
+        # Of several reasons the most lasting is told.
+        (UNDECLARED, 2, SILENT, BY_PAGE, 0, "does not declare", "[native_mtp]"),
+        (DECLARED, 2, MISSING, BY_PAGE, 0, "turned off", "turn it on"),
+        (DECLARED, 2, MISSING, ON, 0, "stages", "place it on one node"),
+        (DECLARED, 1, MISSING, ON, 0, "tensors were found", "exo-node pull"),
+    ],
+)
+def test_every_no_says_why_and_what_to_do(
+    card: ModelCard,
+    stages: int,
+    head: HeadState,
+    enabled: EnabledState,
+    asked: int | None,
+    says: str,
+    remedy: str,
+) -> None:
+    drafting = choose_drafting(card, stages, head, enabled, asked)
+    assert (drafting.kind, drafting.k) == ("none", 0)
+    assert says in drafting.reason
+    assert remedy in drafting.reason
+
+
+REMEDIES = ("exo-card.toml", "load", "set EXO", "turn it on", "place it", "leave it out")
+
+
+def test_no_combination_drafts_beyond_its_rules_or_declines_without_a_remedy() -> None:
+    everything = product(
+        (DECLARED, UNDECLARED),
+        (1, 2, 5),
+        (LOADED, MISSING, SILENT),
+        (ON, BY_VARIABLE, BY_PAGE),
+        (None, 0, 1, 2, 3),
+    )
+    for card, stages, head, enabled, asked in everything:
+        drafting = choose_drafting(card, stages, head, enabled, asked)
+        may = card is DECLARED and stages == 1 and head.loaded and enabled.enabled and asked != 0
+        assert (drafting.kind == "native_mtp") is may
+        assert (drafting.k > 0) is may
+        if not may:
+            assert any(remedy in drafting.reason for remedy in REMEDIES), drafting.reason
+
+
+def test_the_lines_to_add_are_a_valid_declaration() -> None:
+    reason = undeclared_reason(UNDECLARED.id)
+    lines = tomllib.loads(reason[reason.index("[native_mtp]") :])
+    assert NativeMtp.model_validate(lines["native_mtp"]) == NativeMtp(default_k=1, max_k=3)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("head", [LOADED, MISSING])
+@pytest.mark.parametrize("enabled", [ON, BY_PAGE])
+def test_a_k_above_the_cards_is_refused_whether_or_not_it_would_draft(
+    stages: int, head: HeadState, enabled: EnabledState
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"drafts at most 3 tokens .* 0 \(off\) to 3") as bad:
+        choose_drafting(DECLARED, stages, head, enabled, 4)
+    assert bad.value.param == "num_draft_tokens"
+
+
+@pytest.mark.parametrize("card", [DECLARED, UNDECLARED])
+def test_a_negative_k_is_refused(card: ModelCard) -> None:
+    with pytest.raises(InvalidRequest, match=r"num_draft_tokens is -1; ask for 0 \(off\)") as bad:
+        choose_drafting(card, 1, LOADED, ON, -1)
+    assert bad.value.param == "num_draft_tokens"
+
+
+def test_the_reasons_are_the_planners_and_the_loaders_too() -> None:
+    split = choose_drafting(DECLARED, 3, LOADED, ON, None)
+    assert split == Drafting("none", 0, split_reason(3))
+    off = choose_drafting(DECLARED, 1, SILENT, BY_VARIABLE, None)
+    assert off == Drafting("none", 0, opted_out_reason(BY_VARIABLE))

@@ -1,0 +1,149 @@
+"""Hardware: what the planner is told of a machine, from the texts that systems print."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from exo_node.node.hardware import (
+    Backend,
+    Gpu,
+    detect_hardware,
+    estimate_bandwidth,
+    guess_backend,
+    parse_cpuinfo,
+    parse_nvidia_smi,
+    usable_memory,
+)
+
+_GIB = 2**30
+_MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "chip"),
+    [
+        ("processor\t: 0\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n", "AMD EPYC"),
+        ("processor : 0\nBogoMIPS : 108.0\n\nModel : Raspberry Pi 5\n", "Raspberry Pi 5"),
+        ("processor : 0\nCPU implementer : 0x41\n", None),
+        ("model name\t:\nHardware\t: Qualcomm\n", "Qualcomm"),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_cpuinfo_names_the_chip(text: str, chip: str | None) -> None:
+    assert parse_cpuinfo(text) == chip
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("NVIDIA H200, 143771, 143152\n", (Gpu("NVIDIA H200", 143771 * _MIB, 143152 * _MIB),)),
+        ("NVIDIA GB10, [N/A], [N/A]\n", (Gpu("NVIDIA GB10", None, None),)),
+        ("A, 1, 1\nB, 2, 0\n", (Gpu("A", _MIB, _MIB), Gpu("B", 2 * _MIB, 0))),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the driver.\n", ()),
+        ("", ()),
+    ],
+)
+def test_nvidia_smi_lists_gpus(text: str, gpus: tuple[Gpu, ...]) -> None:
+    assert parse_nvidia_smi(text) == gpus
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "distributions", "backend"),
+    [
+        ("darwin", "arm64", {"mlx-metal"}, "metal"),
+        ("darwin", "x86_64", set[str](), "cpu"),
+        ("linux", "x86_64", {"mlx", "mlx-cuda-13"}, "cuda"),
+        ("linux", "aarch64", {"mlx", "mlx-cpu"}, "cpu"),
+    ],
+)
+def test_the_backend_follows_the_system_and_what_is_installed(
+    system: str, machine: str, distributions: set[str], backend: Backend
+) -> None:
+    assert guess_backend(system, machine, distributions) == backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "limit", "usable"),
+    [
+        ("metal", None, 48 * _GIB),
+        ("cpu", None, 8 * _GIB),
+        ("cuda", None, 8 * _GIB),
+        ("metal", 60 * _GIB, 60 * _GIB),
+        ("cpu", 20 * _GIB, 20 * _GIB),
+        ("cpu", 500 * _GIB, 64 * _GIB),
+    ],
+)
+def test_usable_memory_is_the_limit_or_a_share(
+    backend: Backend, limit: int | None, usable: int
+) -> None:
+    assert usable_memory(backend, 64 * _GIB, 10 * _GIB, limit) == usable
+
+
+@pytest.mark.parametrize(
+    ("chip", "backend", "cores", "gigabytes"),
+    [
+        ("Apple M1", "metal", 8, 68),
+        ("Apple M1 (Virtual)", "metal", 8, 68),
+        ("Apple M2 Ultra", "metal", 24, 800),
+        ("Apple M3 Max", "metal", 14, 300),
+        ("Apple M3 Max", "metal", 16, 400),
+        ("Apple M4 Max", "metal", None, 410),
+        ("Apple M4 Max", "metal", 16, 546),
+        ("Apple M5 Pro", "metal", 18, 307),
+        ("Apple M9 Max", "metal", 40, 460),
+        ("Apple M10", "metal", 40, 150),
+        ("Apple A18 Pro", "metal", 6, 60),
+        ("NVIDIA H200", "cuda", 16, 4800),
+        ("NVIDIA GH200 480GB", "cuda", 72, 4000),
+        ("NVIDIA H100 PCIe", "cuda", 16, 2000),
+        ("NVIDIA GeForce RTX 4090", "cuda", 16, 1008),
+        ("NVIDIA Tomorrow", "cuda", 16, 300),
+        ("AMD EPYC", "cpu", 2, 40),
+    ],
+)
+def test_bandwidth_is_the_published_one(
+    chip: str, backend: Backend, cores: int | None, gigabytes: int
+) -> None:
+    assert estimate_bandwidth(chip, backend, cores) == gigabytes * 10**9
+
+
+def test_this_machine_is_described() -> None:
+    found = detect_hardware(set(), memory_limit=10**9)
+    assert found.chip
+    assert found.total_bytes == psutil.virtual_memory().total
+    assert 0 < found.available_bytes <= found.total_bytes
+    assert found.usable_bytes == 10**9
+    assert found.bandwidth > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
+@pytest.mark.parametrize(
+    ("answer", "backend", "chip", "total"),
+    [
+        (b"NVIDIA H200, 1000, 900\n", "cuda", "NVIDIA H200", 1000 * _MIB),
+        (b"NVIDIA GB10, [N/A], [N/A]\n", "cuda", "NVIDIA GB10", None),
+        (subprocess.TimeoutExpired("nvidia-smi", 5), "cpu", None, None),
+        (subprocess.CalledProcessError(9, "nvidia-smi"), "cpu", None, None),
+        (PermissionError(13, "not executable"), "cpu", None, None),
+    ],
+)
+def test_a_cuda_node_is_its_first_gpu_and_without_one_a_cpu_node(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: bytes | Exception,
+    backend: Backend,
+    chip: str | None,
+    total: int | None,
+) -> None:
+    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, 0, answer, b"")
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(subprocess, "run", run)
+    found = detect_hardware({"mlx-cuda-13"})
+    assert found.backend == backend
+    assert chip is None or found.chip == chip
+    assert found.total_bytes == (total or psutil.virtual_memory().total)

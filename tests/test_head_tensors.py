@@ -1,0 +1,256 @@
+"""The native MTP head is found in every layout that publishers use, whole or not at all."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from models import DEMO, Experts, make_checkpoint
+
+from exo_node.shard.checkpoint import read_checkpoint
+from exo_node.shard.head_tensors import HeadFound, HeadMissing, find_head
+
+Weights = dict[str, mx.array]
+
+
+def load(path: Path) -> Weights:
+    return importlib.import_module("mlx.core").load(str(path))
+
+
+def save(path: Path, weights: Weights) -> None:
+    path.parent.mkdir(exist_ok=True)
+    # Written beside it: the arrays may still be lazy views of the file that is replaced.
+    importlib.import_module("mlx.core").save_safetensors(str(path.with_suffix(".new")), weights)
+    path.with_suffix(".new.safetensors").replace(path)
+
+
+def rewrite(folder: Path, change: Callable[[Weights], object]) -> None:
+    """Apply `change` to the tensors of a checkpoint of one file."""
+    weights = load(folder / "model.safetensors")
+    change(weights)
+    save(folder / "model.safetensors", weights)
+
+
+def move_head(folder: Path, file: str, prefix: str) -> None:
+    """Put the head into a file of its own, or only rename it where `file` is the backbone's."""
+    weights = load(folder / "model.safetensors")
+    head = {f"{prefix}{k.removeprefix('mtp.')}": v for k, v in weights.items() if k[:4] == "mtp."}
+    body = {k: v for k, v in weights.items() if k[:4] != "mtp."}
+    if file == "model.safetensors":
+        body |= head
+    else:
+        save(folder / file, head)
+    save(folder / "model.safetensors", body)
+
+
+def found(folder: Path) -> HeadFound:
+    head = find_head(read_checkpoint(folder))
+    assert isinstance(head, HeadFound), head
+    return head
+
+
+def reason(folder: Path) -> str:
+    head = find_head(read_checkpoint(folder))
+    assert isinstance(head, HeadMissing)
+    return head.reason
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "dense", "qwen3_5")
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "moe", "qwen3_5_moe", experts="unfused")
+
+
+def test_the_demos_head_has_fifteen_tensors_in_the_backbones_last_file() -> None:
+    head = found(DEMO)
+    assert len(head.tensors) == 15
+    assert head.files == ("model-00003-of-00003.safetensors",)
+    assert head.shares_file_with_backbone and not head.quantised
+    assert head.tensors["fc.weight"].shape == (256, 512)
+    assert head.tensors["fc.weight"].name == "mtp.fc.weight"
+    assert head.nbytes == sum(tensor.nbytes for tensor in head.tensors.values()) == 1_968_896
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "mtp.",
+        "language_model.mtp.",
+        "model.language_model.mtp.",
+        "language_model.model.mtp.",
+        "model.mtp.",
+    ],
+)
+@pytest.mark.parametrize(
+    "file",
+    ["model.safetensors", "mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors"],
+)
+def test_a_head_is_found_under_each_prefix_in_each_file(
+    prefix: str, file: str, dense: Path
+) -> None:
+    move_head(dense, file, prefix)
+    head = found(dense)
+    assert len(head.tensors) == 15 and "layers.0.self_attn.q_norm.weight" in head.tensors
+    assert head.files == (file,)
+    assert head.shares_file_with_backbone is (file == "model.safetensors")
+
+
+def test_a_head_in_a_file_of_its_own_needs_no_prefix(dense: Path) -> None:
+    before = read_checkpoint(dense)
+    move_head(dense, "mtp/weights.safetensors", "")
+    assert len(found(dense).tensors) == 15
+    after = read_checkpoint(dense)
+    assert after.bytes_of_layers(0, 1) == before.bytes_of_layers(0, 1)
+    assert after.bytes_of_ends() == before.bytes_of_ends()
+
+
+@pytest.mark.parametrize(("experts", "count"), [("fused", 13 + 4 + 2), ("unfused", 13 + 4 + 8 * 3)])
+def test_both_raw_layouts_of_experts_are_complete(
+    experts: Experts, count: int, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "moe", "qwen3_5_moe", experts=experts)
+    assert len(found(folder).tensors) == count
+
+
+def test_stacked_experts_are_complete(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "moe", "qwen3_5_moe", raw=False)
+    assert found(folder).tensors["layers.0.mlp.switch_mlp.up_proj.weight"].shape == (8, 64, 64)
+
+
+def quantise(weights: Weights) -> None:
+    """As mlx-lm quantises a head: every matrix but fc, in groups of 64 of 4 bits."""
+    for name in [
+        name for name in weights if "mtp.layers" in name and name.endswith("_proj.weight")
+    ]:
+        stem = name.removesuffix(".weight")
+        parts: Any = mx.quantize(weights[name], group_size=64, bits=4)
+        weights[name], weights[f"{stem}.scales"], weights[f"{stem}.biases"] = parts
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen3_5", 29), ("qwen3_5_moe", 40)])
+def test_a_quantised_head_is_found(family: Any, count: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "q", family, raw=False)
+    rewrite(folder, quantise)
+    head = found(folder)
+    assert head.quantised and len(head.tensors) == count
+    assert "layers.0.self_attn.q_proj.scales" in head.tensors
+
+
+def test_a_stripped_head_names_the_claim_and_the_remedy(dense: Path) -> None:
+    rewrite(dense, lambda w: [w.pop(k) for k in list(w) if k.startswith("mtp.")])
+    text = reason(dense)
+    assert "mtp_num_hidden_layers = 1" in text and "stripped" in text
+    assert "Use the original repository" in text
+
+
+def test_the_claim_of_qwen3_next_is_known_too(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert "num_nextn_predict_layers = 1" in reason(folder)
+
+
+def test_a_model_without_a_head_says_only_that(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", "qwen3_5", mtp=False)
+    assert reason(folder) == "the checkpoint has no MTP head, and config.json declares none."
+
+
+NAMES = [
+    "fc",
+    "norm",
+    "pre_fc_norm_hidden",
+    "pre_fc_norm_embedding",
+    "layers.0.input_layernorm",
+    "layers.0.self_attn.q_norm",
+    "layers.0.self_attn.o_proj",
+    "layers.0.mlp.gate",
+    "layers.0.mlp.shared_expert.up_proj",
+    "layers.0.mlp.shared_expert_gate",
+    "layers.0.mlp.experts.7.down_proj",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_partial_head_names_what_is_missing(name: str, moe: Path) -> None:
+    rewrite(moe, lambda w: w.pop(f"mtp.{name}.weight"))
+    text = reason(moe)
+    assert f"incomplete: {name}.weight, expected in shape (" in text
+    assert "Use the original repository" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misshaped_head_names_both_shapes(name: str, moe: Path) -> None:
+    key = f"mtp.{name}.weight"
+    expected = load(moe / "model.safetensors")[key].shape
+    rewrite(moe, lambda w: w.update({key: mx.zeros((3, *expected), mx.bfloat16)}))
+    assert f"{key} has shape {(3, *expected)}, expected {expected}" in reason(moe)
+
+
+def spoil(name: str, value: mx.array | None) -> Callable[[Weights], object]:
+    def change(weights: Weights) -> None:
+        weights.pop(name, None)
+        if value is not None:
+            weights[name] = value
+
+    return change
+
+
+Q = "language_model.mtp.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (spoil(f"{Q}.scales", None), "q_proj.scales is missing"),
+        (spoil(f"{Q}.scales", mx.zeros((128, 3))), "q_proj.scales has shape (128, 3)"),
+        (spoil(f"{Q}.biases", mx.zeros((128, 2))), "q_proj.biases has shape (128, 2)"),
+        (spoil(f"{Q}.weight", mx.zeros((128, 9), mx.uint32)), "q_proj.weight has shape (128, 9)"),
+        (spoil(f"{Q}.weight", mx.zeros((64, 8), mx.uint32)), "q_proj.weight has shape (64, 8)"),
+        (spoil(f"{Q}.weight", mx.zeros((), mx.uint32)), "q_proj.weight has shape ()"),
+        (spoil(f"{Q}.weight", mx.zeros((128, 64), mx.uint8)), "stored as U8"),
+    ],
+)
+def test_a_quantised_head_must_fit_too(
+    change: Callable[[Weights], object], text: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "q", "qwen3_5", raw=False)
+    rewrite(folder, quantise)
+    rewrite(folder, change)
+    assert text in reason(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp.layers.1.input_layernorm.weight", "mtp.embed_tokens.weight", "mtp.fc.bias"]
+)
+def test_tensors_that_this_head_does_not_know_turn_it_off(name: str, dense: Path) -> None:
+    rewrite(dense, spoil(name, mx.zeros((64,))))
+    assert f"does not predict, the first {name}" in reason(dense)
+
+
+def test_a_second_head_is_ambiguous(dense: Path) -> None:
+    save(dense / "mtp.safetensors", {"model.mtp.fc.weight": mx.zeros((64, 128))})
+    text = reason(dense)
+    assert "fc.weight twice" in text and "model.mtp.fc.weight" in text
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads", "intermediate_size"])
+def test_a_config_without_sizes_predicts_nothing(key: str, dense: Path) -> None:
+    config = json.loads((dense / "config.json").read_text())
+    config["text_config"][key] = "64"
+    (dense / "config.json").write_text(json.dumps(config))
+    assert f"gives no {key}" in reason(dense)
+
+
+def test_a_config_of_zeros_is_a_reason_and_no_crash(dense: Path) -> None:
+    config = json.loads((dense / "config.json").read_text())
+    config["text_config"] |= dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), 0)
+    (dense / "config.json").write_text(json.dumps(config))
+    rewrite(dense, lambda w: w.update({"mtp.fc.weight": mx.zeros((0, 1), mx.uint32)}))
+    assert "fc.weight has shape (0, 1)" in reason(dense)

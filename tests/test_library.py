@@ -1,0 +1,107 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from exo_node.placement.card import derive_card
+from exo_node.placement.errors import InvalidCard
+from exo_node.placement.ids import ModelId
+from exo_node.placement.library import nearest_ids, packaged_cards, read_card_file
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "shard" / "models" / "demo"
+KNOWN = [ModelId(name) for name in ("demo", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "llama")]
+
+
+def test_three_cards_ship_and_each_declares_its_head() -> None:
+    drafts = {
+        card.id: (card.native_mtp.default_k, card.native_mtp.max_k)
+        for card in packaged_cards().values()
+        if card.native_mtp is not None
+    }
+    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3), "Qwen/Qwen3.6-35B-A3B": (1, 3)}
+
+
+def test_a_card_is_keyed_by_its_id_and_filed_under_it() -> None:
+    cards = packaged_cards()
+    assert all(key == card.id for key, card in cards.items())
+    filed = {path.stem.replace("--", "/") for path in (ROOT / "placement/cards").glob("*.toml")}
+    assert filed == set(cards)
+
+
+def test_the_demo_card_says_what_its_checkpoint_says() -> None:
+    card = packaged_cards()[ModelId("demo")]
+    config = json.loads((DEMO / "config.json").read_text())
+    index = json.loads((DEMO / "model.safetensors.index.json").read_text())
+    declared = {"native_mtp": card.native_mtp, "sampling": card.sampling}
+    assert card == derive_card(card.id, config, index["metadata"]["total_size"], declared)
+    generation = json.loads((DEMO / "generation_config.json").read_text())
+    for field in ("temperature", "top_p", "top_k"):
+        assert getattr(card.sampling, field) == generation[field]
+
+
+def test_a_moe_card_reads_about_what_its_name_says() -> None:
+    card = packaged_cards()[ModelId("Qwen/Qwen3.6-35B-A3B")]
+    active = card.num_layers * card.active_layer_bytes + card.lm_head_bytes
+    assert 2.5e9 < active / 2 < 3.9e9  # parameters: "A3B"
+
+
+def test_a_persons_card_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "exo-card.toml"
+    path.write_text("context_length = 2048\n[native_mtp]\ndefault_k = 1\nmax_k = 2\n")
+    assert read_card_file(path) == {
+        "context_length": 2048,
+        "native_mtp": {"default_k": 1, "max_k": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a = 1\nb = = 2\n", "line 2"),
+        (b"a = 1\na = 2\n", "line 2"),
+        (b"[native_mtp\n", "line 1"),
+        (b"a = 'open", "end of document"),
+        (b"a = 1\nb = '\xff'\n", "line 2"),
+        (b"a = " + b"[" * 20_000, "mend the TOML"),
+        (b"a = " + b"9" * 5_000, "mend the TOML"),
+        (b"a = 1 " + b"#" * 70_000, "a card is a screenful"),
+    ],
+)
+def test_a_broken_card_names_file_and_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "exo-card.toml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidCard) as caught:
+        read_card_file(path)
+    assert caught.value.message.startswith(str(path))
+    assert says in caught.value.message
+
+
+def test_a_folder_or_pipe_in_place_of_a_card_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "exo-card.toml"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "absent.toml"):
+        with pytest.raises(InvalidCard, match="is not a file"):
+            read_card_file(path)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("Demo", ["demo"]),
+        ("qwen3.6", ["Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"]),
+        ("Qwen3.6-27b", ["Qwen/Qwen3.6-27B"]),
+        ("mlx-community/Qwen3.6-27B-4bit", ["Qwen/Qwen3.6-27B"]),
+        ("lama", ["llama"]),
+        ("zzzz", []),
+        ("", []),
+    ],
+)
+def test_the_nearest_ids_are_those_a_person_meant(unknown: str, meant: list[str]) -> None:
+    assert nearest_ids(unknown, KNOWN)[: len(meant) or None] == meant
+
+
+def test_no_more_ids_than_asked_and_an_endless_name_is_cut() -> None:
+    assert len(nearest_ids("qwen", KNOWN, n=1)) == 1
+    assert nearest_ids("q" * 10_000_000, KNOWN) == []

@@ -1,0 +1,119 @@
+"""Log lines: their two formats, the request they belong to, and text that cannot draw."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Generator
+
+import pytest
+
+from exo_node.node.log import configure, current_request, escape_controls, request_scope
+
+_log = logging.getLogger("exo_node.node.membership")
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Generator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    levels = {name: logging.getLogger(name).level for name in list(root.manager.loggerDict)}
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in list(root.manager.loggerDict):
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+
+
+def _lines(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_json_lines_carry_time_level_logger_message_node_and_request() -> None:
+    stream = io.StringIO()
+    configure("json", node="alpha", stream=stream)
+    with request_scope("r1"):
+        _log.warning("%s is suspect", "beta", extra={"peer": "beta", "other": "not shown"})
+    _log.info("plain")
+    first, second = map(json.loads, _lines(stream))
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "warning",
+        "logger": "exo_node.node.membership",
+        "message": "beta is suspect",
+        "node": "alpha",
+        "request": "r1",
+        "peer": "beta",
+    }
+    assert "request" not in second
+
+
+def test_human_lines_are_short() -> None:
+    stream = io.StringIO()
+    configure("human", stream=stream)
+    with request_scope("r1"):
+        _log.warning("beta is suspect", extra={"placement": "p1"})
+    (line,) = _lines(stream)
+    assert line[8:] == " warning membership: beta is suspect  request=r1  placement=p1"
+
+
+def test_text_from_outside_cannot_forge_a_line_or_move_the_cursor() -> None:
+    stream = io.StringIO()
+    configure("human", stream=stream)
+    _log.warning("name is %s", "x\n12:00:00 info forged\x1b[2J\x9b1m")
+    (line,) = _lines(stream)
+    assert line.endswith(r"x\x0a12:00:00 info forged\x1b[2J\x9b1m")
+
+
+@pytest.mark.parametrize("log_format", ["human", "json"])
+def test_a_traceback_is_logged(log_format: str) -> None:
+    stream = io.StringIO()
+    configure("human" if log_format == "human" else "json", stream=stream)
+    try:
+        raise ValueError("lost \x1b[2J")
+    except ValueError:
+        _log.exception("failed")
+    text = stream.getvalue()
+    assert "Traceback" in text and "ValueError: lost" in text
+    assert "\x1b" not in text
+    assert len(_lines(stream)) > 3 if log_format == "human" else len(_lines(stream)) == 1
+
+
+def test_a_request_is_known_in_the_tasks_it_starts_and_nowhere_else() -> None:
+    async def serve(request: str) -> str | None:
+        with request_scope(request):
+            return await asyncio.create_task(inner())
+
+    async def inner() -> str | None:
+        await asyncio.sleep(0)
+        return current_request()
+
+    async def both() -> list[str | None]:
+        return list(await asyncio.gather(serve("a"), serve("b")))
+
+    assert asyncio.run(both()) == ["a", "b"]
+    assert current_request() is None
+
+
+def test_the_libraries_below_are_quiet_and_their_warnings_are_not_lost() -> None:
+    stream = io.StringIO()
+    configure("human", "debug", stream=stream)
+    for name in ("uvicorn.error", "grpc._cython", "zeroconf", "asyncio"):
+        logging.getLogger(name).info("chatter")
+    logging.getLogger("uvicorn.access").error("GET /")
+    assert _lines(stream) == []
+    logging.getLogger("zeroconf").warning("no route")
+    _log.debug("ours")
+    assert [line.split(": ")[1] for line in _lines(stream)] == ["no route", "ours"]
+
+
+def test_configuring_twice_replaces_the_first() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure("human", stream=first)
+    configure("json", stream=second)
+    _log.info("once")
+    assert (len(_lines(first)), len(_lines(second))) == (0, 1)
+
+
+def test_only_the_kept_controls_pass() -> None:
+    assert escape_controls("a\tb\n\x00\x7f é", keep="\n") == "a\\x09b\n\\x00\\x7f é"

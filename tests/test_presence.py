@@ -1,0 +1,107 @@
+"""Presence: one node a data folder, and a run file that is believed only while its lock is held."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exo_node.node.presence import Presence, Running, find_running
+from exo_node.placement.errors import InvalidSettings
+
+_HOLD = """
+import sys
+from pathlib import Path
+from exo_node.node.presence import Presence
+held = Presence.acquire(Path(sys.argv[1]))
+held.announce("127.0.0.1", 7001, version="9.9")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def _hold(data_dir: Path) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(data_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_running_node_is_found_until_it_closes(tmp_path: Path) -> None:
+    data_dir = tmp_path / "new" / "data"
+    assert find_running(data_dir) is None
+    with Presence.acquire(data_dir) as presence:
+        assert find_running(data_dir) == Running(os.getpid())
+        presence.announce("127.0.0.1", 7000, version="1.2", started=5.0)
+        assert find_running(data_dir) == Running(os.getpid(), "127.0.0.1", 7000, 5.0, "1.2")
+    assert find_running(data_dir) is None
+    assert not (data_dir / "node.json").exists()
+    presence.close()
+
+
+def test_the_data_folder_and_its_files_are_the_owners_own(tmp_path: Path) -> None:
+    with Presence.acquire(tmp_path / "data"):
+        assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "data" / "node.lock").stat().st_mode) == 0o600
+
+
+def test_a_second_node_on_the_folder_names_the_first(tmp_path: Path) -> None:
+    with Presence.acquire(tmp_path):
+        with pytest.raises(InvalidSettings, match=f"pid {os.getpid()}") as caught:
+            Presence.acquire(tmp_path)
+        assert caught.value.param == "--data-dir"
+        assert find_running(tmp_path) == Running(os.getpid()), "the first still holds it"
+    Presence.acquire(tmp_path).close()
+
+
+def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None:
+    process = _hold(tmp_path)
+    try:
+        running = find_running(tmp_path)
+        assert running is not None
+        assert (running.pid, running.http_port, running.version) == (process.pid, 7001, "9.9")
+        with pytest.raises(InvalidSettings, match=f"pid {process.pid}"):
+            Presence.acquire(tmp_path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert (tmp_path / "node.json").exists(), "kill -9 leaves the run file"
+    assert find_running(tmp_path) is None
+    with Presence.acquire(tmp_path):
+        assert find_running(tmp_path) == Running(os.getpid()), "the old address is not believed"
+
+
+@pytest.mark.parametrize(
+    "record", ["", "[]", "{}", '{"pid": 1}', json.dumps({"pid": -1, "http_host": "x"})]
+)
+def test_a_run_file_that_the_holder_did_not_write_gives_no_address(
+    tmp_path: Path, record: str
+) -> None:
+    with Presence.acquire(tmp_path):
+        (tmp_path / "node.json").write_text(record)
+        assert find_running(tmp_path) == Running(os.getpid())
+
+
+def test_the_lock_is_not_handed_to_child_processes(tmp_path: Path) -> None:
+    presence = Presence.acquire(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        presence.close()
+        assert find_running(tmp_path) is None
+    finally:
+        child.communicate(b"\n")
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidSettings, match=r"--data-dir: .*cannot be used"):
+        Presence.acquire(tmp_path / "file" / "data")
+    assert find_running(tmp_path / "file" / "data") is None

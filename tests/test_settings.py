@@ -1,0 +1,276 @@
+"""Settings: precedence, and a bad value that names the flag or variable it came from."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from exo_node.node.setting_values import is_loopback
+from exo_node.node.settings import (
+    Settings,
+    check_mlx_extras,
+    installed_distributions,
+    load_client_settings,
+    load_settings,
+    unknown_variables,
+)
+from exo_node.placement.errors import InvalidSettings
+
+
+def test_defaults_are_a_loopback_node_with_nothing_set() -> None:
+    settings = load_settings({}, {})
+    assert (settings.host, settings.port, settings.grpc_port) == ("127.0.0.1", 52415, 52416)
+    assert settings.name
+    assert settings.data_dir.name == "exo-node"
+    assert settings.mdns and not settings.offline
+    assert settings.dtype == "auto"
+    assert settings.peers == ()
+    unset = (settings.interface, settings.models_dir, settings.memory_limit, settings.api_key)
+    assert unset == (None, None, None, None)
+    assert settings.native_mtp_enabled is None
+    assert settings.native_mtp_async_draft_eval is None
+
+
+def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
+    environ = {"EXO_PORT": "7000", "EXO_NAME": "beta", "EXO_MDNS": "0"}
+    settings = load_settings({"port": "8000", "name": None}, environ)
+    assert (settings.port, settings.name, settings.mdns) == (8000, "beta", False)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert load_settings({}, {"EXO_PORT": "", "EXO_API_KEY": "  "}).port == 52415
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("EXO_NAME", " mac studio ", "name", "mac studio"),
+        ("EXO_HOST", "::1", "host", "::1"),
+        ("EXO_HOST", "[::1]", "host", "::1"),
+        ("EXO_HOST", "localhost", "host", "localhost"),
+        ("EXO_PORT", "0", "port", 0),
+        ("EXO_GRPC_PORT", "65535", "grpc_port", 65535),
+        ("EXO_INTERFACE", "192.168.1.4", "interface", "192.168.1.4"),
+        ("EXO_PEER", "10.0.0.2:52416, mac.local:9", "peers", ("10.0.0.2:52416", "mac.local:9")),
+        ("EXO_PEER", "[fe80::1]:9,[fe80::1]:9", "peers", ("[fe80::1]:9",)),
+        ("EXO_CLUSTER_KEY_FILE", __file__, "cluster_key_file", Path(__file__)),
+        ("EXO_MODELS_DIR", str(Path(__file__).parent), "models_dir", Path(__file__).parent),
+        ("EXO_DATA_DIR", "~/x", "data_dir", Path("~/x").expanduser()),
+        ("EXO_MDNS", "off", "mdns", False),
+        ("EXO_OFFLINE", "1", "offline", True),
+        ("EXO_DTYPE", "BFloat16", "dtype", "bfloat16"),
+        ("EXO_LOG_FORMAT", "json", "log_format", "json"),
+        ("EXO_NATIVE_MTP_ENABLED", "0", "native_mtp_enabled", False),
+        ("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "yes", "native_mtp_async_draft_eval", True),
+        ("EXO_MEMORY_LIMIT", "12GB", "memory_limit", 12 * 10**9),
+        ("EXO_MEMORY_LIMIT", "12GiB", "memory_limit", 12 * 2**30),
+        ("EXO_MEMORY_LIMIT", "1.5 tib", "memory_limit", 3 * 2**39),
+        ("EXO_MEMORY_LIMIT", "512mb", "memory_limit", 512 * 10**6),
+        ("EXO_MEMORY_LIMIT", "12884901888", "memory_limit", 12 * 2**30),
+        ("EXO_MEMORY_LIMIT", "12884901888B", "memory_limit", 12 * 2**30),
+        ("EXO_MEMORY_LIMIT", "999999999999999999", "memory_limit", 10**18 - 1),
+    ],
+)
+def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
+    assert getattr(load_settings({}, {variable: text}), field) == value
+
+
+_BAD = [
+    ("name", "--name", "EXO_NAME", "x" * 64),
+    ("name", "--name", "EXO_NAME", "a\x1bb"),
+    ("host", "--host", "EXO_HOST", "http://here"),
+    ("port", "--port", "EXO_PORT", "70000"),
+    ("port", "--port", "EXO_PORT", "-1"),
+    ("port", "--port", "EXO_PORT", "http"),
+    ("grpc_port", "--grpc-port", "EXO_GRPC_PORT", "1.5"),
+    ("interface", "--interface", "EXO_INTERFACE", "en0"),
+    ("interface", "--interface", "EXO_INTERFACE", "0.0.0.0"),
+    ("interface", "--interface", "EXO_INTERFACE", "224.0.0.251"),
+    ("models_dir", "--models-dir", "EXO_MODELS_DIR", "/no/such/folder"),
+    ("peers", "--peer", "EXO_PEER", "10.0.0.2"),
+    ("peers", "--peer", "EXO_PEER", "10.0.0.2:0"),
+    ("peers", "--peer", "EXO_PEER", ":52416"),
+    ("peers", "--peer", "EXO_PEER", "fe80::1:52416"),
+    ("peers", "--peer", "EXO_PEER", "[mac.local]:52416"),
+    ("peers", "--peer", "EXO_PEER", "10.0.0.2:52416,other"),
+    ("cluster_key_file", "--cluster-key-file", "EXO_CLUSTER_KEY_FILE", "/no/such/file"),
+    ("memory_limit", "--memory-limit", "EXO_MEMORY_LIMIT", "lots"),
+    ("memory_limit", "--memory-limit", "EXO_MEMORY_LIMIT", "12G"),
+    ("memory_limit", "--memory-limit", "EXO_MEMORY_LIMIT", "-12GB"),
+    ("memory_limit", "--memory-limit", "EXO_MEMORY_LIMIT", "12"),
+    ("memory_limit", "--memory-limit", "EXO_MEMORY_LIMIT", "1e9"),
+    ("dtype", "--dtype", "EXO_DTYPE", "int4"),
+    ("log_format", "--log-format", "EXO_LOG_FORMAT", "xml"),
+]
+
+
+@pytest.mark.parametrize(("field", "flag", "variable", "text"), _BAD)
+def test_a_bad_value_names_the_flag_that_gave_it(
+    field: str, flag: str, variable: str, text: str
+) -> None:
+    given: object = [text] if field == "peers" else text
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({field: given}, {variable: "also bad:"})
+    _assert_names(caught.value, flag, not_in=variable)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag", "variable", "text"),
+    [
+        *_BAD,
+        ("mdns", "--no-mdns", "EXO_MDNS", "2"),
+        ("offline", "--offline", "EXO_OFFLINE", "maybe"),
+        ("native_mtp_enabled", "--none", "EXO_NATIVE_MTP_ENABLED", "nope"),
+        ("native_mtp_async_draft_eval", "--none", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "?"),
+    ],
+)
+def test_a_bad_value_names_the_variable_that_gave_it(
+    field: str, flag: str, variable: str, text: str
+) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({field: None} if flag != "--none" else {}, {variable: text})
+    _assert_names(caught.value, variable, not_in=flag)
+
+
+def _assert_names(error: InvalidSettings, origin: str, *, not_in: str) -> None:
+    assert error.param == origin
+    assert error.message.startswith(f"{origin}: ")
+    assert not_in not in error.message
+    assert ";" in error.message, "a remedy follows what is wrong"
+
+
+@pytest.mark.parametrize("variable", ["EXO_API_KEY", "EXO_CLUSTER_KEY"])
+@pytest.mark.parametrize("secret", ["two words", "schlüssel", "line\nbreak"])
+def test_a_bad_key_is_refused_without_being_shown(variable: str, secret: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({}, {variable: secret})
+    assert caught.value.param == variable
+    assert secret not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_keys_do_not_show_in_a_repr() -> None:
+    settings = load_settings({}, {"EXO_API_KEY": "k-123", "EXO_CLUSTER_KEY": "c-456"})
+    assert settings.api_key is not None and settings.api_key.get_secret_value() == "k-123"
+    assert "k-123" not in repr(settings) and "c-456" not in repr(settings)
+
+
+@pytest.mark.parametrize("field", ["api_key", "cluster_key", "native_mtp_enabled", "colour"])
+def test_a_key_that_is_no_flag_is_a_programming_error(field: str) -> None:
+    with pytest.raises(TypeError, match=field):
+        load_settings({field: "x"}, {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "my-mac.local"])
+def test_other_machines_are_let_in_only_with_a_key(host: str) -> None:
+    with pytest.raises(InvalidSettings, match="EXO_API_KEY") as caught:
+        load_settings({"host": host}, {})
+    assert caught.value.param == "--host"
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({}, {"EXO_HOST": host})
+    assert caught.value.param == "EXO_HOST"
+    assert load_settings({"host": host}, {"EXO_API_KEY": "k"}).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert is_loopback(host)
+    assert load_settings({"host": host}, {}).host == host
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "origin"),
+    [
+        ({"port": "52416"}, {}, "--port"),
+        ({"grpc_port": "52415"}, {}, "--grpc-port"),
+        ({}, {"EXO_PORT": "52416"}, "EXO_PORT"),
+        ({"port": "9000"}, {"EXO_GRPC_PORT": "9000"}, "EXO_GRPC_PORT"),
+    ],
+)
+def test_one_port_cannot_serve_both(
+    flags: dict[str, object], environ: dict[str, str], origin: str
+) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings(flags, environ)
+    assert caught.value.param == origin
+
+
+def test_two_free_ports_are_two_ports() -> None:
+    assert load_settings({"port": "0", "grpc_port": "0"}, {}).grpc_port == 0
+
+
+def test_a_key_file_given_by_flag_wins_over_the_key_variable() -> None:
+    settings = load_settings({"cluster_key_file": __file__}, {"EXO_CLUSTER_KEY": "abc"})
+    assert settings.cluster_key is None and settings.cluster_key_file == Path(__file__)
+
+
+def test_two_variables_with_a_cluster_key_are_refused() -> None:
+    with pytest.raises(InvalidSettings, match="EXO_CLUSTER_KEY_FILE"):
+        load_settings({}, {"EXO_CLUSTER_KEY": "abc", "EXO_CLUSTER_KEY_FILE": __file__})
+
+
+def test_settings_cannot_change() -> None:
+    settings: Settings = load_settings({}, {})
+    with pytest.raises(ValidationError):
+        setattr(settings, "port", 1)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("EXO_MODELS_DIRS", "EXO_MODELS_DIR"),
+        ("EXO_NATIVE_MTP", "EXO_NATIVE_MTP_ENABLED"),
+        ("EXO_PEERS", "EXO_PEER"),
+        ("EXO_TRACING_ENABLED", None),
+    ],
+)
+def test_an_unknown_variable_is_named_with_its_nearest(variable: str, near: str | None) -> None:
+    (sentence,) = unknown_variables({variable: "sec-ret", "EXO_PORT": "1", "HOME": "/"})
+    assert sentence.startswith(f"{variable} ")
+    assert "sec-ret" not in sentence
+    assert sentence.endswith(f"did you mean {near}?") if near else "mean" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "port"),
+    [
+        ({}, {}, None),
+        ({}, {"EXO_PORT": "0"}, None),
+        ({}, {"EXO_PORT": "7000"}, 7000),
+        ({"data_dir": "/x"}, {"EXO_PORT": "7000"}, None),
+        ({"data_dir": "/x", "port": "8000"}, {"EXO_PORT": "7000"}, 8000),
+    ],
+)
+def test_a_command_finds_its_node_by_the_most_specific_hint(
+    flags: dict[str, object], environ: dict[str, str], port: int | None
+) -> None:
+    assert load_client_settings(flags, environ).port == port
+
+
+def test_a_command_does_not_mind_settings_that_only_start_needs() -> None:
+    environ = {"EXO_HOST": "0.0.0.0", "EXO_MEMORY_LIMIT": "lots"}
+    assert load_client_settings({}, environ).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("distributions", "platform", "problem"),
+    [
+        ({"mlx", "mlx-cpu"}, "linux", None),
+        ({"mlx", "mlx-cuda-13"}, "linux", None),
+        ({"mlx", "mlx-metal"}, "darwin", None),
+        ({"mlx"}, "linux", r"exo-node\[cpu\]"),
+        ({"mlx-cpu", "mlx-cuda-13"}, "linux", "pip uninstall mlx-cpu mlx-cuda-13"),
+        ({"mlx-cuda-12", "mlx-cuda-13"}, "linux", "pip uninstall mlx-cuda-12 mlx-cuda-13"),
+    ],
+)
+def test_linux_needs_exactly_one_mlx_backend(
+    distributions: set[str], platform: str, problem: str | None
+) -> None:
+    if problem is None:
+        check_mlx_extras(distributions, platform)
+        return
+    with pytest.raises(InvalidSettings, match=problem):
+        check_mlx_extras(distributions, platform)
+
+
+def test_installed_distributions_are_read_by_their_normalised_names() -> None:
+    assert {"exo-node", "mlx", "huggingface-hub"} <= installed_distributions()
