@@ -50,7 +50,7 @@ from .fetch import Fetch, Meter, Progress, partial_of, size_of
 
 __all__ = ["Progress", "download", "is_wanted", "locate"]
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

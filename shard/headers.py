@@ -75,7 +75,8 @@ def read_header(path: Path) -> tuple[bytes, int]:
 def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[Tensor]:
     """The tensors of one file; `file` is what they are to carry as its name."""
     entries = parse_object(path, header, unique=True)
-    if not is_text_table(entries.pop("__metadata__", {})):
+    metadata = entries.pop("__metadata__", None)  # mlx writes null where it is given none
+    if metadata is not None and not is_text_table(metadata):
         raise fault(path, "has a __metadata__ that is not a table of strings")
     if len(entries) > MAX_TENSORS:
         raise fault(path, f"has {len(entries)} tensors, over {MAX_TENSORS}")

@@ -135,7 +135,8 @@ class StageWorker:
         if last_stage and block.reply == pb.REPLY_NONE:
             mx.eval(cache_arrays(self._model.own_caches(session.caches)))
             return None
-        rows = block.rows
         if last_stage and block.reply == pb.REPLY_LAST:
-            out, rows = out[:, -1:], 1
-        return replace(block, rows=rows, data=to_bytes(out))
+            last = block.position + block.rows - 1
+            data = to_bytes(out[:, -1:])
+            return replace(block, position=last, rows=1, tokens=block.tokens[-1:], data=data)
+        return replace(block, data=to_bytes(out))
