@@ -5,17 +5,18 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .sampling import ACCEPT, RESIDUAL, Noise
+from .seams import as_ids
 
 
 class Verdict(NamedTuple):
-    """`tokens[: accepted + 1]` may be emitted: the accepted drafts and the target's own next one."""
+    """`tokens[: accepted + 1]` may be emitted: accepted drafts and the target's own next one."""
 
     accepted: mx.array  # () int32, 0..K
     tokens: mx.array  # (K + 1,) int32
 
     def read(self) -> tuple[int, list[int]]:
         """The round's one synchronisation: (accepted, the ids that may be emitted)."""
-        accepted, *tokens = mx.concatenate([self.accepted[None], self.tokens]).tolist()
+        accepted, *tokens = as_ids(mx.concatenate([self.accepted[None], self.tokens]))
         return accepted, tokens[: accepted + 1]
 
 

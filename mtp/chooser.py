@@ -7,7 +7,7 @@ import mlx.core as mx
 from .accept import Verdict, accept_by_ratio, accept_matching
 from .sampling import Noise, TargetDistribution, greedy_token
 from .seams import Drafts
-from .types import Sampling
+from .types import AcceptanceRule, Sampling
 
 
 class Chooser:
@@ -16,7 +16,7 @@ class Chooser:
     def __init__(
         self, sampling: Sampling, entropy: int, special_tokens: tuple[int, ...] = ()
     ) -> None:
-        self._rule = sampling.acceptance_rule
+        self._rule: AcceptanceRule = sampling.acceptance_rule
         noise = Noise(entropy if sampling.seed is None else sampling.seed)
         self._distribution = TargetDistribution(sampling, noise, special_tokens)
 

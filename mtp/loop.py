@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .chooser import Chooser
-from .seams import Block, Drafter, Ending, Verifier, Wait, Want, as_row
+from .seams import Block, Drafter, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
 CLEAR_EVERY = 256
@@ -63,7 +63,7 @@ class Generation:
             self._drafter.observe(last, token)
             if self._drafter.k == 0 and self._verifier.overlaps:
                 return (yield from self._plain(token, forward))
-            [first] = token.tolist()
+            [first] = as_ids(token)
             reason = self._count(first)
             yield Round((first,), 0, 0, forward)
         while reason is None:
@@ -130,7 +130,7 @@ class Generation:
                 block = yield from self._verifier.forward(token, want="all")
                 upcoming = self._chooser.token(block.logits, start + 1)
                 mx.async_eval(upcoming)
-            [emitted] = token.tolist()
+            [emitted] = as_ids(token)
             reason = self._count(emitted)
             if reason is not None and ahead:
                 self._verifier.rollback(1)
@@ -149,7 +149,7 @@ class Generation:
             rows, kept = recorded.forward.rows, len(recorded.tokens)
             # What the rejected rows held cannot matter: only their number chose the kernels.
             padding = [0] * (rows - kept)
-            ids = [*token.tolist(), *recorded.tokens[:-1], *padding]
+            ids = [*as_ids(token), *recorded.tokens[:-1], *padding]
             block = yield from self._verifier.forward(as_row(ids), want="all")
             self._commit(block, as_row(recorded.tokens), rows, kept)
             mx.eval(self._verifier.arrays(), self._drafter.arrays())

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ class Wait:
     future's result is read by the one who yielded it.
     """
 
-    future: "Future[object]"
+    future: "Future[Any]"
 
 
 class Block(NamedTuple):
@@ -53,7 +53,8 @@ class Verifier(Protocol):
         """Appends (rows,) ids and gives the logits of the rows that are wanted.
 
         A prompt's last chunk wants the last row, the chunks before it none: a verifier over several
-        nodes then returns at once, with whatever the logits hold. The result is lazy where the verifier is local. Raises PeerLost where it is not.
+        nodes then returns at once, with whatever the logits hold. The result is lazy where the
+        verifier is local. Raises PeerLost where it is not.
         """
         ...
 
@@ -95,4 +96,9 @@ class Ending(Protocol):
 
 def as_row(tokens: Sequence[int]) -> mx.array:
     """Ids as the (rows,) int32 array that `Verifier.forward` takes."""
-    return mx.array(tokens, dtype=mx.int32)
+    return mx.array(list(tokens), dtype=mx.int32)
+
+
+def as_ids(row: mx.array) -> list[int]:
+    """The inverse; it waits until the row is computed."""
+    return cast("list[int]", row.tolist())

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -53,7 +54,7 @@ def load_head(
             bits=quantization.get("bits", 4),
             class_predicate=lambda path, _: f"{path}.scales" in weights,
         )
-    wanted = {name: value.shape for name, value in tree_flatten(head.parameters())}
+    wanted = {name: value.shape for name, value in _flat(head)}
     problem = _mismatch(wanted, weights)
     if problem:
         return HeadUnusable(problem)
@@ -74,7 +75,7 @@ def norms_are_raw(source: HeadSource) -> bool | HeadUnusable:
     if source.backbone_is_raw is not None:
         return source.backbone_is_raw
     norms = [v for k, v in source.tensors.items() if _NORM.search(k)]
-    mean = mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean().item()
+    mean = float(mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean())
     if mean < 0.4:
         return True
     if mean > 0.6:
@@ -110,6 +111,10 @@ def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     for name, parts in experts.items():
         weights[name] = mx.stack([parts[index] for index in sorted(parts)])
     return weights
+
+
+def _flat(head: MtpHead) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
 
 
 def _mismatch(wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> str | None:

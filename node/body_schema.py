@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import re
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,6 +14,7 @@ from .strict_json import brief, decode
 
 # Parsing 8 MiB takes tenths of a second: longer bodies are parsed beside the event loop.
 _INLINE_BYTES: Final = 64 * 1024
+_SUBJECT: Final = re.compile(r"^(Input|String|List) ")
 
 
 class StrictBody(BaseModel):
@@ -66,9 +68,11 @@ def _as_request_error(detail: ErrorDetails, schema: type[StrictBody]) -> Invalid
             return UnsupportedParameter(f"'{param}' {detail['msg']}", param=param)
         case "missing":
             return InvalidRequest(f"'{param}' is required", param=param)
+        case "model_type" | "dict_type":
+            return InvalidRequest(f"'{param}' should be an object", param=param)
         case _:
-            # pydantic's sentences begin with "Input should be …".
-            sentence = detail["msg"].removeprefix("Input ")
+            # pydantic's sentences begin with "Input should be …", "String should have …".
+            sentence = _SUBJECT.sub("", detail["msg"])
             return InvalidRequest(f"'{param}' {sentence}", param=param)
 
 

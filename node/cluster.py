@@ -14,8 +14,17 @@ from .control_client import ControlClient
 from .control_server import PROTOCOL
 from .election import Election
 from .facts import MemberFacts
-from .membership import Change, Died, Heard, Joined, LeftCluster, Membership, Recovered, Suspected
-from .membership import Tick
+from .membership import (
+    Change,
+    Died,
+    Heard,
+    Joined,
+    LeftCluster,
+    Membership,
+    Recovered,
+    Suspected,
+    Tick,
+)
 
 log = logging.getLogger(__name__)
 

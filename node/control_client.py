@@ -74,9 +74,7 @@ class ControlClient:
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
 
-    async def exchange(
-        self, address: str, node: NodeId | None, beat: pb.Heartbeat
-    ) -> pb.Heartbeat:
+    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
         """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
         stub = peer_pb2_grpc.MembershipStub(self._channels.to(address, node_name(node)))
         try:
@@ -102,9 +100,7 @@ class ControlClient:
             raise from_status(fault, address) from fault
         raise PeerLost(f"{address} ended the load without a result")
 
-    async def unload(
-        self, address: str, node: NodeId, placement: PlacementId, stage: int
-    ) -> None:
+    async def unload(self, address: str, node: NodeId, placement: PlacementId, stage: int) -> None:
         """Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage)

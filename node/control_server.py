@@ -17,6 +17,8 @@ from .trust import Credentials, authenticated_node, server_credentials
 
 log = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 PROTOCOL = 1
 
 SERVER_OPTIONS = (
@@ -50,7 +52,7 @@ class NodeSide(Protocol):
         ...
 
 
-async def _refuse(context: "grpc.aio.ServicerContext[Any, Any]", fault: ExoNodeError) -> NoReturn:
+async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
     status = grpc.StatusCode.UNAVAILABLE
     if isinstance(fault, InvalidRequest):
         status = grpc.StatusCode.INVALID_ARGUMENT
@@ -67,7 +69,7 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
     async def Exchange(
         self,
         request: pb.Heartbeat,
-        context: "grpc.aio.ServicerContext[pb.Heartbeat, pb.Heartbeat]",
+        context: "Context",
     ) -> pb.Heartbeat:
         try:
             sender = authenticated_node(context.auth_context())
@@ -91,7 +93,7 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
     async def LoadStage(
         self,
         request: pb.StageSpec,
-        context: "grpc.aio.ServicerContext[pb.StageSpec, pb.LoadEvent]",
+        context: "Context",
     ) -> AsyncIterator[pb.LoadEvent]:
         events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
 
@@ -114,7 +116,7 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
     async def UnloadStage(
         self,
         request: pb.UnloadStageRequest,
-        context: "grpc.aio.ServicerContext[pb.UnloadStageRequest, pb.UnloadStageReply]",
+        context: "Context",
     ) -> pb.UnloadStageReply:
         await self._node.unload_stage(PlacementId(request.placement), request.stage)
         return pb.UnloadStageReply()
@@ -122,7 +124,7 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
     async def Http(
         self,
         request: pb.HttpRequest,
-        context: "grpc.aio.ServicerContext[pb.HttpRequest, pb.HttpChunk]",
+        context: "Context",
     ) -> AsyncIterator[pb.HttpChunk]:
         async for chunk in self._node.answer_http(request):
             yield chunk

@@ -1,14 +1,20 @@
-"""Announces this node by mDNS and finds others: candidates for dialling, never more than that."""
+"""Announces this node by mDNS and finds others: candidates for dialling, never more than that.
+
+Whoever is on the network can announce anything, so what is heard is bounded, checked and believed
+only as an address to try. IPv4 only, like the addresses that nodes announce.
+"""
 
 import asyncio
 import ipaddress
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import cast
 
-from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf import Error as ZeroconfError
+from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from ..placement.ids import NodeId
@@ -17,7 +23,13 @@ log = logging.getLogger(__name__)
 
 SERVICE = "_exo-node._tcp.local."
 MAX_CANDIDATES = 64
+"""Of this cluster, and as many of other clusters; more are ignored."""
+
 RESOLVE_TIMEOUT_MS = 3000
+ECHO_TIMEOUT_S = 5.0
+RESCAN_S = 30.0
+
+_MAX_RESOLVING = 64
 _NODE = re.compile(r"[a-z2-7]{20}")
 _CLUSTER = re.compile(r"[0-9a-f]{16}")
 
@@ -43,7 +55,10 @@ class Candidate:
 
 
 class Discovery:
-    """Runs until closed. `found` is called on the event loop, once for each address."""
+    """Runs until closed. `found` is called on the event loop, once for each address.
+
+    An address is not reported again when its node comes back: the dialler keeps trying it.
+    """
 
     def __init__(
         self,
@@ -51,86 +66,165 @@ class Discovery:
         interfaces: list[str] | None,
         found: Callable[[Candidate], None],
     ) -> None:
-        """`interfaces`: addresses to speak on; None: all."""
+        """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
+        self.failure: str | None = None
+        """Why mDNS does not work now; also logged. The node goes on with `--peer`."""
+        self.ignored = 0
+        """Announcements that were malformed or over a limit."""
         self._own = announcement
+        self._service = _service(announcement)
         self._interfaces = interfaces
         self._found = found
         self._seen: set[Candidate] = set()
-        self._zeroconf: AsyncZeroconf | None = None
-        self._browser: AsyncServiceBrowser | None = None
+        self._echo = asyncio.Event()
+        self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Returns at once: registering takes over a second, and the node is ready before."""
         self._keep(asyncio.create_task(self._run()))
 
+    async def settled(self) -> str | None:
+        """Waits until the first announcement was heard or failed; returns `failure`."""
+        _ = await self._settled.wait()
+        return self.failure
+
     async def close(self) -> None:
         """Says goodbye, so that others need not wait for a timeout."""
-        for task in self._tasks:
-            task.cancel()
-        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._browser is not None:
-            await self._browser.async_cancel()
-        if self._zeroconf is not None:
-            await self._zeroconf.async_unregister_all_services()
-            await self._zeroconf.async_close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            _ = task.cancel()
+        _ = await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        try:
-            self._zeroconf = self._open()
-            self._browser = AsyncServiceBrowser(
-                self._zeroconf.zeroconf, SERVICE, handlers=[self._changed]
-            )
-            await self._zeroconf.async_register_service(_service(self._own))
-        except (OSError, ZeroconfError) as fault:
+        """Where mDNS is impossible it is tried again: a cable may be plugged in later."""
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    zeroconf = await self._announce(stack)
+                    self.failure = None
+                    self._settled.set()
+                    await self._follow_interfaces(zeroconf)
+            except (OSError, ZeroconfError) as fault:
+                self._fail(str(fault) or type(fault).__name__)
+            await asyncio.sleep(RESCAN_S)
+
+    async def _announce(self, stack: AsyncExitStack) -> AsyncZeroconf:
+        """Browses and registers; what it opened closes with the stack. Raises OSError."""
+        zeroconf = self._open()
+        _ = stack.push_async_callback(zeroconf.async_close)
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._changed])
+        _ = stack.push_async_callback(browser.async_cancel)
+        self._echo.clear()
+        self._service = _service(self._own)
+        wanted = self._service.name
+        # A name that is taken must not keep this node silent: TXT and TLS say who it is.
+        register = zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        registered = cast(Awaitable[object], await register(self._service, allow_name_change=True))
+        _ = await registered
+        if self._service.name != wanted:
             log.warning(
-                "mDNS is not possible here (%s): other nodes are found through --peer only", fault
+                "another node announces the id %s: if this data folder is a copy, remove node.key "
+                "from it and start again",
+                self._own.node,
             )
+        try:
+            _ = await asyncio.wait_for(self._echo.wait(), ECHO_TIMEOUT_S)
+        except TimeoutError as fault:
+            raise OSError("this node does not hear its own multicast packets") from fault
+        return zeroconf
 
     def _open(self) -> AsyncZeroconf:
-        if self._interfaces is None:
-            return AsyncZeroconf(ip_version=IPVersion.V4Only)
-        return AsyncZeroconf(interfaces=self._interfaces, ip_version=IPVersion.V4Only)
+        try:
+            if self._interfaces is None:
+                return AsyncZeroconf(ip_version=IPVersion.V4Only)
+            return AsyncZeroconf(interfaces=self._interfaces, ip_version=IPVersion.V4Only)
+        except RuntimeError as fault:  # what zeroconf raises where no interface is up
+            raise OSError(str(fault)) from fault
+
+    async def _follow_interfaces(self, zeroconf: AsyncZeroconf) -> None:
+        while True:
+            await asyncio.sleep(RESCAN_S)
+            if self._interfaces is None:
+                await zeroconf.async_update_interfaces()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure != reason:
+            log.warning(
+                "mDNS does not work here (%s): other nodes are found through --peer only", reason
+            )
+        self.failure = reason
+        self._settled.set()
 
     def _changed(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         if state_change is ServiceStateChange.Removed:
             return  # a goodbye may be forged, and a crash sends none: heartbeats say who is gone
-        self._keep(asyncio.ensure_future(self._resolve(zeroconf, name)))
+        if name == self._service.name:
+            self._echo.set()
+        elif len(self._tasks) > _MAX_RESOLVING:
+            self._ignore()
+        else:
+            self._keep(asyncio.create_task(self._resolve(zeroconf, name)))
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         info = AsyncServiceInfo(SERVICE, name)
         if not await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
+            return self._ignore()
+        offered = candidates(info, self._own)
+        if offered is None:
+            return self._ignore()
+        for candidate in offered:
+            self._offer(candidate)
+
+    def _offer(self, candidate: Candidate) -> None:
+        if candidate in self._seen:
             return
-        for candidate in candidates(info, self._own.node):
-            if candidate in self._seen or len(self._seen) >= MAX_CANDIDATES:
-                continue
-            self._seen.add(candidate)
-            self._found(candidate)
+        # Counted apart, so that a large network of other clusters cannot hide this one.
+        ours = candidate.cluster == self._own.cluster
+        alike = sum((seen.cluster == self._own.cluster) == ours for seen in self._seen)
+        if alike >= MAX_CANDIDATES:
+            return self._ignore()
+        self._seen.add(candidate)
+        self._found(candidate)
+
+    def _ignore(self) -> None:
+        self.ignored += 1
+        log.debug("%d announcements were malformed or too many", self.ignored)
 
     def _keep(self, task: "asyncio.Task[None]") -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a task of mDNS discovery failed", exc_info=fault)
 
 
-def candidates(info: AsyncServiceInfo, own: NodeId) -> list[Candidate]:
-    """What a resolved service offers; nothing where its text is not that of another node."""
-    properties = info.decoded_properties
-    node, cluster = properties.get("id") or "", properties.get("cluster") or ""
-    if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or node == own:
+def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | None:
+    """What a resolved service offers this node; None where exo-node does not announce like that."""
+    node, cluster = _text(info, b"id"), _text(info, b"cluster")
+    if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
+        return None
+    if node == own.node:
         return []
-    addresses = info.parsed_addresses(IPVersion.V4Only)
-    return [
-        Candidate(NodeId(node), cluster, f"{address}:{info.port}")
-        for address in addresses
-        if info.port and _is_near(address)
-    ]
+    addresses = [a for a in info.parsed_addresses(IPVersion.V4Only) if _is_near(a, own.host)]
+    # A node announces one address: a few allow for its old one, many would be somebody's scan.
+    return [Candidate(NodeId(node), cluster, f"{a}:{info.port}") for a in addresses[:4]] or None
 
 
-def _is_near(address: str) -> bool:
+def _text(info: AsyncServiceInfo, key: bytes) -> str:
+    return (info.properties.get(key) or b"").decode("ascii", "replace")
+
+
+def _is_near(address: str, own_host: str) -> bool:
+    """Whether a node may live there: not on the Internet, and on this machine only if we do."""
     parsed = ipaddress.ip_address(address)
-    return parsed.is_private or parsed.is_loopback or parsed.is_link_local
+    if parsed.is_loopback:
+        return ipaddress.ip_address(own_host).is_loopback
+    return parsed.is_private and not (parsed.is_unspecified or parsed.is_reserved)
 
 
 def _service(own: Announcement) -> AsyncServiceInfo:

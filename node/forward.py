@@ -25,9 +25,7 @@ class HeadClient(Protocol):
         """The head's id; None while this node is the head."""
         ...
 
-    def http(
-        self, head: NodeId, request: pb.HttpRequest
-    ) -> AsyncGenerator[pb.HttpChunk, None]: ...
+    def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]: ...
 
 
 class HeadForwarder:

@@ -90,7 +90,7 @@ def _text_of(part: Any, at: str) -> str:
             raise _unsupported(f"{at}.type", sentence)
         case _:
             raise PydanticCustomError(
-                "invalid_part", "should be a text part: {{'type': 'text', 'text': …}}", {"at": at}
+                "invalid_part", "should be a part of type 'text' with its 'text'", {"at": at}
             )
 
 

@@ -11,7 +11,7 @@ from .cluster import Cluster
 from .facts import NodeFactsSource
 from .models import KnownModel, ModelLibrary
 from .placements import Placements, Record
-from .switches import SwitchName, Switches
+from .switches import Switches, SwitchName
 
 
 class NodeOperations:
@@ -69,7 +69,7 @@ class NodeOperations:
             "native_mtp_enabled": native_mtp_enabled,
             "native_mtp_async_draft_eval": native_mtp_async_draft_eval,
         }
-        wanted = {name: value for name, value in given.items() if value is not None}
+        wanted: dict[SwitchName, bool] = {n: v for n, v in given.items() if v is not None}
         if not wanted:
             raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
         self._switches.change(wanted)
@@ -123,7 +123,7 @@ class NodeOperations:
         }
 
     def _placement(self, record: Record) -> dict[str, Any]:
-        stages = [
+        stages: list[dict[str, Any]] = [
             {
                 "node": stage.node,
                 "layers": [stage.first_layer, stage.end_layer],

@@ -168,7 +168,7 @@ class Placements:
         _ = self._failures.pop(record.card.id, None)
 
     async def close(self) -> None:
-        tasks = [*self._background, *self._loading.values()]
+        tasks: list[asyncio.Task[Any]] = [*self._background, *self._loading.values()]
         for task in tasks:
             task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
@@ -238,7 +238,9 @@ class Placements:
         record.head = HeadState(mtp_head == "loaded", "" if mtp_head == "loaded" else mtp_head)
         record.status, record.progress = "ready", ""
         took = time.monotonic() - started
-        log.info("placed %s as %s in %.1f s: %s", record.card.id, record.id, took, record.plan.reason)
+        log.info(
+            "placed %s as %s in %.1f s: %s", record.card.id, record.id, took, record.plan.reason
+        )
 
     def _specs(self, record: Record, fingerprint: str) -> list[pb.StageSpec]:
         card, stages = record.card, record.plan.stages

@@ -12,8 +12,6 @@ from importlib.metadata import version as installed_version
 import psutil
 
 from ..dashboard import asset
-from ..placement.cluster import NodeFacts
-from ..placement.errors import ExoNodeError, LoadFailed, PeerLost
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .chat import ChatService, Totals
@@ -23,9 +21,9 @@ from .control_server import ControlServer
 from .discovery import Announcement, Candidate, Discovery
 from .election import LowestIdElection
 from .facts import NodeFactsSource
-from .forward import HeadForwarder, answer_forwarded
+from .forward import answer_forwarded
 from .hardware import Hardware, detect_hardware
-from .http_server import HttpServer, build_app
+from .http_server import build_app
 from .log import configure
 from .membership import Membership
 from .models import ModelLibrary
@@ -59,11 +57,10 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
     """`exo-node start`: returns the exit status. Raises InvalidSettings before anything listens."""
     distributions = installed_distributions()
     check_mlx_extras(distributions)
-    configure(settings.log_format)
+    configure(settings.log_format, node=settings.name)
     for warning in warnings:
         log.warning("%s", warning)
     hardware = detect_hardware(distributions, settings.memory_limit)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
     with Presence.acquire(settings.data_dir) as presence:
         return asyncio.run(_serve(settings, hardware, presence))
 
@@ -92,9 +89,7 @@ class Node:
         self._settings = settings
         self._hardware = hardware
         secret = settings.cluster_key.get_secret_value() if settings.cluster_key else None
-        self._key = load_or_create_cluster_key(
-            settings.data_dir, secret, settings.cluster_key_file
-        )
+        self._key = load_or_create_cluster_key(settings.data_dir, secret, settings.cluster_key_file)
         self._identity = load_or_create_identity(settings.data_dir)
         self.id: NodeId = self._identity.node
         self._credentials = node_credentials(self._identity, self._key)

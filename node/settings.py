@@ -274,7 +274,15 @@ def _check_ports(settings: Settings, given: _Given) -> None:
     )
 
 
-_RUNNER_VARIABLES: Final = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME")
+_RUNNER_VARIABLES: Final = (
+    "PATH",
+    "HOME",
+    "TMPDIR",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+)
 
 
 def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -283,5 +291,9 @@ def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     Its libraries must not reach out to a hub, whatever a checkpoint's files say.
     """
     kept = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return {**kept, **offline}

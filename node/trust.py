@@ -6,6 +6,7 @@ of its own.
 """
 
 import base64
+import contextlib
 import datetime
 import hashlib
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -27,6 +29,8 @@ from ..placement.ids import NodeId
 
 KEY_FILE = "cluster.key"
 IDENTITY_FILE = "node.key"
+
+_FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe without an end
 
 _KEY = re.compile(r"[a-z2-7]{32}")
 _NODE = re.compile(r"[a-z2-7]{20}")
@@ -71,7 +75,7 @@ def parse_cluster_key(text: str, origin: str) -> ClusterKey:
     if not _KEY.fullmatch(compact):
         raise InvalidSettings(
             f"{origin} holds no cluster key: that is 32 letters a-z and digits 2-7, as in the "
-            f"{KEY_FILE} of the first node's data folder",
+            f"{KEY_FILE} of the first node's data folder (this has {len(compact)} characters)",
             param=origin,
         )
     return ClusterKey(base64.b32decode(compact.upper()))
@@ -89,27 +93,25 @@ def load_or_create_cluster_key(
     if given is not None:
         return parse_cluster_key(given, "EXO_CLUSTER_KEY")
     path = data_dir / KEY_FILE
-    if not path.exists():
-        _write_new(path, ClusterKey(secrets.token_bytes(20)).text.encode() + b"\n")
-    path.chmod(0o600)
-    return parse_cluster_key(_read(path, str(path)), str(path))
+    fresh = ClusterKey(secrets.token_bytes(20)).text.encode() + b"\n"
+    return parse_cluster_key(_read_or_create(path, fresh).decode("ascii", "replace"), str(path))
 
 
 def load_or_create_identity(data_dir: Path) -> Identity:
     """The key pair in the data folder, made on the first start. Raises InvalidSettings."""
     path = data_dir / IDENTITY_FILE
-    if not path.exists():
-        made = ec.generate_private_key(ec.SECP256R1())
-        _write_new(path, _private_pem(made))
-    path.chmod(0o600)
+    fresh = _private_pem(ec.generate_private_key(ec.SECP256R1()))
+    refusal = InvalidSettings(
+        f"{path} is not a P-256 private key (PEM, without a passphrase); remove it and the node "
+        "gets a new id",
+        param=str(path),
+    )
     try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError) as fault:
-        raise InvalidSettings(
-            f"{path} is not a private key; remove it and the node gets a new id", param=str(path)
-        ) from fault
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InvalidSettings(f"{path} is not a P-256 key; remove it", param=str(path))
+        key = serialization.load_pem_private_key(_read_or_create(path, fresh), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as fault:
+        raise refusal from fault
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != "secp256r1":
+        raise refusal
     return Identity(node_id(key.public_key()), key)
 
 
@@ -173,15 +175,32 @@ def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
 
     Raises Untrusted; a runner's certificate proves no node.
     """
-    [pem] = list(auth_context.get("x509_pem_cert", ())) or [b""]
-    if not pem:
-        raise Untrusted("the caller showed no certificate")
-    certificate = x509.load_pem_x509_certificate(pem)
-    key = certificate.public_key()
-    [name] = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    if not isinstance(key, ec.EllipticCurvePublicKey) or node_id(key) != name.value:
-        raise Untrusted(f"the caller's certificate says {name.value}, which is not its key's id")
-    return NodeId(str(name.value))
+    pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
+    if pem is None:
+        raise Untrusted("the caller showed no certificate; give both nodes the same cluster key")
+    name, key_id = _names_of(pem)
+    if name != key_id:
+        raise Untrusted(
+            f"the caller's certificate says {name}, which is not its key's id: it is a runner's, or "
+            f"it borrows that id; start each node with a {IDENTITY_FILE} of its own"
+        )
+    return key_id
+
+
+def _names_of(pem: bytes) -> tuple[str, NodeId]:
+    """The common name of a certificate, and the id that its key has. Raises Untrusted."""
+    malformed = Untrusted("the caller's certificate is not one that exo-node issues")
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        key = certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm) as fault:
+        raise malformed from fault
+    name = str(names[0].value) if len(names) == 1 else ""
+    # The name goes into messages: only what can be an id may.
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not _NODE.fullmatch(name):
+        raise malformed
+    return name, node_id(key)
 
 
 def _authority_key(cluster: ClusterKey) -> ec.EllipticCurvePrivateKey:
@@ -196,6 +215,7 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     return (
         _builder(name, name, key.public_key(), serial=1)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
 
@@ -207,9 +227,12 @@ def _leaf(
     authority = _authority(authority_key)
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     serial = x509.random_serial_number()
     certificate = (
         _builder(_name(node), authority.subject, key.public_key(), serial)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(issuer, critical=False)
         .add_extension(alternatives, critical=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .sign(authority_key, hashes.SHA256())
@@ -243,18 +266,52 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _read(path: Path, origin: str) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise InvalidSettings(f"{path} cannot be read: {fault}", param=origin) from fault
+        with path.open("rb") as file:
+            return file.read(_FILE_LIMIT).decode("ascii", "replace")
+    except OSError as fault:
+        raise InvalidSettings(
+            f"{origin}: {path} cannot be read: {fault.strerror}; give a file that holds the key",
+            param=origin,
+        ) from fault
 
 
-def _write_new(path: Path, data: bytes) -> None:
-    """Readable by its owner from the first byte on, and whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        _ = file.write(data)
-        file.flush()
+def _read_or_create(path: Path, fresh: bytes) -> bytes:
+    """The file's content, which is `fresh` where there was none. Its mode becomes 0600."""
+    try:
+        if not path.exists():
+            _create(path, fresh)
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                os.fchmod(file.fileno(), 0o600)
+            return file.read(_FILE_LIMIT)
+    except OSError as fault:
+        raise InvalidSettings(
+            f"{path} cannot be used: {fault.strerror}; check who owns the data folder, or give "
+            "another --data-dir",
+            param=str(path),
+        ) from fault
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Readable by its owner from the first byte on; whole or not there; never over another's."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            _ = file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileExistsError):  # another start was first: its key is the key
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
-    draft.rename(path)
+    finally:
+        os.close(descriptor)

@@ -181,7 +181,7 @@ class TextEngine:
             del self._live[request.request]
             if self._link is not None:
                 self._link.release(request.request, request.attempt)
-            del verifier, drafter, steps
+            # Arrays whose last reference this generator holds are freed after it; buffers now.
             mx.clear_cache()
 
     @property

@@ -36,7 +36,7 @@ class HiddenBlock:
     position: int
     rows: int
     tokens: tuple[int, ...]
-    reply: "pb.Reply"
+    reply: "pb.Reply.ValueType"
     data: bytes
 
 

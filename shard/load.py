@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import psutil
@@ -114,7 +114,9 @@ def _head_arrays(checkpoint: Checkpoint, found: HeadFound) -> dict[str, mx.array
     arrays: dict[str, mx.array] = {}
     for canonical, tensor in found.tensors.items():
         if tensor.file not in files:  # lazy: opening a file reads its header only
-            files[tensor.file] = mx.load(str(checkpoint.folder / tensor.file))
+            files[tensor.file] = cast(
+                "dict[str, mx.array]", mx.load(str(checkpoint.folder / tensor.file))
+            )
         arrays[canonical] = files[tensor.file][tensor.name]
     return arrays
 
@@ -141,7 +143,7 @@ def _expectation(spec: pb.StageSpec, sizes: Mapping[str, Any]) -> Expectation:
 
 
 def _parameters(head: MtpHead) -> list[mx.array]:
-    return [parameter for _, parameter in tree_flatten(head.parameters())]
+    return [cast("mx.array", parameter) for _, parameter in tree_flatten(head.parameters())]
 
 
 def _limit_memory(limit_bytes: int) -> None:
@@ -154,5 +156,5 @@ def _limit_memory(limit_bytes: int) -> None:
 
 def _bytes_read() -> int:
     """Bytes this process has read from files; 0 where the system does not count them (macOS)."""
-    process = psutil.Process()
-    return process.io_counters().read_chars if hasattr(process, "io_counters") else 0
+    process: Any = psutil.Process()
+    return int(process.io_counters().read_chars) if hasattr(process, "io_counters") else 0

@@ -1,4 +1,4 @@
-"""The verifier of a placement of several stages, on its generator: first layers here, rest there."""
+"""The verifier of a placement of several stages, on its generator: its own layers, then theirs."""
 
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -7,14 +7,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..mtp.rollback import cache_arrays, can_roll_back, rollback
-from ..mtp.seams import Block, Wait, Want
+from ..mtp.seams import Block, Wait, Want, as_ids
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
 from .frames import HiddenBlock
 from .stage_model import StageModel
 from .wire import from_bytes, to_bytes
 
-_REPLIES: dict[Want, "pb.Reply"] = {
+_REPLIES: dict[Want, "pb.Reply.ValueType"] = {
     "all": pb.REPLY_ALL,
     "last": pb.REPLY_LAST,
     "none": pb.REPLY_NONE,
@@ -70,7 +70,7 @@ class PipelineVerifier:
             attempt=self._attempt,
             position=self._rows,
             rows=rows,
-            tokens=tuple(tokens.tolist()),
+            tokens=tuple(as_ids(tokens)),
             reply=_REPLIES[want],
             data=to_bytes(hidden),
         )

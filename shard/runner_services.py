@@ -24,11 +24,13 @@ from .text import messages_from_json
 
 log = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 BLOCKS_AHEAD = 4
 """Blocks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
 
 
-async def refuse(context: "grpc.aio.ServicerContext[Any, Any]", fault: ExoNodeError) -> NoReturn:
+async def refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
     """Ends a call with an error of the tree, which `placement.errors.from_code` rebuilds."""
     invalid = isinstance(fault, InvalidRequest | InvalidFrame)
     status = grpc.StatusCode.INVALID_ARGUMENT if invalid else grpc.StatusCode.UNAVAILABLE
@@ -89,7 +91,7 @@ class StageService(peer_pb2_grpc.StageServicer):
     async def Connect(
         self,
         request: pb.ConnectRequest,
-        context: "grpc.aio.ServicerContext[pb.ConnectRequest, pb.ConnectReply]",
+        context: "Context",
     ) -> pb.ConnectReply:
         if request.placement != self._spec.placement:
             await refuse(context, InvalidFrame("another placement", param="placement"))
@@ -105,7 +107,7 @@ class StageService(peer_pb2_grpc.StageServicer):
     async def Stream(
         self,
         request_iterator: AsyncIterator[pb.Frame],
-        context: "grpc.aio.ServicerContext[pb.Frame, pb.Frame]",
+        context: "Context",
     ) -> AsyncIterator[pb.Frame]:
         up: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
         self._upstream.add(up)
@@ -249,7 +251,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     async def Generate(
         self,
         request: pb.GenerateRequest,
-        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateEvent]",
+        context: "Context",
     ) -> AsyncIterator[pb.GenerateEvent]:
         try:
             asked = await self._prepare(request)
@@ -274,7 +276,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     async def Inspect(
         self,
         request: pb.InspectRequest,
-        context: "grpc.aio.ServicerContext[pb.InspectRequest, pb.RunnerState]",
+        context: "Context",
     ) -> pb.RunnerState:
         engine = self._engine
         cache = await asyncio.wrap_future(self._compute.submit(engine.cache_bytes))

@@ -175,10 +175,10 @@ def load_whole_or_stage(
     layers = _find_layers(model)[2]
     if not 0 <= first < end <= len(layers):
         raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {len(layers)}")
-    others = {id(p) for x in layers for _, p in tree_flatten(x.parameters())}
-    parts = [[p for _, p in tree_flatten(layers[i].parameters())] for i in range(first, end)]
+    others = {id(p) for layer in layers for p in _parameters(layer)}
+    parts = [_parameters(layers[i]) for i in range(first, end)]
     if outer:
-        parts.append([p for _, p in tree_flatten(model.parameters()) if id(p) not in others])
+        parts.append([p for p in _parameters(model) if id(p) not in others])
     total = sum(p.nbytes for part in parts for p in part)
     done = 0
     for part in parts:  # one layer at a time: a cast holds both copies until it is evaluated
@@ -186,6 +186,10 @@ def load_whole_or_stage(
         done += sum(p.nbytes for p in part)
         progress(done, total)
     return model, total
+
+
+def _parameters(module: nn.Module) -> list[mx.array]:
+    return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
 
 
 def _renamed(folder: Path) -> dict[str, str]:

@@ -98,7 +98,7 @@ def split_engine(
     stages = len(bounds) - 1
     specs = [
         spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes)
-        for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for i, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
     loaded = [load_quietly(wanted) for wanted in specs]
     workers = [StageWorker(x.model, x.expected, time.monotonic) for x in loaded[1:]]
@@ -106,7 +106,9 @@ def split_engine(
     return engine_of(loaded[0], specs[0], link), workers, loaded
 
 
-def request(prompt: Sequence[int], k: int = 0, max_tokens: int = 200, **changes: Any) -> EngineRequest:
+def request(
+    prompt: Sequence[int], k: int = 0, max_tokens: int = 200, **changes: Any
+) -> EngineRequest:
     fields: dict[str, Any] = {
         "request": f"r{next(_NUMBERS)}",
         "attempt": 1,

@@ -1,4 +1,4 @@
-"""The command line: real processes against a stub of the node's HTTP API."""
+"""The command line but for `chat`: real processes against a stub of the node's HTTP API."""
 
 import json
 import os
@@ -6,42 +6,20 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import types
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from api_stub import DEMO, QWEN, Stub, as_json, exo_node, serve_stub
 from typer.testing import CliRunner
 
 from exo_node.node import cli, cli_output
-from exo_node.node.cli_client import Comment, Message, parse_sse
 from exo_node.node.presence import Presence, find_running
 from exo_node.node.settings import Settings
 
-_COMMAND = [sys.executable, "-c", "from exo_node.node.cli import main; main()"]
-_CHAT = "/v1/chat/completions"
-_DEMO = {"id": "demo", "loaded": False, "context_length": 4096, "native_mtp": None}
-_QWEN = {
-    "id": "Qwen/Qwen3.6-27B",
-    "loaded": True,
-    "context_length": 262144,
-    "native_mtp": {"default_k": 3, "max_k": 5, "weights": "found", "enabled": True, "reason": ""},
-}
-_STATS = {
-    "drafter_kind": "native_mtp",
-    "num_draft_tokens": 3,
-    "drafting_reason": "",
-    "proposed_draft_tokens": 60,
-    "accepted_draft_tokens": 40,
-    "generation_tps": 23.44,
-    "time_to_first_token_s": 0.412,
-}
-_STATS_LINE = "drafter native_mtp, K 3, accepted 40/60, 23.4 tok/s, TTFT 0.41 s"
 _CLUSTER: dict[str, Any] = {
     "self": "n1",
     "head": "n2",
@@ -76,107 +54,11 @@ _PLACEMENT = {
     "drafting": {"drafter_kind": "none", "num_draft_tokens": 0, "reason": "2 stages"},
 }
 
-Reply = Callable[[BaseHTTPRequestHandler], None]
-
-
-@dataclass
-class Stub:
-    """A node's HTTP API, one canned reply a path."""
-
-    port: int = 0
-    replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
-    bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    keys: list[str | None] = field(default_factory=list[str | None])
-
-
-def as_json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
-    def reply(handler: BaseHTTPRequestHandler) -> None:
-        content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        handler.send_response(status)
-        for name, text in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            handler.send_header(name, text)
-        handler.end_headers()
-        handler.wfile.write(content)
-
-    return reply
-
-
-def as_events(*events: object, then: Callable[[], object] = lambda: None) -> Reply:
-    """Objects become data, strings go out as they are; `then` runs before the connection ends."""
-
-    def reply(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.end_headers()
-        for event in events:
-            text = event if isinstance(event, str) else f"data: {json.dumps(event)}"
-            handler.wfile.write(f"{text}\n\n".encode())
-        handler.wfile.flush()
-        then()
-
-    return reply
-
-
-def delta(text: str) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": {"content": text}}]}
-
-
-def final(stats: Mapping[str, Any] = _STATS) -> dict[str, Any]:
-    return {"choices": [], "usage": {"completion_tokens": 3}, "generation_stats": stats}
-
-
-def failure(code: str) -> dict[str, Any]:
-    return {"error": {"message": f"it is {code}", "type": "x", "param": None, "code": code}}
-
 
 @pytest.fixture
 def stub() -> Generator[Stub]:
-    served = Stub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._serve()
-
-        def do_POST(self) -> None:
-            served.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self._serve()
-
-        def _serve(self) -> None:
-            served.keys.append(self.headers["Authorization"])
-            served.replies.get(self.path, as_json(b"no", 404))(self)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield served
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def environment(**extra: str) -> dict[str, str]:
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
-    return {**kept, "EXO_DATA_DIR": "/no/such/exo-node", **extra}
-
-
-def exo_node(*arguments: str, stdin: str = "", **extra: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*_COMMAND, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=environment(**extra),
-        timeout=60,
-        check=False,
-    )
-
-
-def chat(stub: Stub, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
-    return exo_node("chat", *arguments, "--port", str(stub.port), **options)
+    with serve_stub() as served:
+        yield served
 
 
 # ---- without a node
@@ -302,114 +184,13 @@ def test_start_without_flags_reads_variables_and_warns_of_unknown_ones(
     started: list[tuple[Settings, Sequence[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXO_PEER", "10.0.0.2:1")
-    monkeypatch.setenv("EXO_MDNS", "1")
+    monkeypatch.setenv("EXO_MDNS", "0")
     monkeypatch.setenv("EXO_OFFLINE", "1")
     monkeypatch.setenv("EXO_NMAE", "x")
     assert CliRunner().invoke(cli.app, ["start"]).exit_code == 7
     ((settings, warnings),) = started
-    assert (settings.peers, settings.mdns, settings.offline) == (("10.0.0.2:1",), True, True)
+    assert (settings.peers, settings.mdns, settings.offline) == (("10.0.0.2:1",), False, True)
     assert len(warnings) == 1 and "EXO_NAME" in warnings[0]
-
-
-# ---- chat
-
-
-def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub) -> None:
-    stub.replies = {
-        "/v1/models": as_json({"object": "list", "data": [_DEMO, _QWEN]}),
-        _CHAT: as_events(": prefill 1/2", delta("Hel"), delta("lo\x1b["), final(), "data: [DONE]"),
-    }
-    done = chat(stub, "hi")
-    assert (done.returncode, done.stdout) == (0, "Hello\x1b[\n")
-    assert done.stderr == _STATS_LINE + "\n"
-    assert stub.bodies == [
-        {
-            "model": "Qwen/Qwen3.6-27B",
-            "messages": [{"role": "user", "content": "hi"}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ]
-
-
-def test_chat_passes_its_options_on_and_reads_stdin(stub: Stub) -> None:
-    stub.replies = {_CHAT: as_events(delta("ok\n"), "data: [DONE]")}
-    options = ["--model", "m", "--max-tokens", "5", "--temperature", "0", "--num-draft-tokens", "0"]
-    done = chat(stub, "-", *options, stdin="from a pipe\n", EXO_API_KEY="k-1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
-    body = stub.bodies[0]
-    assert body["messages"] == [{"role": "user", "content": "from a pipe\n"}]
-    asked = [body[key] for key in ("model", "max_tokens", "temperature", "num_draft_tokens")]
-    assert asked == ["m", 5, 0, 0]
-    assert stub.keys == ["Bearer k-1"]
-
-
-def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub) -> None:
-    stub.replies = {
-        "/v1/models": as_json({"object": "list", "data": [_DEMO]}),
-        _CHAT: as_events(delta("ok"), "data: [DONE]"),
-    }
-    done = chat(stub, "hi")
-    assert (done.returncode, done.stdout) == (0, "ok\n")
-    assert "--model Qwen/Qwen3.6-27B" in done.stderr
-    assert stub.bodies[0]["model"] == "demo"
-
-
-def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
-    body = {"choices": [{"message": {"content": "ok"}}], "generation_stats": _STATS}
-    stub.replies = {_CHAT: as_json(body)}
-    done = chat(stub, "hi", "--model", "m", "--json")
-    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, body, "")
-    assert "stream" not in stub.bodies[0]
-
-
-@pytest.mark.parametrize(
-    ("reply", "code", "said"),
-    [
-        (as_json(failure("model_loading"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
-        (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
-        (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
-        (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),
-        (as_json(b"<html>", 502), 1, "answered 502"),
-        (as_json([1]), 1, "ended the connection before"),
-        (as_events(delta("par"), failure("peer_lost")), 75, "it is peer_lost"),
-        (as_events(delta("par"), failure("internal_error")), 1, "it is internal_error"),
-        (as_events(delta("par")), 1, "before the answer was complete"),
-        (as_events(delta("par"), "data: {not json"), 1, "does not answer like an exo-node"),
-        (as_events({"error": {"message": "a\nb\x1b[2J"}}), 1, r"a b\x1b[2J"),
-    ],
-)
-def test_a_failed_chat_is_one_line_and_an_exit_code(
-    stub: Stub, reply: Reply, code: int, said: str
-) -> None:
-    stub.replies = {_CHAT: reply}
-    done = chat(stub, "hi", "--model", "m")
-    assert (done.returncode, done.stdout) in [(code, ""), (code, "par\n")]
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("exo-node: ") and said in line
-
-
-def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> None:
-    stub.replies = {_CHAT: as_events(delta("a\ud83d→b"), "data: [DONE]")}
-    done = chat(stub, "hi", "--model", "m", PYTHONIOENCODING="latin-1")
-    assert (done.returncode, done.stdout) == (0, "a??b\n")
-
-
-def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
-    release = threading.Event()
-    stub.replies = {_CHAT: as_events(delta("Hel"), then=lambda: release.wait(30))}
-    process = subprocess.Popen(
-        [*_COMMAND, "chat", "hi", "--model", "m"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(EXO_PORT=str(stub.port)),
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(3) == b"Hel"
-    process.send_signal(signal.SIGINT)
-    rest, notes = process.communicate(timeout=30)
-    release.set()
-    assert (process.returncode, rest, notes) == (130, b"\n", b"")
 
 
 # ---- status, models
@@ -443,8 +224,8 @@ Qwen/Qwen3.6-27B  ready   alpha [0, 40) → be\x1b[2Jta [40, 64)  off: 2 stages
 
 
 def test_models_are_a_table(stub: Stub) -> None:
-    missing = {**_QWEN, "id": "b", "native_mtp": {"weights": "missing", "reason": "no mtp.*"}}
-    listed = {"object": "list", "data": [_DEMO, _QWEN, missing]}
+    missing = {**QWEN, "id": "b", "native_mtp": {"weights": "missing", "reason": "no mtp.*"}}
+    listed = {"object": "list", "data": [DEMO, QWEN, missing]}
     stub.replies = {"/v1/models": as_json(listed)}
     done = exo_node("models", "--port", str(stub.port))
     assert (done.returncode, done.stderr) == (0, "")
@@ -512,48 +293,3 @@ def test_stop_gives_up_on_a_node_that_does_not_end(
         assert result.exit_code == 1
         assert f"kill -9 {process.pid}" in result.stderr
         assert process.poll() is None
-
-
-# ---- pure parts
-
-
-@pytest.mark.parametrize(
-    ("raw", "events"),
-    [
-        (b"data: a\n\ndata:b\n\n", [Message("a"), Message("b")]),
-        (b"data: a\r\ndata: b\r\n\r\n", [Message("a\nb")]),
-        (b": ping\n\n:\n\n", [Comment("ping"), Comment("")]),
-        (b"event: x\nid: 1\nretry: 5\n\n", []),
-        (b"data: cut off", []),
-        ("data:  ü\n\n".encode(), [Message(" ü")]),
-    ],
-)
-def test_sse_lines_become_events(raw: bytes, events: list[Comment | Message]) -> None:
-    assert list(parse_sse(raw.splitlines(keepends=True))) == events
-
-
-@pytest.mark.parametrize(
-    ("stats", "line"),
-    [
-        (_STATS, _STATS_LINE),
-        (
-            {"drafter_kind": "none", "drafting_reason": "2 stages", "generation_tps": 9},
-            "drafter none (2 stages), 9.0 tok/s, TTFT 0.00 s",
-        ),
-        ({}, "drafter -, K -, accepted -/-, 0.0 tok/s, TTFT 0.00 s"),
-    ],
-)
-def test_the_stats_line_says_how_it_was_drafted(stats: Mapping[str, Any], line: str) -> None:
-    assert cli_output.stats_line(stats) == line
-
-
-def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    events = [Comment("prefill 1/2"), delta("a\n\x1b[2J"), final()]
-    assert cli_output.print_answer(events) == _STATS
-    written = capsys.readouterr()
-    assert written.out == "a\n\\x1b[2J\n"
-    assert written.err == "prefill 1/2\n"

@@ -91,9 +91,7 @@ def test_the_prefill_chunk_does_not_change_the_answer(k: int, chunk: int) -> Non
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("cut", [1, 2, 5, 11])
-def test_a_replayed_log_continues_with_the_same_rounds(
-    exact: TextEngine, k: int, cut: int
-) -> None:
+def test_a_replayed_log_continues_with_the_same_rounds(exact: TextEngine, k: int, cut: int) -> None:
     whole = answer(exact, request(STORY["prompt_ids"], k))
     log = whole.rounds[:cut]
     rest = answer(exact, request(STORY["prompt_ids"], k, attempt=2, replay=log))

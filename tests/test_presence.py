@@ -1,5 +1,6 @@
 """Presence: one node a data folder, and a run file that is believed only while its lock is held."""
 
+import fcntl
 import json
 import os
 import signal
@@ -62,6 +63,19 @@ def test_a_second_node_on_the_folder_names_the_first(tmp_path: Path) -> None:
     Presence.acquire(tmp_path).close()
 
 
+def test_a_command_that_looks_at_the_lock_does_not_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = os.open(tmp_path / "node.lock", os.O_RDONLY | os.O_CREAT, 0o600)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+
+    def look_away(seconds: float) -> None:
+        os.close(looking)
+
+    monkeypatch.setattr("time.sleep", look_away)
+    Presence.acquire(tmp_path).close()
+
+
 def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None:
     process = _hold(tmp_path)
     try:
@@ -79,9 +93,19 @@ def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None
         assert find_running(tmp_path) == Running(os.getpid()), "the old address is not believed"
 
 
-@pytest.mark.parametrize(
-    "record", ["", "[]", "{}", '{"pid": 1}', json.dumps({"pid": -1, "http_host": "x"})]
-)
+def _record(pid: int) -> str:
+    address = {"http_host": "127.0.0.1", "http_port": 7000}
+    return json.dumps({"pid": pid, **address, "started": 5.0, "version": "1.2"})
+
+
+def test_the_address_of_a_dead_node_with_this_pid_is_not_believed(tmp_path: Path) -> None:
+    """In a container every start has the same pid."""
+    (tmp_path / "node.json").write_text(_record(os.getpid()))
+    with Presence.acquire(tmp_path):
+        assert find_running(tmp_path) == Running(os.getpid())
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"pid": 1}', _record(os.getpid() + 1)])
 def test_a_run_file_that_the_holder_did_not_write_gives_no_address(
     tmp_path: Path, record: str
 ) -> None:

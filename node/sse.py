@@ -1,0 +1,100 @@
+"""Server-sent events: their framing, and a source of events that ends with its client."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .strict_json import encode
+
+KEEP_ALIVE_S: Final = 10.0
+DONE: Final = b"data: [DONE]\n\n"
+
+Event = TypeVar("Event")
+
+
+def data(value: Any) -> bytes:
+    """One event. JSON text has no raw line break, so one `data:` line holds it."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A line that clients skip: progress for a person, and a sign of life for proxies."""
+    return f": {text}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends frames as they come; `await send` is the backpressure on their source."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with aclosing(self._frames):
+            await send(head)
+            try:
+                async for frame in self._frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+            except ClientDisconnect:
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def attended(
+    events: AsyncIterator[Event], receive: Receive, silence_s: float = KEEP_ALIVE_S
+) -> AsyncGenerator[Event | None]:
+    """`events`, with None after each `silence_s` without one.
+
+    Raises ClientDisconnect as soon as the client has gone. `events` is closed at the end, whatever
+    ended it; a pending step of it is cancelled first.
+    """
+    gone = asyncio.ensure_future(_disconnect(receive))
+    step: asyncio.Future[tuple[Event] | None] | None = None
+    try:
+        while True:
+            step = step or asyncio.ensure_future(_next(events))
+            await asyncio.wait((gone, step), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientDisconnect
+            if not step.done():
+                yield None
+                continue
+            found, step = step.result(), None
+            if found is None:
+                return
+            yield found[0]
+    finally:
+        await _cancelled(gone)
+        if step is not None:
+            await _cancelled(step)
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _next(events: AsyncIterator[Event]) -> tuple[Event] | None:
+    try:
+        return (await anext(events),)
+    except StopAsyncIteration:
+        return None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancels and waits: a generator cannot be closed while a step of it runs."""
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,200 @@
+"""`exo-node chat`: the stream, its numbers, and every way in which it can fail."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import pytest
+from api_stub import (
+    COMMAND,
+    DEMO,
+    QWEN,
+    Reply,
+    Stub,
+    as_events,
+    as_json,
+    environment,
+    exo_node,
+    serve_stub,
+)
+
+from exo_node.node import cli_output
+from exo_node.node.cli_client import Comment, Message, parse_sse
+
+_CHAT = "/v1/chat/completions"
+_STATS = {
+    "drafter_kind": "native_mtp",
+    "num_draft_tokens": 3,
+    "drafting_reason": "",
+    "proposed_draft_tokens": 60,
+    "accepted_draft_tokens": 40,
+    "generation_tps": 23.44,
+    "time_to_first_token_s": 0.412,
+}
+_STATS_LINE = "drafter native_mtp, K 3, accepted 40/60, 23.4 tok/s, TTFT 0.41 s"
+
+
+def delta(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+
+def final(stats: Mapping[str, Any] = _STATS) -> dict[str, Any]:
+    return {"choices": [], "usage": {"completion_tokens": 3}, "generation_stats": stats}
+
+
+def failure(code: str) -> dict[str, Any]:
+    return {"error": {"message": f"it is {code}", "type": "x", "param": None, "code": code}}
+
+
+@pytest.fixture
+def stub() -> Generator[Stub]:
+    with serve_stub() as served:
+        yield served
+
+
+def chat(stub: Stub, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
+    return exo_node("chat", *arguments, "--port", str(stub.port), **options)
+
+
+def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub) -> None:
+    stub.replies = {
+        "/v1/models": as_json({"object": "list", "data": [DEMO, QWEN]}),
+        _CHAT: as_events(": prefill 1/2", delta("Hel"), delta("lo\x1b["), final(), "data: [DONE]"),
+    }
+    done = chat(stub, "hi")
+    assert (done.returncode, done.stdout) == (0, "Hello\x1b[\n")
+    assert done.stderr == _STATS_LINE + "\n"
+    assert stub.bodies == [
+        {
+            "model": "Qwen/Qwen3.6-27B",
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_chat_passes_its_options_on_and_reads_stdin(stub: Stub) -> None:
+    stub.replies = {_CHAT: as_events(delta("ok\n"), "data: [DONE]")}
+    options = ["--model", "m", "--max-tokens", "5", "--temperature", "0", "--num-draft-tokens", "0"]
+    done = chat(stub, "-", *options, stdin="from a pipe\n", EXO_API_KEY="k-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+    body = stub.bodies[0]
+    assert body["messages"] == [{"role": "user", "content": "from a pipe\n"}]
+    asked = [body[key] for key in ("model", "max_tokens", "temperature", "num_draft_tokens")]
+    assert asked == ["m", 5, 0, 0]
+    assert stub.keys == ["Bearer k-1"]
+
+
+def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub) -> None:
+    stub.replies = {
+        "/v1/models": as_json({"object": "list", "data": [DEMO]}),
+        _CHAT: as_events(delta("ok"), "data: [DONE]"),
+    }
+    done = chat(stub, "hi")
+    assert (done.returncode, done.stdout) == (0, "ok\n")
+    assert "--model Qwen/Qwen3.6-27B" in done.stderr
+    assert stub.bodies[0]["model"] == "demo"
+
+
+def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
+    body = {"choices": [{"message": {"content": "ok"}}], "generation_stats": _STATS}
+    stub.replies = {_CHAT: as_json(body)}
+    done = chat(stub, "hi", "--model", "m", "--json")
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, body, "")
+    assert "stream" not in stub.bodies[0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "said"),
+    [
+        (as_json(failure("model_loading"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
+        (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
+        (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
+        (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),
+        (as_json(b"<html>", 502), 1, "answered 502"),
+        (as_json([1]), 1, "ended the connection before"),
+        (as_events(delta("par"), failure("peer_lost")), 75, "it is peer_lost"),
+        (as_events(delta("par"), failure("internal_error")), 1, "it is internal_error"),
+        (as_events(delta("par")), 1, "before the answer was complete"),
+        (as_events(delta("par"), "data: {not json"), 1, "does not answer like an exo-node"),
+        (as_events({"error": {"message": "a\nb\x1b[2J"}}), 1, r"a b\x1b[2J"),
+    ],
+)
+def test_a_failed_chat_is_one_line_and_an_exit_code(
+    stub: Stub, reply: Reply, code: int, said: str
+) -> None:
+    stub.replies = {_CHAT: reply}
+    done = chat(stub, "hi", "--model", "m")
+    assert (done.returncode, done.stdout) in [(code, ""), (code, "par\n")]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("exo-node: ") and said in line
+
+
+def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> None:
+    stub.replies = {_CHAT: as_events(delta("a\ud83d→b"), "data: [DONE]")}
+    done = chat(stub, "hi", "--model", "m", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout) == (0, "a??b\n")
+
+
+def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
+    release = threading.Event()
+    stub.replies = {_CHAT: as_events(delta("Hel"), then=lambda: release.wait(30))}
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "hi", "--model", "m"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(EXO_PORT=str(stub.port)),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(3) == b"Hel"
+    process.send_signal(signal.SIGINT)
+    rest, notes = process.communicate(timeout=30)
+    release.set()
+    assert (process.returncode, rest, notes) == (130, b"\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("raw", "events"),
+    [
+        (b"data: a\n\ndata:b\n\n", [Message("a"), Message("b")]),
+        (b"data: a\r\ndata: b\r\n\r\n", [Message("a\nb")]),
+        (b": ping\n\n:\n\n", [Comment("ping"), Comment("")]),
+        (b"event: x\nid: 1\nretry: 5\n\n", []),
+        (b"data: cut off", []),
+        ("data:  ü\n\n".encode(), [Message(" ü")]),
+    ],
+)
+def test_sse_lines_become_events(raw: bytes, events: list[Comment | Message]) -> None:
+    assert list(parse_sse(raw.splitlines(keepends=True))) == events
+
+
+@pytest.mark.parametrize(
+    ("stats", "line"),
+    [
+        (_STATS, _STATS_LINE),
+        (
+            {"drafter_kind": "none", "drafting_reason": "2 stages", "generation_tps": 9},
+            "drafter none (2 stages), 9.0 tok/s, TTFT 0.00 s",
+        ),
+        ({}, "drafter -, K -, accepted -/-, 0.0 tok/s, TTFT 0.00 s"),
+    ],
+)
+def test_the_stats_line_says_how_it_was_drafted(stats: Mapping[str, Any], line: str) -> None:
+    assert cli_output.stats_line(stats) == line
+
+
+def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    events = [Comment("prefill 1/2"), delta("a\n\x1b[2J"), final()]
+    assert cli_output.print_answer(events) == _STATS
+    written = capsys.readouterr()
+    assert written.out == "a\n\\x1b[2J\n"
+    assert written.err == "prefill 1/2\n"

@@ -1,0 +1,282 @@
+"""Membership, told as scenarios: `seconds event` on the left, what it changed on the right."""
+
+import re
+from collections.abc import Iterable
+
+import pytest
+from exo_node.node.membership import (
+    DEAD_AFTER_S,
+    Change,
+    Died,
+    Event,
+    Heard,
+    Joined,
+    Left,
+    LeftCluster,
+    Membership,
+    Recovered,
+    Status,
+    Suspected,
+    Tick,
+)
+from exo_node.placement.ids import NodeId
+from hypothesis import given
+from hypothesis import strategies as st
+
+SELF = NodeId("self")
+
+SCENARIOS = {
+    "a node that is heard joins once": """
+        0.0 heard a        -> joined a
+        1.0 heard a        ->
+        """,
+    "a silent node is suspected, then dies, each told once": """
+        0.0 heard a        -> joined a
+        0.5 tick           ->
+        1.0 tick           ->
+        1.5 tick           ->
+        1.6 tick           -> suspected a
+        2.0 tick           ->
+        3.0 tick           ->
+        3.5 tick           ->
+        3.6 tick           -> died a
+        4.0 tick           ->
+        """,
+    "a suspect that is heard again recovers": """
+        0.0 heard a        -> joined a
+        1.6 tick           -> suspected a
+        1.7 heard a        -> recovered a
+        2.6 tick           ->
+        3.3 tick           -> suspected a
+        """,
+    "a dead node that is heard again rejoins": """
+        0.0 heard a        -> joined a
+        4.0 tick           -> suspected a, died a
+        5.0 heard a        -> joined a
+        6.0 tick           ->
+        """,
+    "a restart within the interval kills the old life and joins the new one": """
+        0.0 heard a/1      -> joined a
+        0.4 heard a/2      -> died a, joined a
+        1.0 heard a/2      ->
+        """,
+    "a restart of a suspect is no recovery: its stages are lost": """
+        0.0 heard a/1      -> joined a
+        1.6 tick           -> suspected a
+        1.8 heard a/2      -> died a, joined a
+        """,
+    "an old incarnation is no sign of life": """
+        0.0 heard a/5      -> joined a
+        1.0 heard a/4      ->
+        1.6 tick           -> suspected a
+        1.7 heard a/4      ->
+        2.6 tick           ->
+        3.6 tick           -> died a
+        3.7 heard a/4      ->
+        3.8 heard a/5      -> joined a
+        """,
+    "a clock that was set back keeps a node out for a minute, not for ever": """
+        0.0 heard a/5      -> joined a
+        4.0 tick           -> suspected a, died a
+        5.0 heard a/4      ->
+        60.0 ticks         ->
+        60.1 heard a/4     -> joined a
+        """,
+    "a node that leaves is gone at once, and its last heartbeats do not bring it back": """
+        0.0 heard a/1      -> joined a
+        1.0 left a         -> left a
+        1.1 heard a/1      ->
+        1.2 left a         ->
+        5.0 tick           ->
+        6.0 heard a/2      -> joined a
+        """,
+    "a node that left is forgotten after a minute": """
+        0.0 heard a/5      -> joined a
+        1.0 left a         -> left a
+        61.0 ticks         ->
+        61.1 heard a/4     -> joined a
+        """,
+    "a node that is unknown cannot leave": """
+        0.0 left a         ->
+        """,
+    "this node is not its own peer": """
+        0.0 heard self     ->
+        9.0 tick           ->
+        """,
+    "nodes are judged one by one": """
+        0.0 heard a        -> joined a
+        0.0 heard b        -> joined b
+        1.0 heard b        ->
+        1.6 tick           -> suspected a
+        2.0 heard b        ->
+        3.0 heard b        ->
+        3.6 tick           -> died a
+        """,
+    "this node's own pause is not held against the others": """
+        0.0 heard a        -> joined a
+        0.5 tick           ->
+        20.0 tick          ->
+        20.1 heard a       ->
+        20.5 tick          ->
+        """,
+    "a node that stays silent after this node's pause dies in the usual time": """
+        0.0 heard a        -> joined a
+        0.5 tick           ->
+        20.0 tick          ->
+        20.6 tick          -> suspected a
+        21.6 tick          ->
+        22.1 tick          ->
+        22.6 tick          -> died a
+        """,
+}
+
+LINE = re.compile(r"([\d.]+) (\w+)(?: (\w+)(?:/(\d+))?)? +->(.*)")
+CHANGES = {
+    "joined": Joined,
+    "suspected": Suspected,
+    "recovered": Recovered,
+    "died": Died,
+    "left": LeftCluster,
+}
+
+
+def written(text: str) -> tuple[Change, ...]:
+    pairs = [part.split() for part in text.split(",") if part.strip()]
+    return tuple(CHANGES[kind](NodeId(node)) for kind, node in pairs)
+
+
+def event(kind: str, node: str, incarnation: str | None) -> Event:
+    match kind:
+        case "heard":
+            return Heard(NodeId(node), int(incarnation or 1))
+        case "left":
+            return Left(NodeId(node))
+        case "tick":
+            return Tick()
+        case _:
+            raise ValueError(f"no such event: {kind}")
+
+
+def every_half_second(membership: Membership, last: float, now: float) -> tuple[Change, ...]:
+    steps = int((now - last) * 2)
+    return tuple(
+        change
+        for step in range(1, steps + 1)
+        for change in membership.apply(Tick(), last + step / 2)
+    )
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
+def test_scenario(scenario: str) -> None:
+    membership, last = Membership(SELF, incarnation=1), 0.0
+    for line in filter(None, map(str.strip, scenario.splitlines())):
+        found = LINE.fullmatch(line)
+        assert found is not None, line
+        seconds, kind, node, incarnation, expected = found.groups()
+        now = float(seconds)
+        if kind == "ticks":
+            changes = every_half_second(membership, last, now)
+        else:
+            changes = membership.apply(event(kind, node, incarnation), now)
+        assert changes == written(expected), line
+        last = now
+
+
+def test_suspects_are_live_but_take_no_new_work() -> None:
+    membership = Membership(SELF, incarnation=1)
+    for node, heard_at in (("a", 0.0), ("b", 2.0), ("c", 3.9)):
+        _ = membership.apply(Heard(NodeId(node), 1), heard_at)
+    _ = membership.apply(Tick(), 4.0)
+    assert membership.statuses() == {"a": "dead", "b": "suspect", "c": "alive"}
+    assert membership.alive() == {"c"}
+    assert membership.live() == {"b", "c"}
+
+
+# ------------------------------------------------------------------ properties
+
+NODES = [NodeId("a"), NodeId("b")]
+EVENTS = st.one_of(
+    st.builds(Heard, st.sampled_from(NODES), st.integers(1, 3)),
+    st.builds(Left, st.sampled_from(NODES)),
+    st.just(Tick()),
+)
+STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 40.0]), EVENTS), max_size=60)
+
+# What may follow when a change is told; "out" is unknown, left or forgotten.
+EDGES: dict[type[Change], tuple[set[Status | str], str]] = {
+    Joined: ({"out", "dead"}, "alive"),
+    Suspected: ({"alive"}, "suspect"),
+    Recovered: ({"suspect"}, "alive"),
+    Died: ({"alive", "suspect"}, "dead"),
+    LeftCluster: ({"alive", "suspect", "dead"}, "out"),
+}
+
+
+def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) -> str | None:
+    """The first rule that the run breaks, or None."""
+    now = 0.0
+    told: dict[NodeId, str] = {}
+    newest: dict[NodeId, tuple[int, float]] = {}
+    for pause, step in steps:
+        now += pause
+        if isinstance(step, Heard) and step.incarnation >= newest.get(step.node, (0, 0.0))[0]:
+            newest[step.node] = (step.incarnation, now)
+        for change in membership.apply(step, now):
+            origins, target = EDGES[type(change)]
+            if told.get(change.node, "out") not in origins:
+                return f"{change} from {told.get(change.node, 'out')}"
+            told[change.node] = target
+            restart = isinstance(step, Heard)
+            if isinstance(change, Died) and not restart:
+                silence = now - newest[change.node][1]
+                if silence <= DEAD_AFTER_S:
+                    return f"{change} after {silence} s"
+        for node, status in membership.statuses().items():
+            if told.get(node) != status:
+                return f"{node} is {status}, but {told.get(node)} was told"
+    return None
+
+
+@given(STEPS)
+def test_states_move_along_the_drawn_edges_and_nobody_heard_in_time_dies(
+    steps: list[tuple[float, Event]],
+) -> None:
+    assert broken_rule(Membership(SELF, incarnation=1), steps) is None
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
+def test_a_node_heard_every_second_stays_alive(pauses: list[float]) -> None:
+    membership, now = Membership(SELF, incarnation=1), 0.0
+    for pause in pauses:
+        now += pause
+        _ = membership.apply(Tick(), now)
+        _ = membership.apply(Heard(NODES[0], 1), now)
+        assert membership.alive() == {NODES[0]}
+
+
+class Hasty(Membership):
+    """A seeded fault: takes every tick for a long silence."""
+
+    def apply(self, event: Event, now: float) -> tuple[Change, ...]:
+        return super().apply(event, now * 4)
+
+
+class Silent(Membership):
+    """A seeded fault: changes the state without a word."""
+
+    def apply(self, event: Event, now: float) -> tuple[Change, ...]:
+        changes = super().apply(event, now)
+        return tuple(change for change in changes if not isinstance(change, Recovered))
+
+
+@pytest.mark.parametrize("faulty", [Hasty, Silent])
+def test_the_rules_catch_a_seeded_fault(faulty: type[Membership]) -> None:
+    steps: list[tuple[float, Event]] = [
+        (0.0, Heard(NODES[0], 1)),
+        (1.0, Tick()),
+        (0.7, Tick()),
+        (0.3, Heard(NODES[0], 1)),
+        (1.0, Tick()),
+    ]
+    assert broken_rule(Membership(SELF, incarnation=1), steps) is None
+    assert broken_rule(faulty(SELF, incarnation=1), steps) is not None
