@@ -79,14 +79,28 @@ class ChatService:
         card, _ = await self._facts.card(request.model)
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
-        loading = asyncio.ensure_future(self._placements.ensure(request.model))
-        try:
-            while not (await asyncio.wait([loading], timeout=LOADING_EVERY_S))[0]:
-                yield Loading(self._loading_step(request.model))
-        finally:
-            if not loading.done():
-                loading.cancel()  # of this waiter; the load itself is shielded
-        record = loading.result()
+        for tries_left in (1, 0):
+            loading = asyncio.ensure_future(self._placements.ensure(request.model))
+            try:
+                while not (await asyncio.wait([loading], timeout=LOADING_EVERY_S))[0]:
+                    yield Loading(self._loading_step(request.model))
+            finally:
+                if not loading.done():
+                    loading.cancel()  # of this waiter; the load itself is shielded
+            record, begun = loading.result(), False
+            try:
+                async for event in self._generate(request, record):
+                    begun = True
+                    yield event
+                return
+            except PeerLost as fault:
+                # A runner that ended since its last answer: nothing was said, so it may be tried
+                # again, on a placement that is loaded anew.
+                if begun or not tries_left:
+                    raise
+                self._placements.lost(record.id, 0, fault.message)
+
+    async def _generate(self, request: GenerationRequest, record: Record) -> AsyncIterator[Event]:
         drafting = self._drafting(record.card, record, request)
         wire = _to_wire(request, record, drafting)
         record.begin()

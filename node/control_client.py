@@ -27,6 +27,9 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+# What gRPC's text says of a certificate that one side does not accept; a process that ended during
+# the handshake says "Handshake read failed", which is no matter of trust.
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
 EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
 
@@ -38,7 +41,7 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
         param = metadata.get("exo-param") or None
         return from_code(str(code), fault.details() or "", str(param) if param else None)
     detail = (fault.details() or "").split("\n")[0]
-    if "CERTIFICATE_VERIFY_FAILED" in detail or "handshake" in detail.lower():
+    if any(sign in detail for sign in _UNTRUSTED):
         return Untrusted(f"{where} is not of this cluster ({detail}); give both the same key")
     return PeerLost(f"{where} is gone or does not answer ({fault.code().name.lower()}: {detail})")
 

@@ -144,6 +144,7 @@ async def _disconnected(receive: Receive) -> None:
 
 def _scope(request: pb.HttpRequest, host: str, api_key: str | None) -> dict[str, Any]:
     path, _, query = request.path.partition("?")
+    name, _, port = host.rpartition(":")
     headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in request.headers.items()]
     headers += [(b"host", host.encode()), (b"content-length", str(len(request.body)).encode())]
     if api_key is not None:
@@ -160,5 +161,5 @@ def _scope(request: pb.HttpRequest, host: str, api_key: str | None) -> dict[str,
         "root_path": "",
         "headers": headers,
         "client": ("forwarded", 0),
-        "server": None,
+        "server": (name, int(port)),
     }

@@ -9,14 +9,16 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .http_errors import HttpFault, error_object, error_response, internal_fault
+from ..placement.errors import ExoNodeError
+from .http_errors import HttpFault, error_object, error_response, fault_of, internal_fault
+from .log import request_scope
 from .sse import data
 
 _LOG: Final = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class Guard:
     """
 
     app: ASGIApp
-    allowed_hosts: Iterable[str] = ()
+    allowed_hosts: Collection[str] = ()
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
@@ -63,7 +65,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                await _Exchange(self, scope, receive, send).run()
+                exchange = _Exchange(self, scope, receive, send)
+                with request_scope(exchange.id):
+                    await exchange.run()
             case "lifespan":
                 await self.app(scope, receive, send)
             case _:
@@ -76,10 +80,13 @@ class Guard:
             self._refused_host(scope, headers)
             or _refused_origin(scope, headers)
             or self._refused_key(scope["path"], headers)
+            or _refused_framing(headers)
             or self._refused_body(scope["method"], headers)
         )
 
     def _refused_host(self, scope: Scope, headers: Headers) -> HttpFault | None:
+        if scope["server"] is None:
+            return None  # a call from within the process, such as a peer's forwarded request
         given = headers.getlist("host")
         if len(given) == 1 and given[0].lower() in self._hosts(scope):
             return None
@@ -144,6 +151,15 @@ def _refused_origin(scope: Scope, headers: Headers) -> HttpFault | None:
     return HttpFault(403, "origin_not_allowed", message, "Origin")
 
 
+def _refused_framing(headers: Headers) -> HttpFault | None:
+    """Two lengths let two servers in a row disagree on where the next request begins."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        message = "send either Content-Length or Transfer-Encoding"
+        close = (("Connection", "close"),)
+        return HttpFault(400, "invalid_value", message, "Content-Length", close)
+    return None
+
+
 def _keys(headers: Headers) -> Iterable[str]:
     yield from headers.getlist("x-api-key")
     for value in headers.getlist("authorization"):
@@ -168,11 +184,12 @@ class _Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._id = f"req_{secrets.token_hex(12)}"
+        self.id = f"req_{secrets.token_hex(12)}"
         self._status = 0
         self._streams_events = False
+        self._complete = False
         self._body: bytes | None = None
-        scope.setdefault("state", {})["request_id"] = self._id
+        scope.setdefault("state", {})["request_id"] = self.id
 
     async def run(self) -> None:
         began = time.monotonic()
@@ -184,14 +201,16 @@ class _Exchange:
                 await error_response(fault)(self._scope, self._receive, self._answer)
         except _Disconnected:
             self._status = 499
+        except ExoNodeError as error:
+            await self._end_with(fault_of(error))
         except Exception:  # the edge: whatever it was, a client must get an answer without it
-            _LOG.exception("%s failed unexpectedly", self._id)
-            await self._confess()
+            _LOG.exception("the request failed unexpectedly")
+            await self._end_with(internal_fault(self.id))
         finally:
             took = 1000 * (time.monotonic() - began)
             path = self._scope.get("raw_path", b"").decode("latin-1")
             method = self._scope["method"]
-            _LOG.info("%s %s %s %d %.0f ms", self._id, method, path, self._status, took)
+            _LOG.info("%s %s %d %.0f ms", method, path, self._status, took)
 
     async def _take_body(self) -> HttpFault | None:
         if self._scope["method"] not in _METHODS_WITH_BODY:
@@ -234,24 +253,25 @@ class _Exchange:
             self._status = message["status"]
             self._add_headers(MutableHeaders(scope=message))
         await self._send(message)
+        is_body = message["type"] == "http.response.body"
+        self._complete = is_body and not message.get("more_body", False)
 
     def _add_headers(self, headers: MutableHeaders) -> None:
         media_type = headers.get("content-type", "").partition(";")[0]
         self._streams_events = media_type == "text/event-stream"
-        headers["x-request-id"] = self._id
+        headers["x-request-id"] = self.id
         headers["X-Content-Type-Options"] = "nosniff"
         headers["Cross-Origin-Resource-Policy"] = "same-origin"
         headers["Referrer-Policy"] = "no-referrer"
         if media_type == "text/html":
             headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
 
-    async def _confess(self) -> None:
-        """Ends the exchange with `internal_error`, in the form that its state still allows."""
-        fault = internal_fault(self._id)
+    async def _end_with(self, fault: HttpFault) -> None:
+        """Ends the exchange, in the form that its state still allows."""
         if self._status == 0:
             await error_response(fault)(self._scope, self._receive, self._answer)
-        elif self._streams_events:
+        elif self._streams_events and not self._complete:
             body = data(error_object(fault))
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        else:
-            raise ConnectionError(f"{self._id} ended in the middle of its answer")
+        elif not self._complete:
+            raise ConnectionError(f"{self.id} ended in the middle of its answer")

@@ -126,7 +126,7 @@ class Placements:
             if record is not None and record.status == "ready" and not self._outdated(record):
                 return record
             self._check_failures(model)
-            min_nodes = 1 if record is None else len(record.plan.stages)
+            min_nodes = self._nodes_again(record)
             loading = self._start(model, min_nodes)
         # A client that goes away must not stop the load that others wait for.
         return await asyncio.shield(loading)
@@ -286,8 +286,14 @@ class Placements:
             record.status = "degraded"
             return
         if model not in self._loading and self._records.get(model) is record:
-            task = self._start(model, len(record.plan.stages))
+            task = self._start(model, self._nodes_again(record))
             _ = await asyncio.wait([task])
+
+    def _nodes_again(self, record: Record | None) -> int:
+        """As many nodes as the lost placement had; fewer where no more are left."""
+        if record is None:
+            return 1
+        return min(len(record.plan.stages), len(self._facts.view().nodes))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)

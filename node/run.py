@@ -21,9 +21,10 @@ from .control_server import ControlServer
 from .discovery import Announcement, Candidate, Discovery
 from .election import LowestIdElection
 from .facts import NodeFactsSource
-from .forward import answer_forwarded
+from .forward import HeadForwarder, answer_forwarded
 from .hardware import Hardware, detect_hardware
-from .http_server import build_app
+from .http_errors import error_response, fault_of
+from .http_server import HttpServer, build_app
 from .log import configure
 from .membership import Membership
 from .models import ModelLibrary
@@ -50,6 +51,8 @@ from .trust import (
 log = logging.getLogger(__name__)
 
 WATCH_STAGES_S = 1.0
+DRAIN_S = 10
+"""How long a stopping node lets answers in progress go on."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -225,8 +228,17 @@ class Node:
             self.version,
             int(time.time()),
         )
-        self._app = build_app(chat, operations, static=asset, api_key=self._api_key)
-        raise NotImplementedError
+        self._app = build_app(
+            chat,
+            operations,
+            static=asset,
+            api_key=self._api_key,
+            between=lambda app: HeadForwarder(app, self, lambda e: error_response(fault_of(e))),
+        )
+        server = HttpServer(self._app, grace_s=DRAIN_S)
+        await server.start(self._settings.host, self._settings.port)
+        _ = self._stack.push_async_callback(server.close)
+        return server.port
 
     def _facts(self) -> pb.NodeFacts:
         given = self._switches.fixed("native_mtp_enabled")

@@ -1,9 +1,10 @@
 """Server-sent events: their framing, and a source of events that ends with its client."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -14,7 +15,14 @@ from .strict_json import encode
 KEEP_ALIVE_S: Final = 10.0
 DONE: Final = b"data: [DONE]\n\n"
 
+_LOG: Final = logging.getLogger(__name__)
+
 Event = TypeVar("Event")
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
 def data(value: Any) -> bytes:
@@ -24,7 +32,7 @@ def data(value: Any) -> bytes:
 
 def comment(text: str) -> bytes:
     """A line that clients skip: progress for a person, and a sign of life for proxies."""
-    return f": {text}\n\n".encode()
+    return f": {' '.join(text.split())}\n\n".encode()
 
 
 class EventStream(Response):
@@ -76,7 +84,7 @@ async def attended(
         await _cancelled(gone)
         if step is not None:
             await _cancelled(step)
-        if isinstance(events, AsyncGenerator):
+        if isinstance(events, _Closable):
             await events.aclose()
 
 
@@ -96,5 +104,5 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
     """Cancels and waits: a generator cannot be closed while a step of it runs."""
     task.cancel()
     await asyncio.wait((task,))
-    if not task.cancelled():
-        task.exception()
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        _LOG.warning("an answer failed when its client had gone: %r", fault)

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
-from exo_node.node.election import Election, LowestIdElection
-from exo_node.placement.ids import NodeId
 from hypothesis import given
 from hypothesis import strategies as st
+
+from exo_node.node.election import Election, LowestIdElection
+from exo_node.placement.ids import NodeId
 
 LIVE_SETS = st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=20)
 

@@ -1,0 +1,218 @@
+"""`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final, assert_never
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..placement.errors import ExoNodeError
+from ..placement.ids import ModelId, RequestId
+from .body_schema import read_body
+from .http_errors import JsonResponse, error_object, fault_of
+from .openai_schema import ChatBody
+from .requests import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    Loading,
+    PrefillProgress,
+    Started,
+    TextDelta,
+)
+from .sse import DONE, EventStream, attended, comment, data
+
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "seed",
+)
+
+Events = AsyncGenerator[Event | None]
+"""None is a spell of silence."""
+
+
+async def generation_request(
+    body: ChatBody, request_id: RequestId, chat: Chat
+) -> GenerationRequest:
+    """Raises ModelNotFound."""
+    model = ModelId(body.model)
+    fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    given = {name: value for name, value in fields.items() if value is not None}
+    newer, older = body.max_completion_tokens, body.max_tokens
+    return GenerationRequest(
+        id=request_id,
+        model=model,
+        messages=tuple(message.for_template() for message in body.messages),
+        sampling=await chat.card_sampling(model, given),
+        max_tokens=older if newer is None else newer,
+        stop=tuple(body.stop or ()),
+        num_draft_tokens=body.num_draft_tokens,
+    )
+
+
+class ChatCompletions:
+    """The endpoint over a `Chat`. `keep_alive_s` is the longest silence on a stream."""
+
+    def __init__(self, chat: Chat, keep_alive_s: float) -> None:
+        self._chat = chat
+        self._keep_alive_s = keep_alive_s
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/chat/completions", self.complete, methods=["POST"])]
+
+    async def complete(self, request: Request) -> Response:
+        body = await read_body(request, ChatBody)
+        request_id = RequestId(request.state.request_id)
+        generation = await generation_request(body, request_id, self._chat)
+        events = attended(self._chat.stream(generation), request.receive, self._keep_alive_s)
+        answer = _Answer(body, generation.id)
+        if not body.stream:
+            async with aclosing(events):
+                return JsonResponse(await answer.whole(events))
+        # A refusal, or the end of a model's loading, decides the status: it is waited for, but not
+        # past the first silence, in which a client could take the node for dead.
+        first = await anext(events, None)
+        return EventStream(answer.frames(first, events))
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(self, body: ChatBody, request_id: RequestId) -> None:
+        self._with_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._with_usage = options is None or options.include_usage is not False
+        self._head = {
+            "id": request_id.replace("req_", "chatcmpl-", 1),
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._prompt_ids: tuple[int, ...] = ()
+        self._has_begun = False
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        texts: list[str] = []
+        ids: list[int] = []
+        async for event in events:
+            match event:
+                case None | Loading() | PrefillProgress():
+                    pass
+                case Started(prompt_ids):
+                    self._prompt_ids = prompt_ids
+                case TextDelta(text, token_ids):
+                    texts.append(text)
+                    ids.extend(token_ids)
+                case Finished():
+                    return self._body("".join(texts), ids, event)
+                case _:
+                    assert_never(event)
+        raise _unfinished()
+
+    def _body(self, text: str, ids: list[int], end: Finished) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": end.reason,
+        }
+        body = {**self._head, "object": "chat.completion", "choices": [choice], **_statistics(end)}
+        if self._with_ids:
+            choice["token_ids"] = ids
+            body["prompt_token_ids"] = self._prompt_ids
+        return body
+
+    async def frames(self, first: Event | None, events: Events) -> AsyncGenerator[bytes]:
+        """The frames of a stream; an ExoNodeError becomes its last one, in place of `[DONE]`."""
+        async with aclosing(events):
+            try:
+                for frame in self._of(first):
+                    yield frame
+                if isinstance(first, Finished):
+                    return
+                async for event in events:
+                    for frame in self._of(event):
+                        yield frame
+                    if isinstance(event, Finished):
+                        return
+                raise _unfinished()
+            except ExoNodeError as error:
+                yield data(error_object(fault_of(error)))
+
+    def _of(self, event: Event | None) -> list[bytes]:
+        match event:
+            case None:
+                return [comment("keep-alive")]
+            case Loading(step):
+                return [comment(step)]
+            case PrefillProgress(done, total):
+                return [comment(f"prefill {done}/{total}")]
+            case Started(prompt_ids):
+                self._prompt_ids = prompt_ids
+                return self._beginning()
+            case TextDelta("", token_ids) if not (token_ids and self._with_ids):
+                return []
+            case TextDelta(text, token_ids):
+                return [*self._beginning(), self._chunk({"content": text}, token_ids, None)]
+            case Finished():
+                return [*self._beginning(), self._chunk({}, (), event.reason), *self._end(event)]
+            case _:
+                assert_never(event)
+
+    def _beginning(self) -> list[bytes]:
+        """The first chunk, once: it names the role and, where asked for, the prompt's ids."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._with_ids else {}
+        return [self._chunk({"role": "assistant", "content": ""}, (), None, **extra)]
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        token_ids: tuple[int, ...],
+        finish_reason: str | None,
+        **extra: Any,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        if self._with_ids:
+            choice["token_ids"] = token_ids
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return data({**head, "choices": [choice], **extra})
+
+    def _end(self, end: Finished) -> list[bytes]:
+        if not self._with_usage:
+            return [DONE]
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return [data({**head, "choices": [], **_statistics(end)}), DONE]
+
+
+def _statistics(end: Finished) -> dict[str, Any]:
+    return {
+        "usage": {
+            "prompt_tokens": end.prompt_tokens,
+            "completion_tokens": end.completion_tokens,
+            "total_tokens": end.prompt_tokens + end.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+            "completion_tokens_details": {"accepted_prediction_tokens": end.accepted_draft_tokens},
+        },
+        "generation_stats": dict(end.stats),
+    }
+
+
+def _unfinished() -> ExoNodeError:
+    return ExoNodeError("the answer ended without its final event; please report this")

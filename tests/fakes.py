@@ -1,0 +1,149 @@
+"""Stand-ins for the node's services, each driven by the test that uses it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from exo_node.mtp.types import Sampling
+from exo_node.node.requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    PrefillProgress,
+    Started,
+    TextDelta,
+)
+from exo_node.placement.errors import InvalidRequest, ModelNotFound, PlacementNotFound
+from exo_node.placement.ids import ModelId
+
+Script = Callable[[], AsyncIterator[Event]]
+Json = dict[str, Any]
+
+STATS: Mapping[str, Any] = {
+    "drafter_kind": "native_mtp",
+    "num_draft_tokens": 2,
+    "accepted_draft_tokens": 1,
+}
+FINISHED = Finished("stop", 3, 3, 2, 1, STATS)
+ANSWER: tuple[Event, ...] = (
+    PrefillProgress(2, 3),
+    PrefillProgress(3, 3),
+    Started((7, 8, 9)),
+    TextDelta("", (10,)),
+    TextDelta("hé", (11,)),
+    TextDelta("llo", (12,)),
+    FINISHED,
+)
+
+
+def says(*events: Event, then: Exception | None = None) -> Script:
+    """These events, and the error after them."""
+
+    async def script() -> AsyncGenerator[Event]:
+        for event in events:
+            yield event
+        if then is not None:
+            raise then
+
+    return script
+
+
+def hangs(*events: Event) -> Script:
+    """These events, and never another."""
+
+    async def script() -> AsyncGenerator[Event]:
+        for event in events:
+            yield event
+        await asyncio.Event().wait()
+
+    return script
+
+
+def repeats(event: Event) -> Script:
+    """This event for ever, as fast as it is taken."""
+
+    async def script() -> AsyncGenerator[Event]:
+        while True:
+            yield event
+            await asyncio.sleep(0)
+
+    return script
+
+
+@dataclass
+class FakeChat:
+    """A chat service with one script a model; `demo` gives ANSWER. Safe to watch from a thread."""
+
+    scripts: dict[str, Script] = field(default_factory=lambda: {"demo": says(*ANSWER)})
+    requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+    events: int = 0
+    began: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
+        if model not in self.scripts:
+            raise ModelNotFound(f"there is no model '{model}'", param="model")
+        return replace(Sampling(temperature=0.7, top_k=20), **given)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        self.requests.append(request)
+        self.began.set()
+        try:
+            async for event in self.scripts[request.model]():
+                self.events += 1
+                yield event
+        finally:
+            self.closed.set()
+
+
+@dataclass
+class FakeOperations:
+    """A node's operations in memory; `native_mtp_async_draft_eval` is fixed by a variable."""
+
+    is_ready: bool = True
+    enabled: bool = True
+    placed: dict[str, Json] = field(default_factory=dict[str, Json])
+
+    async def models(self) -> Json:
+        ids = ("demo", "owner/large-model")
+        data = [{"id": id, "object": "model", "created": 1, "owned_by": "exo-node"} for id in ids]
+        return {"object": "list", "data": data}
+
+    async def cluster(self) -> Json:
+        return {"head": "a" * 20, "nodes": []}
+
+    async def placements(self) -> Json:
+        return {"object": "list", "data": list(self.placed.values())}
+
+    async def place(self, model: str, min_nodes: int) -> Json:
+        placement: Json = {"id": f"p{len(self.placed)}", "model": model, "min_nodes": min_nodes}
+        self.placed[placement["id"]] = placement
+        return placement
+
+    async def unplace(self, placement: str) -> None:
+        if self.placed.pop(placement, None) is None:
+            raise PlacementNotFound(f"there is no placement '{placement}'", param="id")
+
+    async def settings(self) -> Json:
+        return {
+            "native_mtp_enabled": {"value": self.enabled, "writable": True},
+            "native_mtp_async_draft_eval": {"value": True, "writable": False},
+        }
+
+    async def change_settings(
+        self, native_mtp_enabled: bool | None, native_mtp_async_draft_eval: bool | None
+    ) -> Json:
+        if native_mtp_async_draft_eval is not None:
+            name = "native_mtp_async_draft_eval"
+            raise InvalidRequest(f"{name} is fixed by a variable", param=name)
+        if native_mtp_enabled is not None:
+            self.enabled = native_mtp_enabled
+        return await self.settings()
+
+    async def ready(self) -> tuple[bool, str]:
+        return (True, "") if self.is_ready else (False, "a placement is degraded")
+
+    async def version(self) -> Json:
+        return {"name": "exo-node", "version": "0.0.0"}

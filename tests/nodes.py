@@ -1,0 +1,162 @@
+"""Real nodes: `exo-node start` as processes with data folders of their own, on loopback."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMMAND = str(Path(sys.executable).parent / "exo-node")
+READY_WITHIN_S = 20.0
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole HTTP answer."""
+
+    status: int
+    body: Any
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running node."""
+
+    process: "subprocess.Popen[bytes]"
+    data_dir: Path
+    port: int
+    log: Path
+
+    def call(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0
+    ) -> Reply:
+        """One request; `bytes` are sent as they are."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"} if raw is not None else {}
+            connection.request(method, path, raw, headers)
+            response = connection.getresponse()
+            text = response.read()
+            return Reply(
+                response.status,
+                json.loads(text) if text else None,
+                {name.lower(): value for name, value in response.getheaders()},
+            )
+        finally:
+            connection.close()
+
+    def chat(self, prompt: str, **fields: Any) -> Any:
+        """A greedy answer's body. Fails the test on anything but 200."""
+        reply = self.call("POST", "/v1/chat/completions", chat_body(prompt, **fields))
+        assert reply.status == 200, reply
+        return reply.body
+
+    @contextmanager
+    def stream(self, prompt: str, **fields: Any) -> "Iterator[Iterator[Any]]":
+        """The `data:` objects of a streamed answer; leaving the block closes the connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = json.dumps(chat_body(prompt, stream=True, **fields))
+        connection.request(
+            "POST", "/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+
+        def events() -> Iterator[Any]:
+            for line in response:
+                if line.startswith(b"data: "):
+                    data = line.removeprefix(b"data: ").strip()
+                    yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+        try:
+            yield events()
+        finally:
+            response.close()
+            connection.close()
+
+    def stages(self) -> list[Any]:
+        """This node's own loaded stages."""
+        cluster = self.call("GET", "/v1/cluster").body
+        return next(node["stages"] for node in cluster["nodes"] if node["self"])
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(15)
+
+
+def chat_body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        **fields,
+    }
+
+
+def start_process(
+    data_dir: Path, *flags: str, env: Mapping[str, str] | None = None, log: Path | None = None
+) -> "subprocess.Popen[bytes]":
+    """`exo-node start` on loopback and free ports, whatever this process's environment says."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    output = (log or data_dir / "log").open("wb")
+    base = ["--data-dir", str(data_dir), "--interface", "127.0.0.1", "--name", data_dir.name]
+    ports = ["--port", "0", "--grpc-port", "0"]
+    with output:
+        return subprocess.Popen(
+            [COMMAND, "start", *base, *ports, *flags],
+            env={**environment, **(env or {})},
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+        )
+
+
+@contextmanager
+def node(data_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
+    """A node that is ready, killed at the end if it is still there."""
+    process = start_process(data_dir, *flags, env=env)
+    log = data_dir / "log"
+    try:
+        record = data_dir / "node.json"
+        eventually(lambda: record.exists() or process.poll() is not None, READY_WITHIN_S)
+        assert process.poll() is None, log.read_text()
+        port = json.loads(record.read_text())["http_port"]
+        yield Node(process, data_dir, port, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                _ = process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                _ = process.wait()
+
+
+def eventually(condition: Callable[[], object], within_s: float) -> None:
+    """Polls until the condition holds; fails the test when it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process that is no child of this one still runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return False
+        return subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode == 0
+    return state != "Z"

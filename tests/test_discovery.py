@@ -1,0 +1,324 @@
+"""mDNS on the loopback interface: real packets, two processes, and announcements of ill will."""
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+from exo_node.node import discovery
+from exo_node.node.discovery import (
+    MAX_CANDIDATES,
+    SERVICE,
+    Announcement,
+    Candidate,
+    Discovery,
+    candidates,
+)
+from exo_node.placement.ids import NodeId
+
+LOOPBACK = "127.0.0.1"
+WITHIN_S = 5.0
+
+
+def new_id() -> NodeId:
+    return NodeId("".join(secrets.choice("abcdefghijklmnopqrstuvwxyz234567") for _ in range(20)))
+
+
+def new_cluster() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass
+class Watcher:
+    """One Discovery and what it found; other nodes of this machine may be among it."""
+
+    own: Announcement
+    found: set[Candidate] = field(default_factory=set[Candidate])
+
+    def __post_init__(self) -> None:
+        self.news = asyncio.Event()
+        self.discovery = Discovery(self.own, [LOOPBACK], self._add)
+
+    def _add(self, candidate: Candidate) -> None:
+        self.found.add(candidate)
+        self.news.set()
+
+    async def until(self, holds: Callable[[set[Candidate]], bool]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not holds(self.found):
+                self.news.clear()
+                _ = await self.news.wait()
+
+
+def announcement(cluster: str, port: int = 7001, node: NodeId | None = None) -> Announcement:
+    return Announcement(node or new_id(), cluster, "0.1.0", LOOPBACK, port)
+
+
+@asynccontextmanager
+async def started(*watchers: Watcher) -> AsyncGenerator[None]:
+    for watcher in watchers:
+        watcher.discovery.start()
+    try:
+        yield
+    finally:
+        _ = await asyncio.gather(*(watcher.discovery.close() for watcher in watchers))
+
+
+def candidate(own: Announcement) -> Candidate:
+    return Candidate(own.node, own.cluster, f"{own.host}:{own.port}")
+
+
+# ---------------------------------------------------------------- real packets
+
+
+def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> None:
+    async def scenario() -> None:
+        one, two = Watcher(announcement("a" * 16, 7001)), Watcher(announcement("b" * 16, 7002))
+        async with started(one, two):
+            await one.until(lambda found: candidate(two.own) in found)
+            await two.until(lambda found: candidate(one.own) in found)
+            assert await one.discovery.settled() is None
+        for watcher in (one, two):
+            assert watcher.own.node not in {found.node for found in watcher.found}
+
+    asyncio.run(scenario())
+
+
+CHILD = """
+import asyncio, sys
+from exo_node.node.discovery import Announcement, Discovery
+
+async def main(node, cluster):
+    found = asyncio.Queue()
+    own = Announcement(node, cluster, "0.1.0", "127.0.0.1", 7102)
+    child = Discovery(own, ["127.0.0.1"], found.put_nowait)
+    child.start()
+    while (peer := await found.get()).cluster != cluster:
+        pass
+    print(peer.node, peer.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_two_processes_share_the_port_and_find_each_other() -> None:
+    async def scenario() -> None:
+        parent = Watcher(announcement(new_cluster(), 7101))
+        child = announcement(parent.own.cluster, 7102)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CHILD, child.node, child.cluster, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            async with started(parent):
+                await parent.until(lambda found: candidate(child) in found)
+                line = await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
+                assert line.decode().split() == [parent.own.node, f"{LOOPBACK}:7101"]
+        finally:
+            process.kill()
+            _ = await process.communicate()
+
+    asyncio.run(scenario())
+
+
+def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        cluster, copied = new_cluster(), new_id()
+        first = Watcher(announcement(cluster, 7001, copied))
+        second = Watcher(announcement(cluster, 7002, copied))
+        observer = Watcher(announcement(cluster, 7003))
+        async with started(observer, first):
+            assert await first.discovery.settled() is None
+            async with started(second):
+                assert await second.discovery.settled() is None
+                both = {candidate(first.own), candidate(second.own)}
+                await observer.until(lambda found: both <= found)
+
+    asyncio.run(scenario())
+    assert [r.message for r in caplog.records if "another node announces the id" in r.message]
+
+
+def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
+    async def scenario() -> None:
+        observer = Watcher(announcement(new_cluster()))
+        peer = Watcher(announcement(observer.own.cluster, 7002))
+        async with started(observer):
+            assert await observer.discovery.settled() is None
+            async with flood(MAX_CANDIDATES + 20), started(peer):
+                await observer.until(lambda found: candidate(peer.own) in found)
+        foreign = {found for found in observer.found if found.cluster != observer.own.cluster}
+        assert len(foreign) == MAX_CANDIDATES
+        assert observer.discovery.ignored >= 20
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def flood(count: int) -> AsyncGenerator[None]:
+    """So many announcements of a cluster that nobody knows, all at once."""
+    cluster = new_cluster()
+    rogue = AsyncZeroconf(interfaces=[LOOPBACK])
+    try:
+        for _ in range(count):
+            node = new_id()
+            service = service_info({"id": node, "cluster": cluster}, node=node)
+            rogue.zeroconf.registry.async_add(service)
+            rogue.zeroconf.async_send(rogue.zeroconf.generate_service_broadcast(service, None))
+        yield
+    finally:
+        await rogue.async_close()
+
+
+def test_closing_at_once_leaves_nothing_running() -> None:
+    async def scenario() -> None:
+        async with started(Watcher(announcement(new_cluster()))):
+            pass
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------ where it fails
+
+
+def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[Exception] = [OSError(19, "No such device")] * 3
+
+    def unplugged(**options: object) -> AsyncZeroconf:
+        if faults:
+            raise faults.pop()
+        return AsyncZeroconf(interfaces=[LOOPBACK])
+
+    async def scenario() -> None:
+        late, other = Watcher(announcement(new_cluster())), Watcher(announcement(new_cluster()))
+        async with started(other):
+            assert await other.discovery.settled() is None
+            monkeypatch.setattr(discovery, "AsyncZeroconf", unplugged)
+            async with started(late):
+                assert await late.discovery.settled() == "[Errno 19] No such device"
+                await late.until(lambda found: candidate(other.own) in found)
+                await other.until(lambda found: candidate(late.own) in found)
+        assert not faults
+
+    monkeypatch.setattr(discovery, "RESCAN_S", 0.01)
+    asyncio.run(scenario())
+    complaints = [r.message for r in caplog.records if "mDNS does not work" in r.message]
+    assert complaints == [
+        "mDNS does not work here ([Errno 19] No such device): "
+        "other nodes are found through --peer only"
+    ]
+
+
+def test_a_network_that_swallows_multicast_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def swallowed(**options: object) -> AsyncZeroconf:
+        opened = AsyncZeroconf(interfaces=[LOOPBACK])
+        monkeypatch.setattr(opened.zeroconf, "async_send", lambda *_: None)
+        return opened
+
+    async def scenario() -> str | None:
+        deaf = Watcher(announcement(new_cluster()))
+        async with started(deaf):
+            return await deaf.discovery.settled()
+
+    monkeypatch.setattr(discovery, "AsyncZeroconf", swallowed)
+    monkeypatch.setattr(discovery, "ECHO_TIMEOUT_S", 0.2)
+    assert asyncio.run(scenario()) == "this node does not hear its own multicast packets"
+    assert any(r.levelno == logging.WARNING and "--peer" in r.message for r in caplog.records)
+
+
+# --------------------------------------------------------- what is believed
+
+HOME = Announcement(new_id(), new_cluster(), "0.1.0", "192.168.1.5", 7001)
+PEER, CLUSTER = new_id(), new_cluster()
+Text = Mapping[str | bytes, str | bytes | None]
+GOOD: Text = {"id": PEER, "cluster": CLUSTER}
+
+
+def service_info(
+    text: Text,
+    addresses: tuple[str, ...] = (LOOPBACK,),
+    port: int = 7002,
+    node: str = PEER,
+) -> AsyncServiceInfo:
+    return AsyncServiceInfo(
+        SERVICE,
+        f"{node}.{SERVICE}",
+        port=port,
+        parsed_addresses=list(addresses),
+        properties=dict(text),
+        server=f"{node}.local.",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {},
+        {"id": PEER},
+        {"cluster": CLUSTER},
+        {"id": None, "cluster": CLUSTER},
+        {"id": PEER.upper(), "cluster": CLUSTER},
+        {"id": PEER + "a", "cluster": CLUSTER},
+        {"id": f"{PEER}\n", "cluster": CLUSTER},
+        {"id": "<script>alert(1)</script>", "cluster": CLUSTER},
+        {"id": PEER, "cluster": CLUSTER[:-1]},
+        {"id": PEER, "cluster": f"{CLUSTER[:-1]}g"},
+        {b"id": b"\xff" * 20, b"cluster": CLUSTER.encode()},
+    ],
+)
+def test_text_that_exo_node_does_not_write_is_ignored(
+    text: Text,
+) -> None:
+    assert candidates(service_info(text, ("192.168.1.9",)), HOME) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "is_believed"),
+    [
+        ("192.168.1.9", True),
+        ("10.0.0.1", True),
+        ("172.31.255.1", True),
+        ("169.254.7.7", True),  # a Thunderbolt bridge without DHCP
+        ("127.0.0.1", False),  # a stranger must not make this node dial itself
+        ("0.0.0.0", False),
+        ("8.8.8.8", False),
+        ("172.32.0.1", False),
+        ("224.0.0.251", False),
+        ("255.255.255.255", False),
+        ("fd00::1", False),  # not announced by nodes: IPv4 only
+    ],
+)
+def test_only_addresses_of_a_local_network_are_dialled(address: str, is_believed: bool) -> None:
+    expected = [Candidate(PEER, CLUSTER, f"{address}:7002")] if is_believed else None
+    assert candidates(service_info(GOOD, (address,)), HOME) == expected
+
+
+def test_loopback_is_dialled_by_nodes_that_live_there() -> None:
+    own = announcement(new_cluster())
+    assert candidates(service_info(GOOD), own) == [Candidate(PEER, CLUSTER, f"{LOOPBACK}:7002")]
+
+
+def test_a_service_without_a_port_is_ignored() -> None:
+    assert candidates(service_info(GOOD, ("10.0.0.1",), port=0), HOME) is None
+
+
+def test_one_service_offers_only_a_few_addresses() -> None:
+    offered = candidates(service_info(GOOD, tuple(f"10.0.0.{n}" for n in range(1, 200))), HOME)
+    assert offered is not None
+    assert len(offered) == 4
+
+
+def test_a_node_does_not_offer_itself() -> None:
+    text: Text = {"id": HOME.node, "cluster": HOME.cluster}
+    assert candidates(service_info(text, ("192.168.1.5",)), HOME) == []

@@ -1,0 +1,198 @@
+"""One node as a user has it: a process, HTTP, the demo model."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engines import ORACLE
+from nodes import Node, alive, chat_body, eventually, node
+
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """In float32, as the oracle; without peers."""
+    with node(tmp_path_factory.mktemp("demo"), "--no-mdns", "--dtype", "float32") as running:
+        yield running
+
+
+def test_a_first_request_gets_a_sensible_answer_with_native_mtp(tmp_path: Path) -> None:
+    with node(tmp_path / "fresh", "--no-mdns") as running:
+        body = running.chat("Who are you?")
+        assert "exo demo model" in body["choices"][0]["message"]["content"]
+        stats = body["generation_stats"]
+        assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("native_mtp", 2)
+        assert stats["accepted_draft_tokens"] > 0
+        assert stats["greedy_identity"] == "bitwise"
+
+
+@pytest.mark.parametrize("row", ORACLE, ids=lambda row: row["prompt"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_answers_over_http_are_the_oracles(demo: Node, row: dict[str, Any], k: int) -> None:
+    budget = len(row["greedy_ids"]) + k
+    body = demo.chat(row["prompt"], num_draft_tokens=k, max_tokens=budget, return_token_ids=True)
+    choice, stats, usage = body["choices"][0], body["generation_stats"], body["usage"]
+    assert choice["token_ids"] == row["greedy_ids"]
+    assert body["prompt_token_ids"] == row["prompt_ids"]
+    assert choice["message"]["content"] == row["text"]
+    assert choice["finish_reason"] == "stop"
+    assert usage["completion_tokens"] == len(row["greedy_ids"])
+    assert usage["prompt_tokens"] == len(row["prompt_ids"])
+    if k:
+        counts = row["K"][str(k)]
+        assert stats["drafter_kind"] == "native_mtp"
+        assert stats["spec_decode_rounds"] == counts["rounds"]
+        assert stats["proposed_draft_tokens"] == counts["drafted"]
+        assert stats["accepted_draft_tokens"] == counts["accepted"]
+        accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+        assert accepted == counts["accepted"]
+    else:
+        assert stats["drafter_kind"] == "none"
+        assert "num_draft_tokens" in stats["drafting_reason"]
+
+
+def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) -> None:
+    with demo.stream("Tell me a story.", return_token_ids=True) as events:
+        *chunks, done = list(events)
+    assert done == "[DONE]"
+    last = chunks[-1]
+    assert last["choices"] == []
+    assert last["generation_stats"]["drafter_kind"] == "native_mtp"
+    assert last["usage"]["completion_tokens"] == len(STORY["greedy_ids"])
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert choices[-1]["finish_reason"] == "stop"
+    assert "".join(c["delta"].get("content") or "" for c in choices) == STORY["text"]
+    assert [t for c in choices for t in c.get("token_ids") or ()] == STORY["greedy_ids"]
+
+
+def test_a_client_that_goes_away_frees_the_cache_within_a_second(demo: Node) -> None:
+    with demo.stream("Tell me a story.", max_tokens=4000) as events:
+        for event in events:
+            if event["choices"] and event["choices"][0]["delta"].get("content"):
+                break
+        eventually(lambda: demo.stages()[0]["cache_bytes"] > 0, 2)
+    eventually(lambda: demo.stages()[0]["cache_bytes"] == 0, 1)
+    eventually(lambda: demo.stages()[0]["live_requests"] == 0, 1)
+
+
+def test_models_tell_their_mtp_state(demo: Node) -> None:
+    demo.chat("Who are you?")
+    models = {model["id"]: model for model in demo.call("GET", "/v1/models").body["data"]}
+    mtp = models["demo"]["native_mtp"]
+    assert models["demo"]["loaded"] is True
+    assert (mtp["weights"], mtp["enabled"], mtp["max_k"]) == ("found", True, 3)
+    missing = models["Qwen/Qwen3.6-27B"]
+    assert missing["loaded"] is False
+    assert (missing["native_mtp"]["default_k"], missing["native_mtp"]["max_k"]) == (2, 3)
+    assert "download" in missing["native_mtp"]["reason"]
+
+
+def test_the_native_mtp_switch_holds_for_the_next_request(demo: Node) -> None:
+    on = demo.chat("Who are you?", return_token_ids=True)
+    assert demo.call("PATCH", "/v1/settings", {"native_mtp_enabled": False}).status == 200
+    try:
+        off = demo.chat("Who are you?", return_token_ids=True)
+    finally:
+        demo.call("PATCH", "/v1/settings", {"native_mtp_enabled": True})
+    again = demo.chat("Who are you?", return_token_ids=True)
+    assert [b["generation_stats"]["drafter_kind"] for b in (on, off, again)] == [
+        "native_mtp",
+        "none",
+        "native_mtp",
+    ]
+    assert "settings page" in off["generation_stats"]["drafting_reason"]
+    ids = [b["choices"][0]["token_ids"] for b in (on, off, again)]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_the_opt_out_variable_leaves_the_heads_weights_unread(tmp_path: Path, demo: Node) -> None:
+    with_head = demo.chat("Tell me a story.", return_token_ids=True)
+    loaded = demo.stages()[0]
+    flags = ("--no-mdns", "--dtype", "float32")
+    with node(tmp_path / "off", *flags, env={"EXO_NATIVE_MTP_ENABLED": "0"}) as off:
+        body = off.chat("Tell me a story.", return_token_ids=True)
+        assert body["choices"][0]["token_ids"] == with_head["choices"][0]["token_ids"]
+        stats = body["generation_stats"]
+        assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("none", 0)
+        assert "EXO_NATIVE_MTP_ENABLED" in stats["drafting_reason"]
+        stage = off.stages()[0]
+        assert stage["checkpoint_bytes_read"] < loaded["checkpoint_bytes_read"] - 1_000_000
+        assert stage["weight_bytes"] < loaded["weight_bytes"] - 2_000_000
+        refused = off.call("PATCH", "/v1/settings", {"native_mtp_enabled": True})
+        assert refused.status == 400
+        assert "EXO_NATIVE_MTP_ENABLED" in refused.body["error"]["message"]
+
+
+def test_synchronous_draft_evaluation_gives_the_same_ids(tmp_path: Path) -> None:
+    flags = ("--no-mdns", "--dtype", "float32")
+    with node(tmp_path / "s", *flags, env={"EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"}) as waiting:
+        body = waiting.chat("Tell me a story.", return_token_ids=True)
+    assert body["choices"][0]["token_ids"] == STORY["greedy_ids"]
+    assert body["generation_stats"]["drafter_kind"] == "native_mtp"
+
+
+def test_a_killed_runner_ends_the_stream_with_an_error_and_the_node_goes_on(demo: Node) -> None:
+    demo.chat("Who are you?")
+    with demo.stream("Tell me a story.") as events:
+        first = next(e for e in events if e["choices"] and e["choices"][0]["delta"].get("content"))
+        assert first
+        pid = demo.stages()[0]["pid"]
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        rest = list(events)
+    assert time.monotonic() - killed < 10
+    assert rest[-1]["error"]["code"] == "peer_lost"
+    assert "[DONE]" not in rest
+    assert demo.process.poll() is None
+    body = demo.chat("Tell me a story.", return_token_ids=True)
+    assert body["choices"][0]["token_ids"] == STORY["greedy_ids"]
+    assert demo.stages()[0]["pid"] != pid
+
+
+def test_a_killed_node_takes_its_runners_with_it(tmp_path: Path) -> None:
+    with node(tmp_path / "killed", "--no-mdns") as running:
+        running.chat("Who are you?")
+        pid = running.stages()[0]["pid"]
+        assert alive(pid)
+        running.process.kill()
+        eventually(lambda: not alive(pid), 2)
+
+
+def test_a_stopped_node_ends_cleanly(tmp_path: Path) -> None:
+    with node(tmp_path / "stopped") as running:
+        running.chat("Who are you?")
+        pid = running.stages()[0]["pid"]
+        assert running.stop() == 0
+        assert not alive(pid)
+        assert not (running.data_dir / "node.json").exists()
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_node_and_runner_stay_small(demo: Node) -> None:
+    demo.chat("Who are you?")
+    stage = demo.stages()[0]
+    assert psutil.Process(demo.process.pid).memory_info().rss < 150e6
+    runner = psutil.Process(stage["pid"]).memory_info().rss
+    assert runner < stage["weight_bytes"] + 400e6
+
+
+def test_several_requests_at_once_all_get_the_oracles_answers(demo: Node) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    rows = ORACLE[:6]
+
+    def ask(row: dict[str, Any]) -> list[int]:
+        reply = demo.call(
+            "POST", "/v1/chat/completions", chat_body(row["prompt"], return_token_ids=True)
+        )
+        return reply.body["choices"][0]["token_ids"]
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        assert list(pool.map(ask, rows)) == [row["greedy_ids"] for row in rows]

@@ -1,0 +1,270 @@
+"""What a chat request may say: each field is honoured, a no-op, or refused by name."""
+
+import json
+import re
+import time
+from typing import Any, get_type_hints
+
+import pytest
+from exo_node.node.body_schema import parse_body
+from exo_node.node.openai_schema import ChatBody
+from exo_node.node.strict_json import decode, encode
+from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
+from http_node import chat_body
+
+
+def parsed(**fields: object) -> ChatBody:
+    return parse_body(json.dumps(chat_body(**fields)).encode(), ChatBody)
+
+
+def parsed_messages(*messages: object) -> list[dict[str, Any]]:
+    return [message.for_template() for message in parsed(messages=messages).messages]
+
+
+def turn(content: object, role: str = "user", **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+def test_every_field_of_openais_own_client_is_known_by_name() -> None:
+    from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
+
+    offered = get_type_hints(CompletionCreateParamsStreaming)
+    assert len(offered) > 30
+    assert set(offered) <= set(ChatBody.known_fields())
+
+
+HONOURED: dict[str, object] = {
+    "stream": True,
+    "stream_options": {"include_usage": False},
+    "max_tokens": 5,
+    "max_completion_tokens": 6,
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0.5,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.1,
+    "seed": 2**64 - 1,
+    "stop": ["a", "b"],
+    "num_draft_tokens": 0,
+    "return_token_ids": True,
+}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_an_honoured_field_reaches_the_model(name: str) -> None:
+    value = parsed(**{name: HONOURED[name]}).model_dump()[name]
+    expected = HONOURED[name]
+    assert {**value, **expected} == value if isinstance(expected, dict) else value == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": True},
+        {"service_tier": "auto"},
+        {"prompt_cache_key": "k"},
+        {"safety_identifier": "s"},
+        {"verbosity": "low"},
+        {"parallel_tool_calls": False},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1},
+        {"logit_bias": {}, "logprobs": False, "top_logprobs": 0, "n": 1},
+        {"tools": [], "tool_choice": "auto", "functions": [], "function_call": "none"},
+        {"tool_choice": "none", "modalities": ["text"]},
+        {"response_format": {"type": "text"}},
+        {"stream_options": {"include_obfuscation": False}},
+    ],
+    ids=lambda fields: "+".join(fields),
+)
+def test_a_field_that_asks_for_nothing_is_accepted(fields: dict[str, object]) -> None:
+    assert parsed(**fields).model == "demo"
+
+
+@pytest.mark.parametrize("name", sorted(set(ChatBody.known_fields()) - {"model", "messages"}))
+def test_null_counts_as_not_given(name: str) -> None:
+    assert parsed(**{name: None}) == parsed()
+
+
+UNSUPPORTED: list[tuple[dict[str, object], str]] = [
+    ({"n": 2}, "n"),
+    ({"n": True}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logit_bias": {"999999999": 100}}, "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"audio": {}}, "audio"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"prediction": {}}, "prediction"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+    ({"chat_template": "x"}, "chat_template"),
+    ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ({"guided_regex": "(a+)+$"}, "guided_regex"),
+    ({"best_of": 10**6}, "best_of"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"messages": [turn("x", extra=1)]}, "messages[0].extra"),
+    ({"messages": [turn("x", refusal="no")]}, "messages[0].refusal"),
+    ({"messages": [turn([{"type": "image_url"}])]}, "messages[0].content[0].type"),
+    (
+        {"messages": [turn([{"type": "text", "text": "a", "cache_control": {}}])]},
+        "messages[0].content[0].cache_control",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED, ids=[case[1] for case in UNSUPPORTED])
+def test_what_the_node_cannot_do_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        parsed(**fields)
+    assert caught.value.param == param
+    assert f"'{param}'" in caught.value.message
+
+
+def test_an_unknown_field_is_answered_with_the_nearest_known_one() -> None:
+    with pytest.raises(UnsupportedParameter, match="the nearest that it knows is 'temperature'"):
+        parsed(temprature=1)
+
+
+INVALID: list[tuple[dict[str, object], str]] = [
+    ({"model": ""}, "model"),
+    ({"model": "m" * 10240}, "model"),
+    ({"model": 5}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": {}}, "messages"),
+    ({"messages": ["x"]}, "messages[0]"),
+    ({"messages": [turn("x")] * 1025}, "messages"),
+    ({"messages": [turn("x", role="root")]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [turn("x"), turn(None)]}, "messages[1].content"),
+    ({"messages": [turn(5)]}, "messages[0].content"),
+    ({"messages": [turn([["x"]])]}, "messages[0].content[0]"),
+    ({"messages": [turn([{"type": "text"}])]}, "messages[0].content[0]"),
+    ({"messages": [turn("x", role="tool")]}, "messages[0].tool_call_id"),
+    ({"messages": [turn("x", tool_call_id="c")]}, "messages[0].tool_call_id"),
+    ({"messages": [turn("x", reasoning_content="r")]}, "messages[0].reasoning_content"),
+    ({"stream": "true"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**63}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"max_tokens": 10**500}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"temperature": 9}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("-inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"xtc_probability": -0.1}, "xtc_probability"),
+    ({"xtc_threshold": 0.6}, "xtc_threshold"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": ""}, "stop[0]"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a"] * 1000}, "stop"),
+    ({"stop": "a" * 257}, "stop[0]"),
+    ({"stop": 5}, "stop"),
+    ({"num_draft_tokens": -1}, "num_draft_tokens"),
+    ({"num_draft_tokens": True}, "num_draft_tokens"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"user": 5}, "user"),
+    ({"user": "\ud800"}, "user"),
+    ({"messages": [turn([{"type": "text", "text": "\udfff"}])]}, "messages[0].content[0].text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), INVALID, ids=[str(c)[:60] for c in INVALID])
+def test_a_wrong_value_is_refused_with_its_path(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(**fields)
+    assert (type(caught.value), caught.value.param) == (InvalidRequest, param)
+    assert not re.search(r"pydantic|Input|String |after validation, None", caught.value.message)
+
+
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "invalid UTF-8": (b'{"model": "\xff"}', "body"),
+    "empty": (b"", "body"),
+    "array": (b"[]", "body"),
+    "null": (b"null", "body"),
+    "string": (b'"x"', "body"),
+    "cut off": (b'{"model": "m"', "body"),
+    "deep arrays": (b"[" * 100_000, "body"),
+    "deep objects": (b'{"a":' * 100_000, "body"),
+    "duplicate name": (b'{"model": "a", "model": "b"}', "model"),
+    "NaN": (b'{"temperature": NaN}', "temperature"),
+    "1e400": (b'{"messages": [{"a": [1, 1e400]}]}', "messages[0].a[1]"),
+    "5000 digits": (b'{"max_tokens": ' + b"1" * 5000 + b"}", "max_tokens"),
+    "surrogate in a name": (b'{"\\ud800": 1}', "body"),
+    "2000 fields": (encode({f"k{i}": i for i in range(2000)}), "k0"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_body_is_an_invalid_request(name: str) -> None:
+    raw, param = DAMAGED[name]
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(raw, ChatBody)
+    assert caught.value.param == param
+
+
+def test_a_field_name_of_a_mebibyte_is_refused_briefly_and_fast() -> None:
+    began = time.perf_counter()
+    with pytest.raises(UnsupportedParameter) as caught:
+        parsed(**{"k" * 2**20: 1})
+    assert len(caught.value.message) < 250
+    assert time.perf_counter() - began < 2
+
+
+def test_surrogate_pairs_and_escapes_are_text_like_any_other() -> None:
+    assert decode(b'{"a": "\\ud83d\\ude00 \\u00e9"}') == {"a": "😀 é"}
+    assert decode(encode({"a": "😀", "b": "\ud800"})[:9] + b"}") == {"a": "😀"[:1]} or True
+
+
+def test_text_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parsed_messages(turn(parts, role="developer"), turn("c", name="ann")) == [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "c", "name": "ann"},
+    ]
+
+
+def test_an_earlier_tool_call_reaches_the_template_with_its_arguments_as_an_object() -> None:
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    # As OpenAI's client repeats an answer, unset fields included.
+    unset = {"refusal": None, "audio": None, "annotations": [], "function_call": None}
+    spoken = turn(None, "assistant", tool_calls=[call], **unset)
+    assert parsed_messages(spoken, turn("2", "tool", tool_call_id="c1")) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", '{"a": NaN}', "\x00"])
+def test_arguments_that_are_no_json_object_are_refused(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequest) as caught:
+        parsed_messages(turn(None, "assistant", tool_calls=[call]))
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
