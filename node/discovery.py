@@ -113,6 +113,8 @@ class Discovery:
         """Browses and registers; what it opened closes with the stack. Raises OSError."""
         zeroconf = self._open()
         _ = stack.push_async_callback(zeroconf.async_close)
+        # zeroconf cannot close any more once a wait for its start was cancelled: its sockets leak.
+        await asyncio.shield(zeroconf.zeroconf.async_wait_for_start())
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._changed])
         _ = stack.push_async_callback(browser.async_cancel)
         self._echo.clear()

@@ -31,13 +31,12 @@ def stage_ends(card: ModelCard, memory: Sequence[int], context: int) -> list[int
     Each gets layers in proportion to its memory, more or fewer where memory forces it. None where
     no choice of ends fits this order (exact while each node can hold any one layer).
     """
-    layers, stages = card.num_layers, len(memory)
     due = _due(card, memory, context)
     ends: list[int] = []
     first = 0
-    for i, target in enumerate(accumulate(proportional_layers(layers, memory))):
+    for i, target in enumerate(accumulate(proportional_layers(card.num_layers, memory))):
         lowest = max(due[i + 1], first + 1)
-        highest = _reach(card, memory[i], first, layers - (stages - 1 - i), i == 0, context)
+        highest = _reach(card, memory[i], first, i == 0, context)
         if lowest > highest:
             return None
         first = min(max(target, lowest), highest)
@@ -57,17 +56,14 @@ def _due(card: ModelCard, memory: Sequence[int], context: int) -> list[int]:
         def fits(first: int, end: int = end, room: int = memory[i]) -> bool:
             return stage_bytes(card, first, end, False, context, False) <= room
 
-        # Each stage before this one holds at least one layer.
-        due[i] = i + bisect_left(range(i, end), True, key=fits)
+        due[i] = bisect_left(range(end), True, key=fits)
     return due
 
 
-def _reach(
-    card: ModelCard, room: int, first: int, limit: int, generator: bool, context: int
-) -> int:
-    """The last end, at most `limit`, of a stage that starts at `first`; `first` if not even one."""
+def _reach(card: ModelCard, room: int, first: int, generator: bool, context: int) -> int:
+    """The last end of a stage that starts at `first`; `first` if not even one layer fits."""
 
     def overflows(end: int) -> bool:
         return stage_bytes(card, first, end, generator, context, False) > room
 
-    return first + bisect_right(range(first + 1, limit + 1), False, key=overflows)
+    return first + bisect_right(range(first + 1, card.num_layers + 1), False, key=overflows)

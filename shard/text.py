@@ -1,7 +1,9 @@
 """Chat messages to ids, ids to text as it grows, and where an answer ends."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,23 @@ from mlx_lm.utils import load_config
 
 from ..mtp.types import FinishReason
 from ..placement.errors import InvalidCheckpoint, InvalidRequest
+from .headers import fault as file_fault
+from .headers import parse_object, read_bytes, shown, size_of
+
+_PLUGINS = ("chat_template_type", "tool_parser_type")
+"""Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
+_PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What an expression in a template can raise: nearly all that one in Python can."""
 
 
 class TextCodec:
@@ -19,16 +38,19 @@ class TextCodec:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
+        self._control = _ControlTokens(tokenizer)
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
 
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":
         """Raises InvalidCheckpoint. Code in the checkpoint is never run."""
+        _check_plugins(folder)
         try:
             eos = load_config(folder).get("eos_token_id")
             extra = {"trust_remote_code": False}
             return cls(load_tokenizer(folder, extra, eos_token_ids=eos))
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as fault:
+        # The tokenizers library raises the bare class, the others whatever a field leads to.
+        except Exception as fault:
             raise InvalidCheckpoint(
                 f"the tokenizer of {folder.name} cannot be loaded: {fault}; download it again"
             ) from fault
@@ -42,6 +64,7 @@ class TextCodec:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of the rendered chat, up to where the assistant's answer begins.
 
+        Control tokens come from the template only: where the messages spell one, it is text.
         Raises InvalidRequest where the template refuses these messages.
         """
         if not self._tokenizer.has_chat_template:
@@ -49,20 +72,72 @@ class TextCodec:
                 "this model has no chat template; use a model that was trained for chat",
                 param="model",
             )
+        mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
         try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True
+            text: str = self._tokenizer.apply_chat_template(
+                [self._control.broken(message, mark) for message in messages],
+                add_generation_prompt=True,
+                tokenize=False,
             )
-        except (TemplateError, TypeError, ValueError) as fault:
+        except _TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {fault}", param="messages"
             ) from fault
-        return [int(token) for token in ids]
+        pieces = text.split(mark)
+        return [
+            int(token)
+            for piece in pieces
+            for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
     def stream(self, stop: Sequence[str], *, ignore_end: bool) -> "TextStream":
         """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""
         ends = frozenset[int]() if ignore_end else self.end_tokens
         return TextStream(self._tokenizer, ends, tuple(stop))
+
+
+class _ControlTokens:
+    """The tokens that give a chat its structure, and how to keep messages from spelling them.
+
+    A tokenizer takes `<|im_end|>` for the end of a turn wherever it stands, so whoever may write
+    one message could write others. A mark behind the first character of each, at which the rendered
+    text is cut before it is tokenised, leaves text without these tokens exactly as it was.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        added = list(tokenizer.added_tokens_decoder.values())
+        special = {token.content for token in added if token.special}
+        # Some publishers do not flag theirs as special: then the template is what names them.
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+        named = {token.content for token in added if token.content in template}
+        self._special = _beginnings(special)
+        self._all = _beginnings(special | {name for name in named if not name.isspace()})
+
+    def broken(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """The message with a mark inside each control token that one of its strings spells.
+
+        Of an answer, only the special ones: templates look for `</think>` and the like there.
+        """
+        tokens = self._special if message.get("role") == "assistant" else self._all
+        return _substituted(dict(message), tokens, rf"\g<0>{mark}")
+
+
+def _beginnings(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first character of each occurrence, also where two overlap."""
+    parts = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in tokens if len(t) > 1]
+    return re.compile("|".join(sorted(parts)) or r"(?!)")
+
+
+def _substituted(value: Any, pattern: re.Pattern[str], replacement: str) -> Any:
+    match value:
+        case str():
+            return pattern.sub(replacement, value)
+        case dict():
+            return {k: _substituted(v, pattern, replacement) for k, v in value.items()}
+        case list():
+            return [_substituted(item, pattern, replacement) for item in value]
+        case _:
+            return value
 
 
 class TextStream:
@@ -128,8 +203,24 @@ def messages_from_json(text: str) -> list[dict[str, Any]]:
     """The `Messages` message of the wire. Raises InvalidRequest."""
     try:
         messages = json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise InvalidRequest(f"messages is not JSON: {fault}", param="messages") from fault
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise InvalidRequest("messages must be a list of objects", param="messages")
     return messages
+
+
+def _check_plugins(folder: Path) -> None:
+    """Raises InvalidCheckpoint where a field that chooses a module to import is no plain word."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return
+    config = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+    for field in _PLUGINS:
+        name = config.get(field)
+        if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):
+            raise file_fault(
+                path,
+                f"has {field} = {shown(name)}, which is not the name of a module of mlx-lm",
+                remedy="Use a checkpoint whose chat format mlx-lm has built in.",
+            )

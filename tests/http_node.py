@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from typing import Any
 
-from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.http_server import HttpServer, build_app
 from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
+
+from exo_node.node.http_connection import ConnectionLimits
+from exo_node.node.http_server import HttpServer, build_app
 
 PATIENCE_S = 20.0
 """How long a test waits for what should happen at once."""

@@ -93,6 +93,7 @@ def test_a_folder_or_pipe_in_place_of_a_card_is_refused(tmp_path: Path) -> None:
         ("qwen3.6", ["Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"]),
         ("Qwen3.6-27b", ["Qwen/Qwen3.6-27B"]),
         ("mlx-community/Qwen3.6-27B-4bit", ["Qwen/Qwen3.6-27B"]),
+        ("a-person-with-a-long-name/qwen3.6-27b-own-mix-GGUF-Q4_K_M", ["Qwen/Qwen3.6-27B"]),
         ("lama", ["llama"]),
         ("zzzz", []),
         ("", []),
@@ -105,3 +106,4 @@ def test_the_nearest_ids_are_those_a_person_meant(unknown: str, meant: list[str]
 def test_no_more_ids_than_asked_and_an_endless_name_is_cut() -> None:
     assert len(nearest_ids("qwen", KNOWN, n=1)) == 1
     assert nearest_ids("q" * 10_000_000, KNOWN) == []
+    assert nearest_ids("q" * 300 + "demo", KNOWN) == []

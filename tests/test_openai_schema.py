@@ -6,11 +6,12 @@ import time
 from typing import Any, get_type_hints
 
 import pytest
+from http_node import chat_body
+
 from exo_node.node.body_schema import parse_body
 from exo_node.node.openai_schema import ChatBody
 from exo_node.node.strict_json import decode, encode
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
-from http_node import chat_body
 
 
 def parsed(**fields: object) -> ChatBody:
@@ -235,7 +236,7 @@ def test_a_field_name_of_a_mebibyte_is_refused_briefly_and_fast() -> None:
 
 def test_surrogate_pairs_and_escapes_are_text_like_any_other() -> None:
     assert decode(b'{"a": "\\ud83d\\ude00 \\u00e9"}') == {"a": "😀 é"}
-    assert decode(encode({"a": "😀", "b": "\ud800"})[:9] + b"}") == {"a": "😀"[:1]} or True
+    assert encode({"a": "😀", "b": "\ud800"}) == '{"a":"😀","b":"\\ud800"}'.encode()
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:

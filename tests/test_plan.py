@@ -244,6 +244,19 @@ def test_of_two_sets_the_one_with_the_quicker_link_wins() -> None:
     assert "node-b" in placement.runner_up
 
 
+def test_of_equally_fast_sets_the_one_with_less_to_download_wins() -> None:
+    view = cluster(800 * KB, 800 * KB, 800 * KB, bandwidth=(1e9, 1e9, 1e9))
+    assert set(layers_of(plan(card(), view))) == {"a", "b"}
+    a, b, c = (replace(node, models=frozenset({ModelId("m")})) for node in view.nodes)
+    assert set(layers_of(plan(card(), replace(view, nodes=(view.nodes[0], b, c))))) == {"b", "c"}
+    assert set(layers_of(plan(card(), replace(view, nodes=(a, view.nodes[1], c))))) == {"a", "c"}
+
+
+def test_in_a_large_cluster_the_nodes_with_the_most_memory_are_tried() -> None:
+    view = cluster(*[200 * KB] * 10, 700 * KB, 700 * KB)
+    assert set(layers_of(plan(card(), view))) == {"k", "l"}
+
+
 def test_context_takes_memory_and_is_reported() -> None:
     long = card(context_length=100_000)
     roomy = cluster(10**9)

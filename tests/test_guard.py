@@ -1,0 +1,359 @@
+"""What is let in, and what every answer carries; called as ASGI, without a server."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from exo_node.node.guard import Guard
+from exo_node.placement.errors import PeerLost
+
+KEY = "a-secret-key"
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: Headers
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        import json
+
+        return json.loads(self.body)["error"]
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says how many bytes came."""
+    body = await Request(scope, receive).body()
+    await Response(f"let in with {len(body)}")(scope, receive, send)
+
+
+def scope_of(
+    method: str, path: str, headers: Mapping[str, str], server: tuple[str, int] | None
+) -> Scope:
+    sent = {"host": "localhost:52415", **headers}
+    return {
+        "type": "http",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "server": server,
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in sent.items()],
+    }
+
+
+def ask(
+    guard: Guard,
+    method: str = "GET",
+    path: str = "/v1/models",
+    headers: Mapping[str, str] | None = None,
+    body: Sequence[bytes] = (b"",),
+    server: tuple[str, int] | None = ("127.0.0.1", 52415),
+    then: Message | None = None,
+) -> Reply:
+    """The answer to a request whose body comes in these pieces, with `then` after them."""
+    pieces: list[Message] = [
+        {"type": "http.request", "body": piece, "more_body": then is not None or i < len(body) - 1}
+        for i, piece in enumerate(body)
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if pieces:
+            return pieces.pop(0)
+        if then is None:
+            await asyncio.Event().wait()
+        assert then is not None
+        return then
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(guard(scope_of(method, path, headers or {}, server), receive, send))
+    if not sent:
+        return Reply(0, Headers(), b"")
+    answer = b"".join(message.get("body", b"") for message in sent[1:])
+    return Reply(sent[0]["status"], Headers(raw=sent[0]["headers"]), answer)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:52415", "LOCALHOST:52415", "127.0.0.1:52415", "[::1]:52415", "mac.lan:52415"],
+)
+def test_the_nodes_own_names_are_let_in(host: str) -> None:
+    assert ask(Guard(app, allowed_hosts=["Mac.lan"]), headers={"host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:52415",
+        "localhost",
+        "localhost:80",
+        "localhost:52416",
+        "127.0.0.1.evil.example:52415",
+        "localhost:52415.evil.example",
+        "localhost.:52415",
+        "user@localhost:52415",
+        "",
+    ],
+)
+def test_another_host_is_misdirected(host: str) -> None:
+    reply = ask(Guard(app), headers={"host": host})
+    assert (reply.status, reply.error["code"]) == (421, "misdirected_request")
+
+
+def test_the_address_that_was_connected_to_is_a_host_of_ours() -> None:
+    guard = Guard(app)
+    assert ask(guard, headers={"host": "10.0.0.5:80"}, server=("10.0.0.5", 80)).status == 200
+    assert ask(guard, headers={"host": "10.0.0.5"}, server=("10.0.0.5", 80)).status == 200
+    assert ask(guard, headers={"host": "[fe80::1]:81"}, server=("fe80::1", 81)).status == 200
+    assert ask(guard, headers={"host": "10.0.0.6:80"}, server=("10.0.0.5", 80)).status == 421
+
+
+def test_a_host_with_a_port_is_allowed_as_it_stands() -> None:
+    guard = Guard(app, allowed_hosts=["tunnel.example:8443"])
+    assert ask(guard, headers={"host": "tunnel.example:8443"}).status == 200
+    assert ask(guard, headers={"host": "tunnel.example:52415"}).status == 421
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "null", "http://localhost:1", "https://localhost:52415", "file://"],
+)
+def test_a_page_of_another_origin_is_refused_and_gets_no_cors_header(
+    method: str, origin: str
+) -> None:
+    reply = ask(Guard(app), method, headers={"origin": origin, **JSON})
+    assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_the_nodes_own_page_is_let_in() -> None:
+    reply = ask(Guard(app), headers={"origin": "http://localhost:52415"})
+    assert reply.status == 200
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH", "PUT"])
+@pytest.mark.parametrize(
+    "given", [{}, {"content-type": "text/plain"}, {"content-type": "application/json5"}]
+)
+def test_only_json_bodies_are_taken(method: str, given: dict[str, str]) -> None:
+    reply = ask(Guard(app), method, headers=given, body=(b"{}",))
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_json_body_arrives_whole() -> None:
+    given = {"content-type": "Application/JSON; charset=utf-8"}
+    assert ask(Guard(app), "POST", headers=given, body=(b"{", b"}")).body == b"let in with 2"
+
+
+def test_a_long_body_is_refused_before_it_is_read() -> None:
+    unread = (b"x" * 100,)
+    headers = {**JSON, "content-length": str(9 * 2**20)}
+    reply = ask(Guard(app, body_timeout_s=0.01), "POST", headers=headers, body=unread)
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+
+
+def test_a_chunked_body_is_refused_where_it_becomes_too_long() -> None:
+    guard = Guard(app, max_body_bytes=10)
+    headers = {**JSON, "transfer-encoding": "chunked"}
+    assert ask(guard, "POST", headers=headers, body=(b"x" * 6, b"x" * 4)).status == 200
+    reply = ask(guard, "POST", headers=headers, body=(b"x" * 6, b"x" * 5, b"never read"))
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+
+
+def test_two_lengths_of_one_body_are_refused() -> None:
+    both = {**JSON, "content-length": "2", "transfer-encoding": "chunked"}
+    reply = ask(Guard(app), "POST", headers=both, body=(b"{}",))
+    assert (reply.status, reply.error["param"]) == (400, "Content-Length")
+
+
+def test_half_a_body_and_silence_is_a_timeout() -> None:
+    async def stalled(scope: Scope) -> list[Message]:
+        sent: list[Message] = []
+        pieces: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive() -> Message:
+            if not pieces:
+                await asyncio.Event().wait()
+            return pieces.pop()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await Guard(app, body_timeout_s=0.02)(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(stalled(scope_of("POST", "/v1/settings", JSON, ("127.0.0.1", 52415))))
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert b"request_timeout" in sent[1]["body"]
+
+
+def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing() -> None:
+    reached: list[Scope] = []
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope)
+
+    gone: Message = {"type": "http.disconnect"}
+    assert ask(Guard(watched), "POST", headers=JSON, body=(b"{",), then=gone).status == 0
+    assert reached == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"authorization": KEY},
+        {"authorization": "Basic " + KEY},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer é"},
+        {"authorization": f"Bearer {KEY}x"},
+        {"x-api-key": KEY[:-1]},
+        {"x-api-key": ""},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/models"), ("DELETE", "/v1/placements/p"), ("GET", "/version")]
+)
+def test_the_api_needs_its_key(method: str, path: str, given: dict[str, str]) -> None:
+    reply = ask(Guard(app, api_key=KEY), method, path, given)
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert KEY not in reply.body.decode()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"authorization": f"Bearer {KEY}"},
+        {"authorization": f"bearer {KEY}"},
+        {"x-api-key": KEY},
+        {"x-api-key": KEY, "authorization": "Bearer other"},
+    ],
+)
+def test_either_way_of_giving_the_key_opens_the_api(given: dict[str, str]) -> None:
+    assert ask(Guard(app, api_key=KEY), headers=given).status == 200
+
+
+def test_a_key_of_any_characters_can_be_given() -> None:
+    sent = "Bearer " + "schlüssel".encode().decode("latin-1")
+    assert ask(Guard(app, api_key="schlüssel"), headers={"authorization": sent}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/health/live", "/health/ready"])
+def test_the_page_and_the_health_paths_need_no_key(path: str) -> None:
+    assert ask(Guard(app, api_key=KEY), path=path).status == 200
+
+
+def test_without_a_configured_key_the_api_is_open() -> None:
+    assert ask(Guard(app)).status == 200
+
+
+def test_the_key_is_in_no_representation_of_the_guard() -> None:
+    assert KEY not in repr(Guard(app, api_key=KEY))
+
+
+def test_html_carries_the_content_security_policy_and_json_does_not() -> None:
+    page = ask(Guard(HTMLResponse("<p>")), path="/")
+    assert set(page.headers["content-security-policy"].split("; ")) == {
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "style-src-attr 'unsafe-inline'",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    }
+    assert "content-security-policy" not in ask(Guard(app)).headers
+
+
+def test_every_answer_has_its_own_request_id_and_is_not_sniffed() -> None:
+    replies = [ask(Guard(app)), ask(Guard(app)), ask(Guard(app), headers={"host": "evil"})]
+    assert all(reply.headers["x-content-type-options"] == "nosniff" for reply in replies)
+    ids = {reply.headers["x-request-id"] for reply in replies}
+    assert len(ids) == 3
+    assert all(id.startswith("req_") for id in ids)
+
+
+def breaks(error: Exception, *sent: Message) -> ASGIApp:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in sent:
+            await send(message)
+        raise error
+
+    return broken
+
+
+def head(media_type: bytes) -> Message:
+    headers = [(b"content-type", media_type)]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def test_a_defect_is_a_500_that_tells_nothing_but_where_the_log_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reply = ask(Guard(breaks(RuntimeError("the secret"))))
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    assert b"secret" not in reply.body
+    assert reply.headers["x-request-id"] in reply.error["message"]
+    assert "the secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RuntimeError("the secret"), "internal_error"), (PeerLost("b"), "peer_lost")],
+)
+def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception, code: str) -> None:
+    begun: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+    reply = ask(Guard(breaks(error, head(b"text/event-stream"), begun)))
+    assert reply.body.startswith(b'data: 1\n\ndata: {"error":{"message":')
+    assert f'"code":"{code}"'.encode() in reply.body
+    assert reply.body.endswith(b"}\n\n")
+    assert b"secret" not in reply.body
+
+
+def test_another_answer_that_breaks_is_cut_off_not_completed() -> None:
+    begun: Message = {"type": "http.response.body", "body": b"[1,", "more_body": True}
+    with pytest.raises(ConnectionError, match="middle of its answer"):
+        ask(Guard(breaks(RuntimeError("x"), head(b"application/json"), begun)))
+
+
+def test_a_request_is_logged_without_its_body(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ask(Guard(app), "POST", "/v1/x", JSON, (b'{"prompt": "canary"}',))
+    assert "POST /v1/x 200" in caplog.text
+    assert "canary" not in caplog.text
+
+
+def test_a_websocket_is_closed_unheard() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(app)({"type": "websocket"}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]

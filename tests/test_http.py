@@ -1,0 +1,344 @@
+"""The whole HTTP surface over a real server: routes, bad requests, limits, start and end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from fakes import hangs, repeats
+from http_node import PATIENCE_S, Node, raw_chat, serving_fakes
+
+from exo_node.node.http_connection import ConnectionLimits
+from exo_node.node.http_server import HttpServer
+from exo_node.node.requests import Started, TextDelta
+from exo_node.placement.errors import InvalidSettings
+
+PAGE = b"<!doctype html><p>exo-node"
+
+
+def files(path: str) -> tuple[bytes, str] | None:
+    shipped = {
+        "index.html": (PAGE, "text/html; charset=utf-8"),
+        "vendor/a.js": (b"1", "text/javascript; charset=utf-8"),
+    }
+    return shipped.get(path)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with serving_fakes(static=files) as running:
+        yield running
+
+
+@pytest.fixture
+def node():
+    with serving_fakes() as running:
+        yield running
+
+
+def test_models_are_listed_and_found_by_id(shared: Node) -> None:
+    listed = shared.ask("GET", "/v1/models").json
+    assert listed["object"] == "list"
+    for entry in listed["data"]:
+        assert shared.ask("GET", f"/v1/models/{entry['id']}").json == entry
+    assert shared.ask("GET", "/v1/models/owner%2Flarge-model").json["id"] == "owner/large-model"
+
+
+def test_an_unknown_model_is_answered_with_the_nearest(shared: Node) -> None:
+    reply = shared.ask("GET", "/v1/models/large-model")
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert "owner/large-model" in reply.error["message"]
+
+
+def test_placements_are_made_listed_and_removed(node: Node) -> None:
+    made = node.ask("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
+    assert (made.status, made.json) == (200, {"id": "p0", "model": "demo", "min_nodes": 2})
+    assert node.ask("POST", "/v1/placements", {"model": "demo"}).json["min_nodes"] == 1
+    assert len(node.ask("GET", "/v1/placements").json["data"]) == 2
+    assert node.ask("DELETE", "/v1/placements/p0").json["deleted"] is True
+    assert [p["id"] for p in node.ask("GET", "/v1/placements").json["data"]] == ["p1"]
+    again = node.ask("DELETE", "/v1/placements/p0")
+    assert (again.status, again.error["code"]) == (404, "placement_not_found")
+
+
+def test_a_setting_is_changed_alone(node: Node) -> None:
+    assert node.ask("GET", "/v1/settings").json["native_mtp_enabled"]["value"] is True
+    changed = node.ask("PATCH", "/v1/settings", {"native_mtp_enabled": False})
+    assert changed.json["native_mtp_enabled"]["value"] is False
+    assert node.operations.enabled is False
+
+
+def test_a_setting_that_is_fixed_says_why(shared: Node) -> None:
+    reply = shared.ask("PATCH", "/v1/settings", {"native_mtp_async_draft_eval": False})
+    assert (reply.status, reply.error["param"]) == (400, "native_mtp_async_draft_eval")
+    assert "fixed by a variable" in reply.error["message"]
+
+
+def test_health_tells_live_from_ready(node: Node) -> None:
+    assert node.ask("GET", "/health/ready").status == 200
+    node.operations.is_ready = False
+    unready = node.ask("GET", "/health/ready")
+    assert (unready.status, unready.headers["retry-after"]) == (503, "5")
+    assert unready.json == {"status": "unready", "reason": "a placement is degraded"}
+    assert node.ask("GET", "/health/live").status == 200
+
+
+def test_cluster_and_version_are_answered(shared: Node) -> None:
+    assert shared.ask("GET", "/v1/cluster").json["nodes"] == []
+    assert shared.ask("GET", "/version").json["name"] == "exo-node"
+
+
+def test_the_page_and_its_files_are_served(shared: Node) -> None:
+    page = shared.ask("GET", "/")
+    assert (page.status, page.body) == (200, PAGE)
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    script = shared.ask("GET", "/static/vendor/a.js")
+    assert (script.body, script.headers["content-type"]) == (b"1", "text/javascript; charset=utf-8")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nothing",
+        "/../../etc/passwd",
+        "/static/../../etc/passwd",
+        "/static/%2e%2e/%2e%2e/etc/passwd",
+        "/static/",
+        "/v1/models/",
+        "/v1/embeddings",
+        "//v1/models",
+    ],
+)
+def test_a_path_that_is_not_there_is_404_in_the_apis_shape(shared: Node, path: str) -> None:
+    reply = shared.ask("GET", path)
+    assert (reply.status, reply.error["type"]) == (404, "invalid_request_error")
+
+
+def test_a_wrong_method_is_405_and_names_the_right_ones(shared: Node) -> None:
+    reply = shared.ask("DELETE", "/v1/models")
+    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+    assert "GET" in reply.headers["allow"]
+    assert shared.ask("GET", "/v1/chat/completions").status == 405
+
+
+BAD_BODIES: list[tuple[str, str, object, str]] = [
+    ("POST", "/v1/chat/completions", [], "body"),
+    ("POST", "/v1/chat/completions", b"{", "body"),
+    ("POST", "/v1/chat/completions", b"[" * 100_000, "body"),
+    ("POST", "/v1/chat/completions", b'{"model": "\xff"}', "body"),
+    ("POST", "/v1/chat/completions", b'{"max_tokens": ' + b"1" * 5000 + b"}", "max_tokens"),
+    ("POST", "/v1/chat/completions", b'{"\xed\x9f\xbf": 1, "a": "\\ud800"}', "a"),
+    ("POST", "/v1/chat/completions", {"model": "m", "messages": [], "x": 1}, "x"),
+    ("POST", "/v1/chat/completions", b'{"a":{"\\ud800":1,"\\ud800":2}}', "\ud800"),
+    ("POST", "/v1/chat/completions", b" " * 300_000, "body"),
+    ("POST", "/v1/placements", {}, "model"),
+    ("POST", "/v1/placements", {"model": "demo", "min_nodes": 0}, "min_nodes"),
+    ("POST", "/v1/placements", {"model": "demo", "min_nodes": True}, "min_nodes"),
+    ("POST", "/v1/placements", {"model": "demo", "nodes": 2}, "nodes"),
+    ("PATCH", "/v1/settings", {}, "body"),
+    ("PATCH", "/v1/settings", {"native_mtp_enabled": None}, "native_mtp_enabled"),
+    ("PATCH", "/v1/settings", {"native_mtp_enabled": 1}, "native_mtp_enabled"),
+    ("PATCH", "/v1/settings", {"native_mtp": True}, "native_mtp"),
+]
+
+
+@pytest.mark.parametrize("case", BAD_BODIES, ids=[f"{c[1]} {str(c[2])[:40]}" for c in BAD_BODIES])
+def test_a_bad_body_is_400_with_its_field_and_the_next_request_is_served(
+    shared: Node, case: tuple[str, str, object, str]
+) -> None:
+    method, path, body, param = case
+    reply = shared.ask(method, path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert reply.error["type"] == "invalid_request_error"
+    assert shared.chat_reply().status == 200
+
+
+def head(*lines: str) -> Callable[[int], bytes]:
+    text = "\r\n".join(("POST /v1/chat/completions HTTP/1.1", *lines, "", ""))
+    return lambda port: text.replace("PORT", str(port)).encode("latin-1")
+
+
+HOST, JSON = "Host: localhost:PORT", "Content-Type: application/json"
+BAD_HEADS: dict[str, tuple[Callable[[int], bytes], int]] = {
+    "another host": (head("Host: evil.example", JSON, "Content-Length: 0"), 421),
+    "no host": (head(JSON, "Content-Length: 0"), 400),
+    "two hosts": (head(HOST, "Host: evil", JSON, "Content-Length: 0"), 400),
+    "foreign origin": (head(HOST, "Origin: http://evil", JSON, "Content-Length: 0"), 403),
+    "text": (head(HOST, "Content-Type: text/plain", "Content-Length: 0"), 415),
+    "9 MiB, none of it sent": (head(HOST, JSON, f"Content-Length: {9 * 2**20}"), 413),
+    "negative length": (head(HOST, JSON, "Content-Length: -1"), 400),
+    "two lengths": (head(HOST, JSON, "Content-Length: 1", "Content-Length: 2"), 400),
+    "length and chunks": (
+        head(HOST, JSON, "Content-Length: 2", "Transfer-Encoding: chunked"),
+        400,
+    ),
+    "NUL in a header": (head(HOST, JSON, "Authorization: Bearer \xe9\0"), 400),
+    "300 KiB of header": (head(HOST, JSON, "X-A: " + "a" * 300_000), 400),
+    "no HTTP": (lambda _: b"\x16\x03\x01 hello\r\n\r\n", 400),
+    "a chunk of no size": (
+        lambda port: head(HOST, JSON, "Transfer-Encoding: chunked")(port) + b"zz\r\n",
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADS)
+def test_a_bad_head_is_refused_in_the_apis_shape_and_the_next_request_is_served(
+    shared: Node, name: str
+) -> None:
+    build, status = BAD_HEADS[name]
+    with shared.raw(build(shared.port)) as connection:
+        reply = b""
+        while b"\r\n\r\n" not in reply or not reply.endswith(b"}"):
+            reply += (piece := connection.recv(65536))
+            assert piece, reply
+    assert reply.startswith(f"HTTP/1.1 {status} ".encode())
+    assert set(json.loads(reply.partition(b"\r\n\r\n")[2])["error"]) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+    assert shared.chat_reply().status == 200
+
+
+def test_an_endless_chunked_body_is_refused_and_its_sender_cut_off() -> None:
+    with serving_fakes(limits=ConnectionLimits(head_s=0.2)) as node:
+        start = head(HOST, JSON, "Transfer-Encoding: chunked")(node.port)
+        chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+        sent = 0
+        with node.raw(start) as connection, pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(chunk)
+                sent += 1
+        assert sent >= 8
+        assert node.chat_reply().status == 200
+
+
+def test_a_body_of_9_mib_that_is_sent_in_full_is_answered_413(shared: Node) -> None:
+    reply = shared.ask("POST", "/v1/chat/completions", b" " * (9 * 2**20))
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+
+
+def ended(connection: socket.socket) -> bytes:
+    """What came until the server closed the connection."""
+    received = b""
+    try:
+        while piece := connection.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+@pytest.mark.parametrize("part", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_client_that_sends_no_whole_head_is_closed(part: bytes) -> None:
+    with serving_fakes(limits=ConnectionLimits(head_s=0.05)) as node:
+        with node.raw(part) as connection:
+            assert ended(connection) == b""
+        assert node.chat_reply().status == 200
+
+
+def test_a_long_answer_outlives_the_limit_of_the_head() -> None:
+    with serving_fakes(limits=ConnectionLimits(head_s=0.05), keep_alive_s=0.05) as node:
+        node.chat.scripts["slow"] = hangs(Started((1,)))
+        request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
+        with node.raw(request) as connection:
+            received = b""
+            while received.count(b": keep-alive") < 4:
+                received += (piece := connection.recv(4096))
+                assert piece
+
+
+def test_a_client_that_never_reads_is_cut_off_and_its_backlog_is_bounded() -> None:
+    with serving_fakes(limits=ConnectionLimits(blocked_s=0.3)) as node:
+        node.chat.scripts["flood"] = repeats(TextDelta("x" * 65536, ()))
+        request = raw_chat(model="flood", stream=True).replace(b"{port}", str(node.port).encode())
+        with node.raw(request):
+            assert node.chat.closed.wait(PATIENCE_S)
+        # What the kernel buffers on both sides, and uvicorn's own 64 KiB.
+        assert node.chat.events * 65536 < 32 * 2**20
+        assert node.chat_reply().status == 200
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    with serving_fakes(limits=ConnectionLimits(connections=1)) as node, node.raw(b"GET "):
+        surplus = node.ask("GET", "/health/live")
+        assert (surplus.status, surplus.error["code"]) == (503, "too_many_connections")
+
+
+def test_closing_cancels_streams_that_do_not_end() -> None:
+    with serving_fakes(grace_s=0) as node:
+        node.chat.scripts["slow"] = hangs(Started((1,)))
+        request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
+        connection = node.raw(request)
+        assert node.chat.began.wait(PATIENCE_S)
+    assert node.chat.closed.is_set()
+    with connection:
+        assert b"[DONE]" not in ended(connection)
+
+
+def refused_start(host: str, port: int) -> InvalidSettings:
+    async def nothing(*_: object) -> None:
+        raise AssertionError("nothing is served")
+
+    with pytest.raises(InvalidSettings) as caught:
+        asyncio.run(HttpServer(nothing).start(host, port))
+    return caught.value
+
+
+def test_a_port_in_use_is_refused_with_the_next_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        fault = refused_start("127.0.0.1", port)
+        assert fault.param == "--port"
+        named = int(fault.message.partition("use --port ")[2].partition(",")[0])
+        assert named > port
+        with socket.create_server(("127.0.0.1", named)):
+            again = refused_start("127.0.0.1", port)
+            assert f"--port {named}," not in again.message
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_a_host_that_is_not_ours_is_refused_by_name(host: str) -> None:
+    assert refused_start(host, 0).param == "--host"
+
+
+def test_the_server_leaves_the_signals_to_its_node() -> None:
+    async def run() -> None:
+        async def nothing(*_: object) -> None: ...
+
+        server = HttpServer(nothing)
+        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        await server.start("127.0.0.1", 0)
+        assert {each: signal.getsignal(each) for each in before} == before
+        await server.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port))
+
+    asyncio.run(run())
+
+
+def test_the_server_is_imported_fast_and_without_mlx() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); import exo_node.node.http_server; "
+        "took = time.perf_counter() - t; print(took, [m for m in sys.modules "
+        "if m.split('.')[0] in ('mlx', 'mlx_lm', 'transformers', 'grpc', 'openai')])"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        ).stdout.split(maxsplit=1)
+        for _ in range(3)
+    ]
+    assert {heavy.strip() for _, heavy in runs} == {"[]"}
+    assert min(float(took) for took, _ in runs) < 0.5

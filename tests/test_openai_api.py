@@ -1,0 +1,346 @@
+"""The chat endpoint over a real server: its frames, its statistics, its errors, its ends."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
+from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+
+from exo_node.mtp.types import Sampling
+from exo_node.node.requests import Finished, Loading, PrefillProgress, Started, TextDelta
+from exo_node.placement.errors import (
+    ContextLengthExceeded,
+    DownloadFailed,
+    ExoNodeError,
+    InsufficientMemory,
+    InvalidCheckpoint,
+    LoadFailed,
+    ModelLoading,
+    PeerLost,
+    QueueFull,
+)
+
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 3,
+    "total_tokens": 6,
+    "prompt_tokens_details": {"cached_tokens": 2},
+    "completion_tokens_details": {"accepted_prediction_tokens": 1},
+}
+
+
+@pytest.fixture
+def node():
+    with serving_fakes() as running:
+        yield running
+
+
+def frames(reply: Reply) -> list[str]:
+    text = reply.body.decode()
+    assert text.endswith("\n\n")
+    assert "\r" not in text
+    return text[:-2].split("\n\n")
+
+
+def chunks(reply: Reply) -> list[Any]:
+    found = [frame.removeprefix("data: ") for frame in frames(reply) if frame.startswith("data:")]
+    return [json.loads(text) for text in found if text != "[DONE]"]
+
+
+def test_an_answer_comes_whole_with_usage_and_statistics(node: Node) -> None:
+    reply = node.chat_reply()
+    body = reply.json
+    assert body.pop("id") == reply.headers["x-request-id"].replace("req_", "chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "object": "chat.completion",
+        "model": "demo",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "héllo", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": USAGE,
+        "generation_stats": STATS,
+    }
+
+
+def test_a_stream_has_progress_a_role_text_an_end_statistics_and_done(node: Node) -> None:
+    reply = node.chat_reply(stream=True)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert frames(reply)[:2] == [": prefill 2/3", ": prefill 3/3"]
+    assert frames(reply)[-1] == "data: [DONE]"
+    *spoken, last = chunks(reply)
+    assert [(c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in spoken] == [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": "hé"}, None),
+        ({"content": "llo"}, None),
+        ({}, "stop"),
+    ]
+    assert (last["choices"], last["usage"], last["generation_stats"]) == ([], USAGE, STATS)
+    assert {chunk["object"] for chunk in chunks(reply)} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks(reply)}) == 1
+
+
+@pytest.mark.parametrize(("wish", "sent"), [(None, True), (True, True), (False, False)])
+def test_the_usage_chunk_is_left_out_only_on_request(
+    node: Node, wish: bool | None, sent: bool
+) -> None:
+    reply = node.chat_reply(stream=True, stream_options={"include_usage": wish})
+    assert any("usage" in chunk for chunk in chunks(reply)) is sent
+    assert frames(reply)[-1] == "data: [DONE]"
+
+
+def test_token_ids_come_on_request_in_the_body(node: Node) -> None:
+    body = node.chat_reply(return_token_ids=True).json
+    assert body["prompt_token_ids"] == [7, 8, 9]
+    assert body["choices"][0]["token_ids"] == [10, 11, 12]
+
+
+def test_token_ids_come_on_request_in_each_chunk(node: Node) -> None:
+    reply = node.chat_reply(return_token_ids=True, stream=True)
+    spoken = [chunk for chunk in chunks(reply) if chunk["choices"]]
+    assert [chunk.get("prompt_token_ids") for chunk in spoken] == [[7, 8, 9], *[None] * 4]
+    assert [chunk["choices"][0]["token_ids"] for chunk in spoken] == [[], [10], [11], [12], []]
+
+
+def test_the_request_reaches_the_chat_service_over_the_cards_sampling(node: Node) -> None:
+    reply = node.chat_reply(
+        messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": "u"}],
+        temperature=0,
+        min_p=0.25,
+        seed=5,
+        stop="END",
+        max_tokens=10,
+        max_completion_tokens=20,
+        num_draft_tokens=0,
+    )
+    (request,) = node.chat.requests
+    assert request.id == reply.headers["x-request-id"]
+    assert request.sampling == Sampling(temperature=0, top_k=20, min_p=0.25, seed=5)
+    assert (request.stop, request.max_tokens, request.num_draft_tokens) == (("END",), 20, 0)
+    assert request.messages == (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+    )
+
+
+def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:
+    node.chat_reply()
+    (request,) = node.chat.requests
+    assert (request.max_tokens, request.num_draft_tokens, request.stop) == (None, None, ())
+    assert request.ignore_eos is False
+
+
+REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
+    (ContextLengthExceeded("x"), 400, "invalid_request_error", None, None),
+    (QueueFull("x"), 429, "rate_limit_error", "1", "true"),
+    (ModelLoading("x"), 503, "server_error", "5", "true"),
+    (PeerLost("x"), 503, "server_error", "2", "true"),
+    (InsufficientMemory("x"), 503, "server_error", "30", "false"),
+    (LoadFailed("x"), 503, "server_error", "30", "false"),
+    (DownloadFailed("x"), 503, "server_error", "30", "false"),
+    (InvalidCheckpoint("x"), 500, "server_error", None, "false"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("case", REFUSALS, ids=[case[0].code for case in REFUSALS])
+def test_a_refusal_before_the_first_event_is_a_status(
+    node: Node, case: tuple[ExoNodeError, int, str, str | None, str | None], stream: bool
+) -> None:
+    error, status, kind, retry_after, should_retry = case
+    node.chat.scripts["refused"] = says(then=type(error)("why", param="here"))
+    reply = node.chat_reply(model="refused", stream=stream)
+    assert reply.status == status
+    assert reply.error == {"message": "why", "type": kind, "param": "here", "code": error.code}
+    assert reply.headers.get("retry-after") == retry_after
+    assert reply.headers.get("x-should-retry") == should_retry
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
+    reply = node.chat_reply(model="nope", stream=stream)
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert (reply.error["type"], reply.error["param"]) == ("invalid_request_error", "model")
+
+
+@pytest.mark.parametrize(
+    "begun", [(Started((1,)),), (PrefillProgress(1, 2),), (Loading("12 %"),), ANSWER[:-1]]
+)
+def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
+    node: Node, begun: tuple[Any, ...]
+) -> None:
+    node.chat.scripts["dying"] = says(*begun, then=PeerLost("peer b was lost"))
+    reply = node.chat_reply(model="dying", stream=True)
+    assert reply.status == 200
+    assert json.loads(frames(reply)[-1].removeprefix("data: ")) == {
+        "error": {
+            "message": "peer b was lost",
+            "type": "server_error",
+            "param": None,
+            "code": "peer_lost",
+        }
+    }
+    assert b"[DONE]" not in reply.body
+
+
+def test_an_error_within_an_answer_that_is_not_streamed_is_a_status(node: Node) -> None:
+    node.chat.scripts["dying"] = says(*ANSWER[:-1], then=PeerLost("peer b was lost"))
+    assert node.chat_reply(model="dying").status == 503
+
+
+def test_a_defect_within_a_stream_ends_it_and_tells_nothing(node: Node) -> None:
+    node.chat.scripts["broken"] = says(*ANSWER[:4], then=RuntimeError("the secret"))
+    reply = node.chat_reply(model="broken", stream=True)
+    assert chunks(reply)[-1]["error"]["code"] == "internal_error"
+    assert b"secret" not in reply.body
+    assert b"[DONE]" not in reply.body
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_defect_before_the_first_event_is_a_500(node: Node, stream: bool) -> None:
+    node.chat.scripts["broken"] = says(then=RuntimeError("the secret"))
+    reply = node.chat_reply(model="broken", stream=stream)
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    assert b"secret" not in reply.body
+
+
+@pytest.mark.parametrize("events", [(), ANSWER[:-1]], ids=["nothing", "no end"])
+def test_an_answer_without_an_end_is_an_error_not_a_success(
+    node: Node, events: tuple[Any, ...]
+) -> None:
+    node.chat.scripts["torn"] = says(*events)
+    assert node.chat_reply(model="torn").status == 500
+    streamed = node.chat_reply(model="torn", stream=True)
+    assert b"internal_error" in streamed.body
+    assert b"[DONE]" not in streamed.body
+
+
+def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
+    node.chat.scripts["loaded"] = says(Loading("downloading\n\ndata: 12 %"), *ANSWER)
+    reply = node.chat_reply(model="loaded", stream=True)
+    assert frames(reply)[0] == ": downloading data: 12 %"
+    assert node.chat_reply(model="loaded").status == 200
+
+
+def test_silence_is_broken_by_comments_also_before_the_first_event() -> None:
+    for begun in ((), (Started((1,)),)):
+        with serving_fakes(keep_alive_s=0.02) as node:
+            node.chat.scripts["silent"] = hangs(*begun)
+            with node.raw(addressed(node, model="silent", stream=True)) as connection:
+                assert received_until(connection, b": keep-alive\n\n").startswith(b"HTTP/1.1 200")
+            assert node.chat.closed.wait(PATIENCE_S)
+
+
+def addressed(node: Node, **fields: object) -> bytes:
+    return raw_chat(**fields).replace(b"{port}", str(node.port).encode())
+
+
+def received_until(connection: Any, end: bytes) -> bytes:
+    received = b""
+    while end not in received:
+        piece = connection.recv(4096)
+        assert piece, received
+        received += piece
+    return received
+
+
+@pytest.mark.parametrize(
+    "script",
+    [hangs(), hangs(Started((1,))), repeats(TextDelta("a", (1,)))],
+    ids=["before the first event", "in silence", "in a flood"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_ends_its_generation(node: Node, script: Any, stream: bool) -> None:
+    node.chat.scripts["long"] = script
+    with node.raw(addressed(node, model="long", stream=stream)):
+        assert node.chat.began.wait(PATIENCE_S)
+        assert not node.chat.closed.is_set()
+    assert node.chat.closed.wait(PATIENCE_S)
+
+
+def test_a_finished_answer_closes_its_events(node: Node) -> None:
+    node.chat.scripts["more"] = says(FINISHED, TextDelta("after the end", ()))
+    for stream in (False, True):
+        node.chat.closed.clear()
+        assert b"after the end" not in node.chat_reply(model="more", stream=stream).body
+        assert node.chat.closed.wait(PATIENCE_S)
+
+
+def test_a_length_finish_is_told_as_such(node: Node) -> None:
+    end: Finished = replace(FINISHED, reason="length")
+    node.chat.scripts["long"] = says(end)
+    assert node.chat_reply(model="long").json["choices"][0]["finish_reason"] == "length"
+
+
+# openai 3 warns of nothing itself; its HTTP client uses what newer anyio releases deprecate.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:openai.*")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx2.*")
+class TestOpenAiClient:
+    """OpenAI's own client understands the answers."""
+
+    def client(self, node: Node, **options: Any) -> Any:
+        from openai import OpenAI
+
+        url = f"http://127.0.0.1:{node.port}/v1"
+        return OpenAI(base_url=url, api_key="k", max_retries=0, **options)
+
+    def test_whole(self, node: Node) -> None:
+        with self.client(node) as client:
+            messages = [{"role": "user", "content": "hi"}]
+            answer = client.chat.completions.create(model="demo", messages=messages)
+            assert answer.choices[0].message.content == "héllo"
+            assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
+            assert answer.generation_stats["drafter_kind"] == "native_mtp"
+            again = [*messages, answer.choices[0].message, *messages]
+            assert client.chat.completions.create(model="demo", messages=again).id
+
+    def test_stream(self, node: Node) -> None:
+        with self.client(node) as client:
+            messages = [{"role": "user", "content": "hi"}]
+            *spoken, last = client.chat.completions.create(
+                model="demo", messages=messages, stream=True
+            )
+            assert "".join(c.choices[0].delta.content or "" for c in spoken) == "héllo"
+            assert last.usage.total_tokens == 6
+
+    def test_models(self, node: Node) -> None:
+        with self.client(node) as client:
+            assert [model.id for model in client.models.list()] == ["demo", "owner/large-model"]
+            assert client.models.retrieve("owner/large-model").owned_by == "exo-node"
+
+    def test_errors(self, node: Node) -> None:
+        import openai
+
+        node.chat.scripts["full"] = says(then=QueueFull("full"))
+        node.chat.scripts["dying"] = says(Started((1,)), then=PeerLost("lost"))
+        messages = [{"role": "user", "content": "hi"}]
+        with self.client(node) as client:
+            create = client.chat.completions.create
+            with pytest.raises(openai.NotFoundError) as missing:
+                create(model="nope", messages=messages)
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+            with pytest.raises(openai.BadRequestError) as refused:
+                create(model="demo", messages=messages, n=2)
+            assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "n")
+            with pytest.raises(openai.RateLimitError):
+                create(model="full", messages=messages)
+            with pytest.raises(openai.APIError) as lost:
+                list(create(model="dying", messages=messages, stream=True))
+            assert lost.value.code == "peer_lost"
+
+    def test_a_wrong_key(self) -> None:
+        import openai
+
+        with serving_fakes(api_key="other") as node, self.client(node) as client:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                client.models.list()
+            assert refused.value.code == "invalid_api_key"
