@@ -43,7 +43,9 @@ def models(entries: Sequence[Mapping[str, Any]]) -> str:
             _text(entry.get("id")),
             "yes" if entry.get("loaded") else "no",
             _text(entry.get("context_length")),
-            _native_mtp(entry.get("native_mtp")),
+            f"cannot be used: {entry['error']}"
+            if entry.get("error")
+            else _native_mtp(entry.get("native_mtp")),
         )
         for entry in entries
     ]
@@ -53,12 +55,13 @@ def models(entries: Sequence[Mapping[str, Any]]) -> str:
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
     """Write a stream's deltas to stdout as they come; the final stats, if the node sent them."""
     stats: Mapping[str, Any] | None = None
-    last = "\n"
+    last, shown = "\n", 0
     try:
         for event in events:
             if isinstance(event, Comment):
-                _show_progress(event)
+                shown = _show_progress(event, shown)
                 continue
+            shown = _clear_progress(shown)
             stats = event.get("generation_stats") or stats
             for choice in event.get("choices", []):
                 text: str = choice.get("delta", {}).get("content") or ""
@@ -84,9 +87,19 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     return escape_controls(", ".join(parts))
 
 
-def _show_progress(comment: Comment) -> None:
-    if comment.text and sys.stderr.isatty():
-        print(escape_controls(comment.text), file=sys.stderr, flush=True)
+def _show_progress(comment: Comment, shown: int) -> int:
+    """One line that is written over, on a terminal; the number of characters it holds."""
+    if not comment.text or not sys.stderr.isatty():
+        return shown
+    text = escape_controls(comment.text)
+    print(f"\r{text.ljust(shown)}", end="", file=sys.stderr, flush=True)
+    return len(text)
+
+
+def _clear_progress(shown: int) -> int:
+    if shown:
+        print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)
+    return 0
 
 
 def _for_stdout(text: str) -> str:

@@ -115,8 +115,11 @@ class Cluster:
     def members(self) -> list[MemberFacts]:
         """Nodes that may take new work: this one and those that are alive, not suspect."""
         alive = self._membership.alive()
-        others = [m.beat.sender for node, m in self._members.items() if node in alive]
-        return [MemberFacts(self._self_facts()), *(MemberFacts(facts) for facts in others)]
+        others = [m.beat for node, m in self._members.items() if node in alive]
+        return [
+            MemberFacts(self._self_facts(), self._states()),
+            *(MemberFacts(beat.sender, beat.placements) for beat in others),
+        ]
 
     def address(self, node: NodeId) -> str:
         """host:port of another node's control server. Raises PeerLost."""

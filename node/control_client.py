@@ -150,6 +150,10 @@ class RunnerClient:
         async for event in _stream(stub.Generate(request), where):
             yield event
 
+    async def forget(self, endpoint: Endpoint) -> None:
+        """Closes the channel to a runner that is gone; its port may be another's soon."""
+        await self._channels.drop(f"{endpoint.ready.host}:{endpoint.ready.port}")
+
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         address = f"{endpoint.ready.host}:{endpoint.ready.port}"
         return self._channels.to(address, runner_name(endpoint.node))

@@ -1,7 +1,7 @@
 """This node's facts, and what placing asks: views, cards, switches, dtypes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..placement.card import ModelCard
@@ -13,22 +13,28 @@ from .models import ModelLibrary
 from .switches import Switches
 
 
+STAGE_HEADROOM = 1.2
+
+
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
     """One live node as heartbeats tell of it."""
 
     facts: pb.NodeFacts
+    stages: Sequence[pb.PlacementState] = ()
 
     @property
     def id(self) -> NodeId:
         return NodeId(self.facts.id)
 
-    def for_planner(self) -> NodeFacts:
+    def for_planner(self, placing: ModelId) -> NodeFacts:
+        """Memory is what other models' stages leave, with the planner's headroom on theirs."""
         f = self.facts
+        others = sum(s.weight_bytes + s.cache_bytes for s in self.stages if s.model != placing)
         return NodeFacts(
             id=self.id,
             name=f.name,
-            memory_bytes=f.memory_bytes,
+            memory_bytes=max(0, f.memory_bytes - int(others * STAGE_HEADROOM)),
             memory_bandwidth=f.memory_bandwidth,
             backend=f.backend,
             chip=f.chip,
@@ -54,8 +60,8 @@ class NodeFactsSource:
         self._library = library
         self._switches = switches
 
-    def view(self) -> ClusterView:
-        nodes = tuple(member.for_planner() for member in self._members())
+    def view(self, placing: ModelId) -> ClusterView:
+        nodes = tuple(member.for_planner(placing) for member in self._members())
         return ClusterView(nodes=nodes, head=self._head())
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:

@@ -176,6 +176,7 @@ class HttpServer:
         return uvicorn.Config(
             self._app,
             http=Connection,
+            interface="asgi3",
             ws="none",
             lifespan="off",
             log_config=None,

@@ -49,11 +49,17 @@ class Stages(Protocol):
         """Tells a stage's runner where the next one is. Raises PeerLost."""
         ...
 
+    async def forget(self, stage: Endpoint) -> None:
+        """Closes what leads to a runner that is gone."""
+        ...
+
 
 class Facts(Protocol):
     """What placing asks of the node."""
 
-    def view(self) -> ClusterView: ...
+    def view(self, placing: ModelId) -> ClusterView:
+        """The live nodes, with the memory that other models than `placing` leave."""
+        ...
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         """The card, and the fingerprint of this node's files ("" where it has none)."""
@@ -188,7 +194,7 @@ class Placements:
 
     async def _replace(self, model: ModelId, min_nodes: int) -> Record:
         card, fingerprint = await self._facts.card(model)
-        planned = plan(card, self._facts.view(), min_nodes=min_nodes)
+        planned = plan(card, self._facts.view(model), min_nodes=min_nodes)
         if model in self._records:
             await self._drain(model)
         record = Record(PlacementId(f"p-{secrets.token_hex(4)}"), card, planned)
@@ -293,7 +299,7 @@ class Placements:
         """As many nodes as the lost placement had; fewer where no more are left."""
         if record is None:
             return 1
-        return min(len(record.plan.stages), len(self._facts.view().nodes))
+        return min(len(record.plan.stages), len(self._facts.view(record.card.id).nodes))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -316,6 +322,8 @@ class Placements:
                 await self._stages.unload(stage.node, record.id, number)
             except PeerLost as fault:
                 log.info("stage %d of %s went with its node: %s", number, record.id, fault)
+        for endpoint in record.endpoints:
+            await self._stages.forget(endpoint)
 
     def _note_failure(self, model: ModelId) -> None:
         self._failures.setdefault(model, deque(maxlen=MAX_FAILURES)).append(time.monotonic())

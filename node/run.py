@@ -172,6 +172,9 @@ class Node:
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         await self._runners.connect(stage, following, placement)
 
+    async def forget(self, stage: Endpoint) -> None:
+        await self._runners.forget(stage)
+
     # ------------------------------------------------------- gRPC services (NodeSide)
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:

@@ -70,7 +70,7 @@ class _Candidate:
     def __str__(self) -> str:
         names = " + ".join(node.name for node in self.nodes)
         alone = " alone" if len(self.nodes) == 1 else ""
-        return f"{names}{alone}, about {self.seconds * 1000:.3g} ms a token"
+        return f"{names}{alone}, {self.seconds * 1000:.3g} ms a token by memory bandwidth"
 
 
 def plan(
@@ -172,7 +172,10 @@ def _splits(task: _Task, size: int) -> list[_Candidate]:
 
 
 def _split(task: _Task, nodes: Iterable[NodeFacts]) -> _Candidate | None:
-    """The nodes by bandwidth, the first that can be the generator in front."""
+    """The nodes by bandwidth, the first of them that can be the generator in front.
+
+    Finds a split where there is one, if the layers are alike; hops do not change the order yet.
+    """
     order = sorted(nodes, key=lambda node: (-bandwidth_of(node), node.id))
     for generator in order:
         nodes_in_order = (generator, *(node for node in order if node is not generator))

@@ -121,7 +121,7 @@ class TextEngine:
         self._target: Target = (
             WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
         )
-        self._live: dict[str, Callable[[], list[mx.array]]] = {}
+        self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
         self.identity = "off"
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -154,10 +154,17 @@ class TextEngine:
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
-        if request.k > self._max_k:
+        if not 0 <= request.k <= self._max_k:
             raise InvalidRequest(
-                f"num_draft_tokens {request.k} is over this runner's {self._max_k}",
+                f"num_draft_tokens {request.k} is not in this runner's range of 0 to {self._max_k}",
                 param="num_draft_tokens",
+            )
+        key = (request.request, request.attempt)
+        if key in self._live:
+            raise InvalidRequest(
+                f"attempt {request.attempt} of request {request.request} is running already; a "
+                "request needs a name of its own",
+                param="request",
             )
         stats = StatsCollector(self._clock)
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
@@ -166,7 +173,7 @@ class TextEngine:
         drafter = self._drafter(chooser, request.k)
         task = Task(request.prompt, request.max_tokens, self._prefill_chunk, request.replay)
         steps = Generation(task, verifier, drafter, chooser, text).steps()
-        self._live[request.request] = lambda: verifier.arrays() + drafter.arrays()
+        self._live[key] = lambda: verifier.arrays() + drafter.arrays()
         try:
             reason = yield from _with_text(steps, stats, text)
             final = stats.finish(
@@ -178,7 +185,7 @@ class TextEngine:
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         finally:
-            del self._live[request.request]
+            del self._live[key]
             if self._link is not None:
                 self._link.release(request.request, request.attempt)
             # Arrays whose last reference this generator holds are freed after it; buffers now.

@@ -11,7 +11,7 @@ from .wire import ITEM_BYTES, WIRE
 
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
-_REQUEST = re.compile(r"[A-Za-z0-9_-]{1,64}")
+REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def check_envelope(frame: pb.Frame, expected: Expectation) -> None:
     """What every kind of frame must carry. Raises InvalidFrame naming the field."""
     if frame.placement != expected.placement:
         raise InvalidFrame("the frame belongs to another placement", param="placement")
-    if not _REQUEST.fullmatch(frame.request):
+    if not REQUEST_NAME.fullmatch(frame.request):
         raise InvalidFrame("request is not 1 to 64 letters, digits, - or _", param="request")
     if frame.attempt < 1:
         raise InvalidFrame("attempt counts from 1", param="attempt")

@@ -73,6 +73,7 @@ class OutgoingStream:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
         except TimeoutError as fault:
+            await self._channel.close()  # or it would go on dialling
             raise PeerLost(f"the next stage at {self._where} does not answer") from fault
         self._call = peer_pb2_grpc.StageStub(self._channel).Stream()
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]

@@ -67,12 +67,14 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         progress=progress,
     )
     stage = StageModel(model, spec.first_layer, spec.end_layer)
+    config = text_config(checkpoint.config)
+    if spec.num_stages > 1:
+        stage.check_splits(int(config["hidden_size"]))
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
         head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
     read = _bytes_read() - before
-    config = text_config(checkpoint.config)
     return Loaded(
         model=stage,
         expected=_expectation(spec, config),

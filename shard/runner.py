@@ -118,7 +118,7 @@ class Runner:
             service = StageService(spec, expected, self._compute, following, None, ring)
             peer_pb2_grpc.add_StageServicer_to_server(service, server)
         engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
-        generator = GeneratorService(spec.placement, engine, self._compute)
+        generator = GeneratorService(expected, engine, self._compute)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 

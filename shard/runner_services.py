@@ -16,7 +16,7 @@ from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread, Run
 from .engine import Delta, Done, EngineEvent, EngineRequest, TextEngine
-from .frames import Assembler, Expectation, HiddenBlock, cut
+from .frames import REQUEST_NAME, Assembler, Expectation, HiddenBlock, check_envelope, cut
 from .links import Address, OutgoingStream, Ring
 from .stage import StageWorker
 from .stats_json import stats_json
@@ -140,6 +140,7 @@ class StageService(peer_pb2_grpc.StageServicer):
         ahead: asyncio.Semaphore,
         up: "asyncio.Queue[pb.Frame | None]",
     ) -> None:
+        check_envelope(frame, self._expected)
         match frame.WhichOneof("kind"):
             case "hidden":
                 block = assembler.add(frame)
@@ -243,8 +244,8 @@ class StageService(peer_pb2_grpc.StageServicer):
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     """Runs answers on the compute thread and streams their events."""
 
-    def __init__(self, placement: str, engine: TextEngine, compute: ComputeThread) -> None:
-        self._placement = placement
+    def __init__(self, expected: Expectation, engine: TextEngine, compute: ComputeThread) -> None:
+        self._expected = expected
         self._engine = engine
         self._compute = compute
 
@@ -283,8 +284,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         return pb.RunnerState(live_requests=engine.live_requests, cache_bytes=cache)
 
     async def _prepare(self, request: pb.GenerateRequest) -> EngineRequest:
-        if request.placement != self._placement:
-            raise InvalidRequest("the request names another placement", param="placement")
+        _check_request(request, self._expected)
         match request.WhichOneof("prompt"):
             case "messages":
                 messages = messages_from_json(request.messages.json)
@@ -293,6 +293,11 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 prompt = list(request.token_ids.ids)
             case _:
                 raise InvalidRequest("the request has no prompt", param="prompt")
+        if any(token >= self._expected.vocabulary for token in prompt):
+            raise InvalidRequest(
+                f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
+                param="prompt",
+            )
         return EngineRequest(
             request=request.request,
             attempt=request.attempt,
@@ -305,6 +310,25 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             replay=tuple(_round(r) for r in request.replay),
             ignore_end=request.ignore_eos,
         )
+
+
+def _check_request(request: pb.GenerateRequest, expected: Expectation) -> None:
+    """What would otherwise reach the model unchecked. Raises InvalidRequest naming the field."""
+    rounds_fit = all(
+        1 <= len(r.tokens) <= r.forward.rows <= expected.max_rows
+        and all(token < expected.vocabulary for token in r.tokens)
+        for r in request.replay
+    )
+    checks = (
+        ("placement", request.placement == expected.placement, "this runner's"),
+        ("request", REQUEST_NAME.fullmatch(request.request), "1 to 64 letters, digits, - or _"),
+        ("attempt", request.attempt >= 1, "at least 1"),
+        ("stop", all(request.stop), "of strings that are not empty"),
+        ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
+    )
+    for field, good, wanted in checks:
+        if not good:
+            raise InvalidRequest(f"{field} must be {wanted}", param=field)
 
 
 async def _drain(

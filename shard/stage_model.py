@@ -115,6 +115,19 @@ class StageModel:
         assert leaving is not None
         return leaving
 
+    def check_splits(self, hidden_size: int) -> None:
+        """Raises LoadFailed where hidden states are not all that goes from layer to layer.
+
+        The graph of one row shows it; nothing is computed.
+        """
+        token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
+        leaving = self.hidden(token, row, self.make_caches())
+        if leaving.shape != row.shape:
+            raise LoadFailed(
+                f"a layer of {type(self.model).__module__} gives {leaving.shape} where hidden "
+                f"states are {row.shape}, so this model cannot be split; place it on one node"
+            )
+
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """The last stage's hidden (1, n, H) of ids (1, n) -> (1, n, V). Needs the outer weights."""
         return self._call(self._tail, tokens, hidden, None)

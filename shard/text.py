@@ -79,16 +79,15 @@ class TextCodec:
                 add_generation_prompt=True,
                 tokenize=False,
             )
+            pieces = [
+                self._tokenizer.encode(piece, add_special_tokens=False)
+                for piece in text.split(mark)
+            ]
         except _TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {fault}", param="messages"
             ) from fault
-        pieces = text.split(mark)
-        return [
-            int(token)
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        return [int(token) for piece in pieces for token in piece]
 
     def stream(self, stop: Sequence[str], *, ignore_end: bool) -> "TextStream":
         """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""

@@ -82,6 +82,14 @@ class FakeChat:
     began: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
+    def reset(self) -> None:
+        """As new, for the next test over the same server."""
+        self.scripts = {"demo": says(*ANSWER)}
+        self.requests.clear()
+        self.events = 0
+        self.began.clear()
+        self.closed.clear()
+
     async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
         if model not in self.scripts:
             raise ModelNotFound(f"there is no model '{model}'", param="model")

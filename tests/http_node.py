@@ -14,7 +14,7 @@ from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
 
 from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.http_server import HttpServer, build_app
+from exo_node.node.http_server import HttpServer, StaticFiles, build_app
 
 PATIENCE_S = 20.0
 """How long a test waits for what should happen at once."""
@@ -127,11 +127,15 @@ def serving(
 
 @contextmanager
 def serving_fakes(
-    *, limits: ConnectionLimits | None = None, grace_s: int = 0, **options: Any
+    *,
+    limits: ConnectionLimits | None = None,
+    grace_s: int = 0,
+    static: StaticFiles = no_files,
+    **options: Any,
 ) -> Generator[Node]:
     """The whole app over fakes; `options` are `build_app`'s."""
     node = Node(0)
-    app = build_app(node.chat, node.operations, **{"static": no_files, **options})
+    app = build_app(node.chat, node.operations, static=static, **options)
     with serving(app, limits=limits, grace_s=grace_s) as port:
         node.port = port
         yield node

@@ -3,7 +3,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -200,6 +200,7 @@ json_values = st.recursive(
 config_fields = [*PLAIN, "text_config", "layer_types", "quantization", "num_experts"]
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(config_fields), json_values, max_size=4))
 def test_no_config_raises_anything_but_invalid_card(config: dict[str, object]) -> None:
     try:
@@ -337,6 +338,7 @@ def test_a_token_reads_only_the_chosen_experts() -> None:
     assert card(num_experts=8, num_experts_per_tok=8).active_layer_bytes == card().mean_layer_bytes
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 10**7),
     st.integers(1, 64),

@@ -197,4 +197,4 @@ def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
     assert cli_output.print_answer(events) == _STATS
     written = capsys.readouterr()
     assert written.out == "a\n\\x1b[2J\n"
-    assert written.err == "prefill 1/2\n"
+    assert written.err == "\rprefill 1/2" + "\r" + " " * 11 + "\r"

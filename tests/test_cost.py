@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard, parse_card
@@ -66,6 +66,7 @@ def test_mtp_adds_the_heads_weights_and_kv_to_the_generator_alone() -> None:
     assert stage_bytes(card(), 0, 8, True, 500, True) == with_headroom(plain)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 2000))
 def test_stages_sum_to_the_model_and_grow_with_their_layers(
     a: int, b: int, c: int, context: int

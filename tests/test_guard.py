@@ -1,6 +1,7 @@
 """What is let in, and what every answer carries; called as ASGI, without a server."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        import json
-
         return json.loads(self.body)["error"]
 
 

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 from fakes import hangs, repeats
 from http_node import PATIENCE_S, Node, raw_chat, serving_fakes
+from starlette.types import Receive, Scope, Send
 
 from exo_node.node.http_connection import ConnectionLimits
 from exo_node.node.http_server import HttpServer
@@ -30,13 +31,13 @@ def files(path: str) -> tuple[bytes, str] | None:
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared() -> Generator[Node]:
     with serving_fakes(static=files) as running:
         yield running
 
 
 @pytest.fixture
-def node():
+def node() -> Generator[Node]:
     with serving_fakes() as running:
         yield running
 
@@ -283,12 +284,13 @@ def test_closing_cancels_streams_that_do_not_end() -> None:
         assert b"[DONE]" not in ended(connection)
 
 
-def refused_start(host: str, port: int) -> InvalidSettings:
-    async def nothing(*_: object) -> None:
-        raise AssertionError("nothing is served")
+async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("nobody asks")
 
+
+def refused_start(host: str, port: int) -> InvalidSettings:
     with pytest.raises(InvalidSettings) as caught:
-        asyncio.run(HttpServer(nothing).start(host, port))
+        asyncio.run(HttpServer(nobody).start(host, port))
     return caught.value
 
 
@@ -311,9 +313,7 @@ def test_a_host_that_is_not_ours_is_refused_by_name(host: str) -> None:
 
 def test_the_server_leaves_the_signals_to_its_node() -> None:
     async def run() -> None:
-        async def nothing(*_: object) -> None: ...
-
-        server = HttpServer(nothing)
+        server = HttpServer(nobody)
         before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         await server.start("127.0.0.1", 0)
         assert {each: signal.getsignal(each) for each in before} == before

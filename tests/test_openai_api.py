@@ -1,6 +1,7 @@
 """The chat endpoint over a real server: its frames, its statistics, its errors, its ends."""
 
 import json
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +32,16 @@ USAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def running() -> Generator[Node]:
+    with serving_fakes() as node:
+        yield node
+
+
 @pytest.fixture
-def node():
-    with serving_fakes() as running:
-        yield running
+def node(running: Node) -> Node:
+    running.chat.reset()
+    return running
 
 
 def frames(reply: Reply) -> list[str]:
@@ -281,9 +288,6 @@ def test_a_length_finish_is_told_as_such(node: Node) -> None:
     assert node.chat_reply(model="long").json["choices"][0]["finish_reason"] == "length"
 
 
-# openai 3 warns of nothing itself; its HTTP client uses what newer anyio releases deprecate.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:openai.*")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx2.*")
 class TestOpenAiClient:
     """OpenAI's own client understands the answers."""
 

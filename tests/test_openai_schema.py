@@ -118,7 +118,7 @@ UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"messages": [turn("x", refusal="no")]}, "messages[0].refusal"),
     ({"messages": [turn([{"type": "image_url"}])]}, "messages[0].content[0].type"),
     (
-        {"messages": [turn([{"type": "text", "text": "a", "cache_control": {}}])]},
+        {"messages": [turn([{"type": "text", "text": "a", "cache_control": None}])]},
         "messages[0].content[0].cache_control",
     ),
 ]
@@ -251,8 +251,8 @@ def test_an_earlier_tool_call_reaches_the_template_with_its_arguments_as_an_obje
     function = {"name": "f", "arguments": '{"x": 1}'}
     call = {"id": "c1", "type": "function", "function": function}
     # As OpenAI's client repeats an answer, unset fields included.
-    unset = {"refusal": None, "audio": None, "annotations": [], "function_call": None}
-    spoken = turn(None, "assistant", tool_calls=[call], **unset)
+    unset: dict[str, object] = {"refusal": None, "audio": None, "function_call": None}
+    spoken = {**turn(None, "assistant", tool_calls=[call], annotations=list[object]()), **unset}
     assert parsed_messages(spoken, turn("2", "tool", tool_call_id="c1")) == [
         {
             "role": "assistant",

@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import hashlib
+import os
 import re
+import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -122,6 +124,21 @@ def test_a_full_disk_leaves_no_half_key(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(InvalidSettings, match="No space left"):
         _ = load_or_create_cluster_key(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_is_private_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+
+    def note(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode)
+
+    monkeypatch.setattr("os.fsync", note)
+    _ = load_or_create_cluster_key(tmp_path)
+    _ = load_or_create_identity(tmp_path)
+    files = [mode & 0o777 for mode in modes if stat.S_ISREG(mode)]
+    assert files == [0o600, 0o600]
 
 
 @pytest.mark.parametrize("text", [KEY, KEY.upper(), f" {KEY}\n", f"{KEY[:16]}-{KEY[16:]}"])

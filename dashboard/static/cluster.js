@@ -32,8 +32,8 @@ export function Cluster({ cluster, placements, error }) {
         ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
       </ul>
       ${nodes.length === 1 && html`<p class="muted">
-        This node is alone. Run <code>exo-node start</code> on another machine of this network to
-        add it.</p>`}
+        This node is alone. To add another machine of this network, copy this node's
+        <code>cluster.key</code> into its data folder and run <code>exo-node start</code> there.</p>`}
     </section>`;
 }
 

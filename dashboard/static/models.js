@@ -57,11 +57,21 @@ function Model({ model, placement, alive, live, refresh }) {
     act("Unloading…", "DELETE", `/v1/placements/${encodeURIComponent(placement.id)}`);
 
   const status = placement?.status ?? (model.loaded ? "ready" : "not loaded");
+  if (model.error) {
+    return html`
+      <li class="model">
+        <p class="line">
+          <strong class="model-id">${model.id}</strong>
+          <span class="state bad">cannot be used</span>
+        </p>
+        <p class="notice bad small">${model.error}</p>
+      </li>`;
+  }
   return html`
     <li class="model">
       <p class="line">
         <strong class="model-id">${model.id}</strong>
-        <span class=${`state ${tone(status)}`}>${status}</span>
+        <span class=${`state ${tone(status)}`}>${placement?.progress || status}</span>
       </p>
       <p class="muted small">
         ${whole(model.context_length)} tokens of context · <${Mtp} model=${model} placement=${placement} />
