@@ -30,6 +30,11 @@ CHANNEL_OPTIONS = (
 # What gRPC's text says of a certificate that one side does not accept; a process that ended during
 # the handshake says "Handshake read failed", which is no matter of trust.
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
 
@@ -43,7 +48,9 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
     detail = (fault.details() or "").split("\n")[0]
     if any(sign in detail for sign in _UNTRUSTED):
         return Untrusted(f"{where} is not of this cluster ({detail}); give both the same key")
-    return PeerLost(f"{where} is gone or does not answer ({fault.code().name.lower()}: {detail})")
+    if fault.code() in _GONE:
+        return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
+    return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
 
 
 class Channels:

@@ -31,6 +31,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
     ("grpc.max_concurrent_streams", 64),
+    ("grpc.max_receive_message_length", 16 << 20),  # a forwarded HTTP body may have 8 MiB
 )
 
 

@@ -25,8 +25,12 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),  # a step that ran twice would corrupt a cache
 )
+MAX_MESSAGE = 16 << 20
+"""Bytes: a request's messages may be as long as an HTTP body (8 MiB); frames are far smaller."""
+
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared

@@ -343,7 +343,10 @@ async def _drain(
             raise item
         if isinstance(item, BaseException):
             log.error("a generation failed", exc_info=item)
-            raise PeerLost(f"the runner failed: {type(item).__name__}; see its log") from item
+            # Not PeerLost: the runner lives, and the same request would fail again.
+            raise ExoNodeError(
+                f"the generation failed: {type(item).__name__}; see the log"
+            ) from item
         run.read()
         yield item
 

@@ -161,7 +161,7 @@ def test_the_statistic_flags_a_biased_rule(
     monkeypatch: pytest.MonkeyPatch, rule: Rule, draft: str
 ) -> None:
     monkeypatch.setattr(chooser, "accept_by_ratio", rule)
-    assert sampled_surprise(TARGET, DRAFTS[draft], 2, WARM) > 2 * SUSPICIOUS
+    assert sampled_surprise(TARGET, DRAFTS[draft], 2, WARM) > 1.5 * SUSPICIOUS
 
 
 @pytest.mark.parametrize("stream", [RESIDUAL, TOKEN])
@@ -175,7 +175,6 @@ def test_replacements_need_noise_that_the_draft_did_not_see(
     )
     monkeypatch.setattr(accept, "RESIDUAL", stream)
     found = sampled_surprise(target, draft, 1, WARM, answers=1500, length=2)
-    print(found)
     assert (found < SUSPICIOUS) == (stream == RESIDUAL)
 
 

@@ -190,3 +190,14 @@ def test_prompts_and_keys_never_reach_the_log(hardened: Node) -> None:
     log = hardened.log.read_text()
     assert canary not in log
     assert (hardened.data_dir / "cluster.key").read_text().strip() not in log
+
+
+def test_a_prompt_of_megabytes_is_refused_and_the_runner_stays(hardened: Node) -> None:
+    assert good_answer(hardened)
+    pids = {stage["pid"] for stage in hardened.stages()}
+    reply = hardened.call("POST", CHAT, chat_body("a " * 3_000_000, model="good"))
+    assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
+    assert {stage["pid"] for stage in hardened.stages()} == pids
+    reply = hardened.call("POST", CHAT, chat_body("a " * 4_500_000, model="good"))
+    assert (reply.status, reply.body["error"]["code"]) == (413, "request_too_large")
+    assert good_answer(hardened)

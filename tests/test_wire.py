@@ -9,7 +9,8 @@ from exo_node.shard.wire import DTYPES, ITEM_BYTES, WIRE, from_bytes, to_bytes
 
 LAYOUTS: dict[str, Callable[[mx.array], mx.array]] = {
     "contiguous": lambda x: x,
-    "transposed": lambda x: x.swapaxes(0, 1).reshape(1, 6, 8)[:, ::-1],
+    "transposed": lambda x: x.swapaxes(1, 2),
+    "reversed": lambda x: x[:, ::-1],
     "a row of a chunk": lambda x: x[:, -1:],
     "broadcast": lambda x: mx.broadcast_to(x[:1, :1], (1, 3, 8)),
 }
@@ -43,13 +44,6 @@ def test_the_bytes_are_little_endian_and_row_major() -> None:
     )
     assert to_bytes(mx.array([1.0]).astype(mx.bfloat16)).hex() == "803f"
     assert to_bytes(mx.array([1.0]).astype(mx.float16)).hex() == "003c"
-
-
-def test_what_was_received_does_not_share_memory_with_the_message() -> None:
-    data = bytearray(to_bytes(mx.array([1.0, 2.0])))
-    array = from_bytes(bytes(data), "float32", (2,))
-    data[:] = bytes(8)
-    assert array.tolist() == [1.0, 2.0]
 
 
 def test_every_dtype_has_a_number_and_a_size() -> None:

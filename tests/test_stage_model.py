@@ -1,0 +1,265 @@
+"""Layers [a, b) of a model: the same bits as the whole, and nothing of the other layers."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import load_quietly, spec
+from mlx import nn
+from mlx.utils import tree_map
+from models import Family, make_checkpoint
+
+from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
+from exo_node.shard.checkpoint import read_checkpoint
+from exo_node.shard.load import Loaded
+from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+
+HIDDEN, LAYERS = 64, 4
+FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe")
+SPLITS = ((0, 1, 4), (0, 2, 4), (0, 3, 4), (0, 1, 3, 4), (0, 2, 3, 4))
+STEPS = (7, 1, 3, 1, 2)
+"""Rows of each forward: a prompt, then single rows and blocks of several."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+    base = tmp_path_factory.mktemp("families")
+    return {
+        family: make_checkpoint(
+            base / family, family, dtype="float32", layers=LAYERS, mtp=False, tied=family == "qwen3"
+        )
+        for family in FAMILIES
+    }
+
+
+def opened(folder: Path, first: int = 0, end: int = LAYERS) -> StageModel:
+    model, _ = load_whole_or_stage(
+        folder, first, end, mx.float32, outer=first == 0, progress=lambda _done, _total: None
+    )
+    return StageModel(model, first, end)
+
+
+def ids(position: int, rows: int) -> mx.array:
+    return mx.array([[(7 * i + 3) % 512 for i in range(position, position + rows)]])
+
+
+def whole_logits(folder: Path) -> list[mx.array]:
+    model: Any = opened(folder).model
+    caches = StageModel(model, 0, LAYERS).make_caches()
+    starts = itertools.accumulate(STEPS[:-1], initial=0)
+    return [model(ids(at, rows), cache=caches) for at, rows in zip(starts, STEPS, strict=True)]
+
+
+def staged_logits(stages: Sequence[StageModel]) -> list[mx.array]:
+    caches = [stage.make_caches() for stage in stages]
+    logits: list[mx.array] = []
+    position = 0
+    for rows in STEPS:
+        tokens, hidden = ids(position, rows), None
+        for stage, own in zip(stages, caches, strict=True):
+            hidden = stage.hidden(tokens, hidden, own)
+            mx.eval(hidden)
+        assert hidden is not None
+        logits.append(stages[0].logits(tokens, hidden))
+        position += rows
+    return logits
+
+
+def same(a: Sequence[mx.array], b: Sequence[mx.array]) -> bool:
+    return len(a) == len(b) and all(bool(mx.array_equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("bounds", SPLITS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_compute_the_whole_models_bits(
+    folders: dict[Family, Path], family: Family, bounds: tuple[int, ...]
+) -> None:
+    stages = [opened(folders[family], a, b) for a, b in itertools.pairwise(bounds)]
+    whole = whole_logits(folders[family])
+    assert not bool(mx.array_equal(whole[0][:, -1], whole[1][:, -1]))
+    assert same(staged_logits(stages), whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_other_layers_parameters_do_not_matter(
+    folders: dict[Family, Path], family: Family
+) -> None:
+    stages = [opened(folders[family], a, b) for a, b in ((0, 1), (1, 3), (3, 4))]
+    for stage in stages:
+        layers: list[nn.Module] = stage.model.layers
+        for index, layer in enumerate(layers):
+            if not stage.first <= index < stage.end:
+                poison(layer)
+    assert same(staged_logits(stages), whole_logits(folders[family]))
+    poison(stages[1].model.layers[2])
+    assert all(bool(mx.isnan(logits).any()) for logits in staged_logits(stages))
+
+
+def poison(layer: nn.Module) -> None:
+    layer.update(tree_map(lambda p: mx.full(p.shape, float("nan"), p.dtype), layer.parameters()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_that_is_not_the_generators_needs_no_outer_weights(
+    folders: dict[Family, Path], family: Family
+) -> None:
+    clean = [opened(folders[family], a, b) for a, b in ((0, 2), (2, 4))]
+    stages = [opened(folders[family], a, b) for a, b in ((0, 2), (2, 4))]
+    poison_outer(stages[1])
+    assert same(staged_logits(stages), staged_logits(clean))
+
+
+def poison_outer(stage: StageModel) -> None:
+    """Everything but the layers, which are put back as they were."""
+    layers: list[nn.Module] = stage.model.layers
+    kept = [layer.parameters() for layer in layers]
+    poison(stage.model)
+    for layer, parameters in zip(layers, kept, strict=True):
+        layer.update(parameters)
+
+
+def test_the_model_is_whole_again_after_a_stage_ran(folders: dict[Family, Path]) -> None:
+    stage = opened(folders["llama"], 0, 2)
+    before = list(stage.model.layers)
+    _ = staged_logits([stage, opened(folders["llama"], 2, 4)])
+    assert all(a is b for a, b in zip(stage.model.layers, before, strict=True))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 0.8 MB in bfloat16, much more than the headers and what else is read."""
+    folder = tmp_path_factory.mktemp("wide") / "qwen3"
+    return make_checkpoint(folder, "qwen3", hidden=256, layers=6, vocab=4096, shards=3)
+
+
+@pytest.mark.parametrize("bounds", [(1, 3), (2, 6), (5, 6)], ids=str)
+def test_a_stage_reads_only_its_layers_bytes(wide: Path, bounds: tuple[int, int]) -> None:
+    own = read_checkpoint(wide).bytes_of_layers(*bounds)
+    loaded = load_part(wide, *bounds)
+    overhead = loaded.checkpoint_bytes_read - own
+    one_layer = read_checkpoint(wide).bytes_of_layers(0, 1)
+    assert 0 <= overhead < one_layer // 4
+    assert loaded.weight_bytes == 2 * own, "float32 in memory, bfloat16 on disk"
+
+
+def test_the_generator_reads_its_layers_and_the_ends(wide: Path) -> None:
+    checkpoint = read_checkpoint(wide)
+    own = checkpoint.bytes_of_layers(0, 2) + checkpoint.bytes_of_ends()
+    overhead = load_part(wide, 0, 2).checkpoint_bytes_read - own
+    assert 0 <= overhead < checkpoint.bytes_of_layers(0, 1) // 4
+
+
+def load_part(folder: Path, first: int, end: int, layers: int = 6) -> Loaded:
+    # Once before, so that the modules that Python reads on first use are not counted.
+    _ = load_quietly(spec(folder, 0, 1, num_stages=2, num_layers=layers))
+    return load_quietly(
+        spec(folder, first, end, int(first > 0), num_stages=2, num_layers=layers, mtp_hidden="")
+    )
+
+
+class Pair(nn.Module):
+    """A layer that hands more than hidden states to the next, as some architectures do."""
+
+    def __call__(self, x: Any, *_args: object, **_kwargs: object) -> Any:
+        return (x[0] if isinstance(x, tuple) else x), 1
+
+
+class Stack(nn.Module):
+    """A layer whose hidden states have an axis more than usual."""
+
+    def __call__(self, x: mx.array, *_args: object, **_kwargs: object) -> mx.array:
+        return mx.stack([x, x])
+
+
+@pytest.mark.parametrize("kind", [Pair, Stack])
+@pytest.mark.parametrize("bounds", [(0, 2), (2, 4)], ids=str)
+def test_a_model_whose_layers_give_more_than_hidden_states_is_refused(
+    folders: dict[Family, Path], kind: type[nn.Module], bounds: tuple[int, int]
+) -> None:
+    model = opened(folders["llama"]).model
+    for index in range(LAYERS):
+        model.layers[index] = kind()
+    with pytest.raises(LoadFailed, match="cannot be split; place it on one node"):
+        StageModel(model, *bounds).check_splits(HIDDEN)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_loading_a_part_of_such_a_model_fails(
+    folders: dict[Family, Path], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm.models.llama import TransformerBlock
+
+    plain: Any = TransformerBlock.__call__
+
+    def pair(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs), 1
+
+    monkeypatch.setattr(TransformerBlock, "__call__", pair)
+    with pytest.raises(LoadFailed, match="TransformerBlock"):
+        _ = load_quietly(
+            spec(
+                make_part(folders["llama"]),
+                first,
+                first + 1,
+                first // 2,
+                num_stages=2,
+                num_layers=4,
+            )
+        )
+
+
+def make_part(folder: Path) -> Path:
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_for_splitting_accepts_the_families(
+    folders: dict[Family, Path], family: Family
+) -> None:
+    for bounds in ((0, 1), (1, 3), (3, 4)):
+        opened(folders[family], *bounds).check_splits(HIDDEN)
+
+
+@pytest.mark.parametrize("bounds", [(2, 2), (3, 2), (2, 5), (4, 5), (-1, 2)], ids=str)
+def test_layers_that_are_not_there_are_refused(
+    folders: dict[Family, Path], bounds: tuple[int, int]
+) -> None:
+    with pytest.raises(LoadFailed, match="the model has 4"):
+        _ = opened(folders["llama"], *bounds)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "../../x"},
+        {"model_type": "nosuch"},
+        {"model_type": 7},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"hidden_size": 128},
+        {"hidden_size": "64"},
+        {"vocab_size": 100},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 5},
+        {"num_hidden_layers": None},
+        {"rope_scaling": 3},
+        {"rope_scaling": {"type": "nosuch", "factor": 2.0}},
+        {"quantization": {"group_size": 7, "bits": 99}},
+        {"quantization": "yes"},
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_an_invalid_checkpoint(
+    tmp_path: Path, folders: dict[Family, Path], changes: dict[str, Any]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(folders["llama"] / "model.safetensors")
+    config = json.loads((folders["llama"] / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidCheckpoint):
+        _ = load_quietly(spec(folder, 0, 4, num_layers=4, num_stages=2))
