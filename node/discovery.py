@@ -164,16 +164,22 @@ class Discovery:
         if state_change is ServiceStateChange.Removed:
             return  # a goodbye may be forged, and a crash sends none: heartbeats say who is gone
         if name == self._service.name:
-            self._echo.set()
+            return self._echo.set()
+        info = AsyncServiceInfo(SERVICE, name)
+        if info.load_from_cache(zeroconf):  # an announcement carries all records in one packet
+            self._judge(info)
         elif len(self._tasks) > _MAX_RESOLVING:
             self._ignore()
         else:
-            self._keep(asyncio.create_task(self._resolve(zeroconf, name)))
+            self._keep(asyncio.create_task(self._resolve(zeroconf, info)))
 
-    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
-        info = AsyncServiceInfo(SERVICE, name)
-        if not await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
-            return self._ignore()
+    async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
+        if await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
+            self._judge(info)
+        else:
+            self._ignore()
+
+    def _judge(self, info: AsyncServiceInfo) -> None:
         offered = candidates(info, self._own)
         if offered is None:
             return self._ignore()

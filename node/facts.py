@@ -12,7 +12,6 @@ from ..proto import peer_pb2 as pb
 from .models import ModelLibrary
 from .switches import Switches
 
-
 STAGE_HEADROOM = 1.2
 
 

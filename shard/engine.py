@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from ..mtp.chooser import Chooser
 from ..mtp.drafters import NativeDrafter, NoDrafter
-from ..mtp.family import Family, family_of
+from ..mtp.family import family_of
 from ..mtp.head import MtpHead
 from ..mtp.loop import Generation, Prefilled, Steps, Task
 from ..mtp.probe import greedy_identity
-from ..mtp.seams import Block, Drafter, Verifier, Wait, Want
+from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest
-from .local import LocalVerifier, Target
+from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
 from .stage_model import StageModel
 from .text import TextCodec
@@ -59,33 +58,6 @@ class Done:
 
 
 EngineEvent = Prefilled | Delta | Done
-
-
-class FamilyTarget:
-    """A model whose family gives hidden states: logits are computed for the wanted rows only."""
-
-    def __init__(self, family: Family) -> None:
-        self._family = family
-
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
-        hidden = self._family.hidden(tokens[None], caches)
-        rows = hidden if want == "all" else hidden[:, -1:]
-        return Block(self._family.logits(rows)[0], hidden)
-
-
-class WholeTarget:
-    """Any other model: one call gives logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-
-    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
-        ids = tokens[None]
-        if want != "all" and ids.shape[1] > 1:
-            # Logits of every row of a chunk would cost more than one more row does.
-            self._model(ids[:, :-1], cache=caches)
-            ids = ids[:, -1:]
-        return Block(self._model(ids, cache=caches)[0], None)
 
 
 class TextEngine:

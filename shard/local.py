@@ -1,10 +1,12 @@
 """The verifier of a placement of one stage: the whole model in this process."""
 
 from collections.abc import Generator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx import nn
 
+from ..mtp.family import Family
 from ..mtp.rollback import cache_arrays, can_roll_back, rollback
 from ..mtp.seams import Block, Wait, Want
 
@@ -15,6 +17,33 @@ class Target(Protocol):
     def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
         """Ids (rows,) appended to the caches; lazy."""
         ...
+
+
+class FamilyTarget:
+    """A model whose family gives hidden states: logits are computed for the wanted rows only."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        hidden = self._family.hidden(tokens[None], caches)
+        rows = hidden if want == "all" else hidden[:, -1:]
+        return Block(self._family.logits(rows)[0], hidden)
+
+
+class WholeTarget:
+    """Any other model: one call gives logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        ids = tokens[None]
+        if want != "all" and ids.shape[1] > 1:
+            # Logits of every row of a chunk would cost more than one more row does.
+            self._model(ids[:, :-1], cache=caches)
+            ids = ids[:, -1:]
+        return Block(self._model(ids, cache=caches)[0], None)
 
 
 class LocalVerifier:

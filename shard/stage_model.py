@@ -20,6 +20,18 @@ from mlx_lm.utils import load_model
 from ..mtp.rollback import tape_recurrent_layers, with_tapes
 from ..placement.errors import InvalidCheckpoint, LoadFailed
 
+_MODEL_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model class raises for a config.json it was not written for."""
+
 Progress = Callable[[int, int], None]
 """Bytes of weights in memory so far, and in all."""
 
@@ -121,11 +133,14 @@ class StageModel:
         The graph of one row shows it; nothing is computed.
         """
         token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
-        leaving = self.hidden(token, row, self.make_caches())
-        if leaving.shape != row.shape:
+        try:
+            found: object = self.hidden(token, row, self.make_caches()).shape
+        except _MODEL_FAULTS as fault:
+            found = fault
+        if found != row.shape:
             raise LoadFailed(
-                f"a layer of {type(self.model).__module__} gives {leaving.shape} where hidden "
-                f"states are {row.shape}, so this model cannot be split; place it on one node"
+                f"a layer of {type(self.model).__module__} gives {found} where hidden states are "
+                f"{row.shape}, so this model cannot be split; place it on one node"
             )
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
@@ -176,7 +191,7 @@ def load_whole_or_stage(
     """
     try:
         model, _ = load_model(folder, lazy=True, model_config=_renamed(folder))
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as fault:
+    except _MODEL_FAULTS as fault:
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
             "fit an architecture of the installed mlx-lm"

@@ -78,6 +78,7 @@ class FakeChat:
 
     scripts: dict[str, Script] = field(default_factory=lambda: {"demo": says(*ANSWER)})
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+    streams: list[AsyncIterator[Event]] = field(default_factory=list[AsyncIterator[Event]])
     events: int = 0
     began: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
@@ -86,6 +87,7 @@ class FakeChat:
         """As new, for the next test over the same server."""
         self.scripts = {"demo": says(*ANSWER)}
         self.requests.clear()
+        self.streams.clear()
         self.events = 0
         self.began.clear()
         self.closed.clear()
@@ -95,7 +97,13 @@ class FakeChat:
             raise ModelNotFound(f"there is no model '{model}'", param="model")
         return replace(Sampling(temperature=0.7, top_k=20), **given)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        events = self._events(request)
+        # Held, so that it ends by being closed and not by being forgotten.
+        self.streams.append(events)
+        return events
+
+    async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         self.requests.append(request)
         self.began.set()
         try:

@@ -1,6 +1,9 @@
 """The target distribution is mlx-lm's, and its noise belongs to positions."""
 
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +13,16 @@ from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 
 from exo_node.mtp.chooser import Chooser
-from exo_node.mtp.sampling import ACCEPT, RESIDUAL, TOKEN, XTC, Noise, TargetDistribution
-from exo_node.mtp.sampling import greedy_token
+from exo_node.mtp.sampling import (
+    ACCEPT,
+    RESIDUAL,
+    TOKEN,
+    XTC,
+    Noise,
+    TargetDistribution,
+    greedy_token,
+)
+from exo_node.mtp.seams import Drafts, as_ids
 from exo_node.mtp.types import Sampling
 
 VOCABULARY = 64
@@ -66,26 +77,30 @@ class Scripted(nn.Module):
         return self._rows.pop(0)
 
 
-def test_greedy_tokens_are_mlx_lms_where_bfloat16_log_probabilities_tie() -> None:
-    """Source of the fact: 34 of 2000 random rows differ from an argmax of the logits."""
-    logits = random_logits(600, seed=1, vocabulary=1024).astype(mx.bfloat16)
-    ours = greedy_token(logits).tolist()
-    # One token is computed ahead of the last that is handed out.
-    steps = generate_step(
-        mx.array([0]), Scripted(mx.concatenate([logits, logits[:2]])), max_tokens=600
-    )
-    assert ours == [int(token) for token, _ in steps]
-    assert ours != mx.argmax(logits, axis=-1).tolist()
+@pytest.fixture(scope="module")
+def ties() -> mx.array:
+    """Rows some of which have equal log-probabilities in bfloat16 where the logits differ."""
+    logits = mx.random.normal((400, 1024), key=mx.random.key(1)).astype(mx.bfloat16)
+    log_probabilities = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert not mx.array_equal(mx.argmax(log_probabilities, axis=-1), mx.argmax(logits, axis=-1))
+    return logits
 
 
-def test_greedy_choice_is_one_for_plain_draft_and_verify() -> None:
-    logits = random_logits(600, seed=1, vocabulary=1024).astype(mx.bfloat16)
+def test_greedy_tokens_are_mlx_lms_where_bfloat16_log_probabilities_tie(ties: mx.array) -> None:
+    # mlx-lm computes one token ahead of the last that it hands out.
+    model: Any = Scripted(mx.concatenate([ties, ties[:1]]))
+    steps = generate_step(mx.array([0]), model, max_tokens=ties.shape[0])
+    assert [int(token) for token, _ in steps] == greedy_token(ties).tolist()
+
+
+def test_the_greedy_choice_is_one_for_plain_decoding_draft_and_verify(ties: mx.array) -> None:
     chooser = Chooser(Sampling(), 0)
-    wanted = greedy_token(logits).tolist()
-    rows = [logits[i : i + 1] for i in range(logits.shape[0])]
-    assert [chooser.token(row, 0).item() for row in rows] == wanted
+    rows = [ties[i : i + 1] for i in range(ties.shape[0])]
+    plain = mx.concatenate([chooser.token(row, 0) for row in rows])
     drafted = mx.concatenate([chooser.draft(row, 0).tokens for row in rows])
-    assert drafted.tolist() == wanted
+    verdict = chooser.judge(ties, Drafts(plain[:-1], None), 0)
+    assert plain.tolist() == drafted.tolist() == greedy_token(ties).tolist()
+    assert verdict.accepted.item() == ties.shape[0] - 1
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -105,3 +120,79 @@ def test_the_filters_orders_differ_on_these_rows(monkeypatch: pytest.MonkeyPatch
     for cooled in (logits / s.temperature, sample_utils.apply_top_k(logits, s.top_k)):
         other = mlx_lm_chain(monkeypatch, cooled, s)
         assert not mx.array_equal(mx.isinf(other), mx.isinf(wanted))
+
+
+XTC_ALWAYS = Sampling(temperature=0.9, xtc_probability=1.0, xtc_threshold=0.05)
+XTC_NEVER = Sampling(temperature=0.9)
+XTC_HALF = Sampling(temperature=0.9, xtc_probability=0.5, xtc_threshold=0.05)
+
+
+def test_xtc_is_mlx_lms_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(40, seed=3)
+    wanted = mlx_lm_chain(monkeypatch, logits, XTC_ALWAYS)
+    got = TargetDistribution(XTC_ALWAYS, Noise(0), (3,)).log_probabilities(logits, 0)
+    assert mx.isinf(wanted).any()
+    assert mx.array_equal(mx.isinf(got), mx.isinf(wanted))
+    assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
+
+
+def test_xtc_never_removes_special_tokens() -> None:
+    logits = random_logits(40, seed=3)
+    likeliest = as_ids(mx.argmax(logits, axis=-1))
+    spared = TargetDistribution(XTC_ALWAYS, Noise(0), tuple(likeliest))
+    for row, token in enumerate(likeliest):
+        assert math.isfinite(float(spared.log_probabilities(logits, 0)[row, token]))
+
+
+def test_xtc_applies_to_the_positions_whose_draw_is_not_above_its_probability() -> None:
+    logits, noise = random_logits(60, seed=4), Noise(9)
+    rows = TargetDistribution(XTC_HALF, noise).log_probabilities(logits, 100)
+    always = TargetDistribution(XTC_ALWAYS, noise).log_probabilities(logits, 100)
+    never = TargetDistribution(XTC_NEVER, noise).log_probabilities(logits, 100)
+    applied = (noise.uniform(100, 60, XTC) <= 0.5)[:, None]
+    assert 15 < int(applied.sum()) < 45
+    assert mx.array_equal(rows, mx.where(applied, always, never))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_draft_and_verify_see_the_same_distribution_and_draw(name: str) -> None:
+    """XTC too: a draft made at one position is accepted there when the logits are the same."""
+    for sampling in (FILTERS[name], replace(FILTERS[name], xtc_probability=0.5)):
+        chooser = Chooser(replace(sampling, seed=4), 0)
+        logits = random_logits(9, seed=5)
+        drafts = [chooser.draft(logits[i : i + 1], 70 + i) for i in range(8)]
+        joined = Drafts(mx.concatenate([draft.tokens for draft in drafts]), None)
+        assert chooser.judge(logits, joined, 70).accepted.item() == 8
+        log_q = [draft.log_probabilities for draft in drafts]
+        together = TargetDistribution(sampling, Noise(4)).log_probabilities(logits, 70)
+        for row, alone in enumerate(log_q):
+            assert alone is not None
+            assert mx.array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("stream", [TOKEN, XTC, ACCEPT, RESIDUAL])
+def test_a_positions_noise_does_not_depend_on_how_rows_are_grouped(stream: int) -> None:
+    noise = Noise(2)
+    for parts in ([7], [1] * 7, [3, 4], [5, 1, 1]):
+        starts = [20 + sum(parts[:i]) for i in range(len(parts))]
+        split = list(zip(starts, parts, strict=True))
+        gumbel = mx.concatenate([noise.gumbel(start, rows, 11, stream) for start, rows in split])
+        uniform = mx.concatenate([noise.uniform(start, rows, stream) for start, rows in split])
+        assert mx.array_equal(gumbel, noise.gumbel(20, 7, 11, stream))
+        assert mx.array_equal(uniform, noise.uniform(20, 7, stream))
+
+
+def test_positions_streams_and_seeds_have_noise_of_their_own() -> None:
+    keys = itertools.product([0, 1, -1, 2**63], [0, 1, 2, 500], [TOKEN, XTC, ACCEPT, RESIDUAL])
+    draws = [float(Noise(seed).uniform(at, 1, stream)) for seed, at, stream in keys]
+    assert len(set(draws)) == len(draws)
+    assert all(0 <= draw < 1 for draw in draws)
+
+
+def test_draws_follow_the_distribution() -> None:
+    p = mx.array([[0.5, 0.3, 0.15, 0.05, 0.0]])
+    target = TargetDistribution(Sampling(temperature=1.0), Noise(6))
+    ids = target.draw(mx.repeat(mx.log(p), 4000, axis=0), 0)
+    shares = mx.array([int((ids == token).sum()) for token in range(5)]) / 4000
+    assert mx.allclose(shares, p[0], rtol=0, atol=0.02)
+    assert float(shares[4]) == 0

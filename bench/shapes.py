@@ -1,0 +1,215 @@
+"""What a round of native MTP costs at the shapes of large models, with random weights.
+
+    python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
+
+No text is meant: ids and acceptance are forced, so that a round with every draft accepted and one
+with none (which also replays the recurrent layers) are timed apart. Costs are in plain steps of the
+same run, so that they compare over machines; tokens a second follow from published acceptance.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_5
+
+from exo_node.mtp.accept import Verdict
+from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.drafters import NativeDrafter, NoDrafter
+from exo_node.mtp.family import Qwen35Family
+from exo_node.mtp.loop import Generation, Prefilled, Task
+from exo_node.mtp.rollback import tape_recurrent_layers, with_tapes
+from exo_node.mtp.seams import Drafts
+from exo_node.mtp.types import FinishReason, Round, Sampling
+from exo_node.shard.local import FamilyTarget, LocalVerifier
+
+_HYBRID = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 262144,
+}
+# Widths of the published config.json files of Qwen3.5/3.6; the weights here are random.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _HYBRID
+    | {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "vocab_size": 4096,
+    },
+    "27B": _HYBRID
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "35B-A3B": _HYBRID
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+# exo pull request 2110, Qwen3.6 oQ8 on an M5 Max: share of proposed drafts that was accepted.
+PUBLISHED = {"27B": (0.857, 0.754, 0.664), "35B-A3B": (0.558, 0.383, 0.274)}
+
+
+class _Forced(Chooser):
+    """Accepts all drafts or none, whatever the target says; the device work stays the same."""
+
+    def __init__(self, accept: bool) -> None:
+        super().__init__(Sampling(), entropy=1)
+        self._accept = accept
+
+    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
+        verdict = super().judge(logits, drafts, position)
+        if drafts is None:
+            return verdict
+        k = drafts.tokens.shape[0] if self._accept else 0
+        # Reading `accepted` must still wait for the verify: it is one synchronisation of the round.
+        return Verdict(verdict.accepted * 0 + k, verdict.tokens)
+
+
+class _Endless:
+    def push(self, token: int) -> FinishReason | None:
+        del token
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Round costs at the shapes of large models")
+    _ = parser.add_argument("shapes", nargs="+", help="NAME:BITS, 16 for bfloat16")
+    _ = parser.add_argument("--repeats", type=int, default=30)
+    _ = parser.add_argument("--prompt", type=int, default=2048)
+    options = parser.parse_args()
+    info = mx.device_info()
+    device = info.get("device_name") or info.get("architecture")
+    print(f"{mx.default_device()}, {device}, mlx {version('mlx')}, {platform.platform()}")
+    for spec in options.shapes:
+        name, _, bits = spec.partition(":")
+        print(json.dumps(_measure(name, int(bits or 16), options.repeats, options.prompt)))
+
+
+def _measure(name: str, bits: int, repeats: int, prompt: int) -> dict[str, Any]:
+    model, family, head = _build(name, bits)
+    weights = sum(cast(mx.array, p).nbytes for _, p in tree_flatten(model.parameters()))
+    ids = [(31 * i + 7) % 4000 for i in range(prompt)]
+    target = FamilyTarget(family)
+
+    def run(k: int, accept: bool) -> tuple[float, float]:
+        """(seconds to the first token, median seconds a round)."""
+        chooser = _Forced(accept)
+        drafter = (
+            NativeDrafter(head, family.embed, family.logits, chooser, k, overlap=True)
+            if k
+            else NoDrafter()
+        )
+        verifier = LocalVerifier(target, with_tapes(model.make_cache()))
+        task = Task(ids, max_tokens=10_000, prefill_chunk=512)
+        steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()
+        begun = time.perf_counter()
+        times: list[float] = []
+        for step in steps:
+            if not isinstance(step, Prefilled):
+                assert isinstance(step, Round)
+                times.append(time.perf_counter())
+                if len(times) > repeats + 5:
+                    break
+        steps.close()
+        gaps = [b - a for a, b in itertools.pairwise(times[5:])]
+        return times[0] - begun, statistics.median(gaps)
+
+    _ = run(0, True), run(1, True)  # kernels are compiled at their first use
+    first_plain, plain = run(0, True)
+    result: dict[str, Any] = {
+        "shape": name,
+        "bits": bits,
+        "weights_GB": round(weights / 1e9, 2),
+        "prompt": prompt,
+        "plain_ms": round(plain * 1e3, 2),
+        "plain_tok_s": round(1 / plain, 1),
+        "ttft_off_s": round(first_plain, 3),
+    }
+    for k in (1, 2, 3):
+        first, full = run(k, True)
+        _, none = run(k, False)
+        row: dict[str, Any] = {
+            "accepted_all_steps": round(full / plain, 3),
+            "accepted_none_steps": round(none / plain, 3),
+            "ttft_s": round(first, 3),
+        }
+        if name in PUBLISHED:
+            tokens = 1 + PUBLISHED[name][k - 1] * k
+            share = (tokens - 1) / k
+            cost = share * full + (1 - share) * none
+            row["published_tokens_per_round"] = round(tokens, 3)
+            row["implied_speedup"] = round(tokens * plain / cost, 3)
+        result[f"K={k}"] = row
+    return result
+
+
+def _build(name: str, bits: int) -> tuple[qwen3_5.Model, Qwen35Family, Any]:
+    text = {"model_type": "qwen3_5", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    config = {"model_type": "qwen3_5", "text_config": text | SHAPES[name]}
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    if bits < 16:
+        _quantize(model, bits)
+    model.eval()
+    _evaluate_by_layer(model)
+    tape_recurrent_layers(model)
+    family = Qwen35Family(model)
+    head = family.make_head()
+    head.set_dtype(mx.bfloat16)
+    mx.eval(head.parameters())
+    return model, family, head
+
+
+def _quantize(model: qwen3_5.Model, bits: int) -> None:
+    text = model.language_model
+    chosen = cast("Callable[[str, nn.Module], Any] | None", text.quant_predicate)
+
+    def predicate(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized"):
+            return False
+        return chosen(path, module) if chosen else True
+
+    nn.quantize(text, group_size=64, bits=bits, class_predicate=predicate)
+
+
+def _evaluate_by_layer(model: qwen3_5.Model) -> None:
+    """A layer at a time: the unquantised weights of a whole model would not fit beside it."""
+    for layer in model.layers:
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+
+
+if __name__ == "__main__":
+    main()

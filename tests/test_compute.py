@@ -1,0 +1,330 @@
+"""The compute thread: who runs when, what a cancellation closes, and what one failure leaves."""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from exo_node.mtp.seams import Wait
+from exo_node.shard.compute import OUTBOX_LIMIT, ComputeThread, Run
+
+SOON_S = 5.0
+"""Far more than anything here takes; only a fault waits this long."""
+
+SETTLING_TURNS = 2 * OUTBOX_LIMIT
+
+Steps = Generator[Any, None, None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one generation delivered and how it ended."""
+
+    items: list[Any] = field(default_factory=list[Any])
+    endings: list[BaseException | None] = field(default_factory=list[BaseException | None])
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def done(self, fault: BaseException | None) -> None:
+        self.endings.append(fault)
+        self.over.set()
+
+    def wait(self) -> BaseException | None:
+        """How it ended; fails the test where it does not, or more than once."""
+        assert self.over.wait(SOON_S), "the generation did not end"
+        assert len(self.endings) == 1
+        return self.endings[0]
+
+
+class Compute:
+    """A compute thread that can be held, so that what comes meanwhile is all there at once."""
+
+    def __init__(self) -> None:
+        self.thread = ComputeThread()
+
+    def drive(self, steps: Steps) -> tuple[Run, Outcome]:
+        outcome = Outcome()
+        return self.thread.drive(steps, outcome.items.append, outcome.done), outcome
+
+    def held(self) -> "Held":
+        return Held(self.thread)
+
+    def settle(self) -> None:
+        """Returns after every generation that could run had `SETTLING_TURNS` turns."""
+        assert self.drive(_turns())[1].wait() is None
+
+
+def _turns() -> Steps:
+    future: Future[None] = Future()
+    future.set_result(None)
+    for _ in range(SETTLING_TURNS):
+        yield Wait(future)
+
+
+class Held:
+    """While it is open the thread is inside one job."""
+
+    def __init__(self, thread: ComputeThread) -> None:
+        self._thread = thread
+        self._release = threading.Event()
+
+    def __enter__(self) -> None:
+        entered = threading.Event()
+
+        def hold() -> None:
+            entered.set()
+            assert self._release.wait(SOON_S)
+
+        _ = self._thread.submit(hold)
+        assert entered.wait(SOON_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._release.set()
+
+
+@pytest.fixture
+def compute() -> Iterator[Compute]:
+    made = Compute()
+    yield made
+    made.thread.close()
+
+
+def counting(name: str, log: list[str], count: int = 3) -> Steps:
+    for number in range(count):
+        log.append(f"{name}{number}")
+        yield number
+
+
+@dataclass(slots=True)
+class Closing:
+    """A generation that never ends by itself and notes how it was closed."""
+
+    first: object = None
+    seen: list[str] = field(default_factory=list[str])
+
+    def steps(self) -> Steps:
+        try:
+            if self.first is not None:
+                yield self.first
+            while True:
+                yield "item"
+        except GeneratorExit:
+            self.seen.append("GeneratorExit")
+            raise
+        finally:
+            self.seen.append(threading.current_thread().name)
+
+
+def test_jobs_run_before_the_next_step_of_a_generation(compute: Compute) -> None:
+    log: list[str] = []
+    with compute.held():
+        _, outcome = compute.drive(counting("a", log))
+        jobs = [compute.thread.submit(lambda: log.append("job")) for _ in range(3)]
+    assert outcome.wait() is None
+    assert all(job.done() for job in jobs)
+    assert log == ["job", "job", "job", "a0", "a1", "a2"]
+
+
+def test_a_job_that_comes_between_steps_runs_before_the_next(compute: Compute) -> None:
+    log: list[str] = []
+
+    def steps() -> Steps:
+        log.append("step")
+        _ = compute.thread.submit(lambda: log.append("job"))
+        yield 0
+        log.append("step")
+        yield 1
+
+    assert compute.drive(steps())[1].wait() is None
+    assert log == ["step", "job", "step"]
+
+
+def test_generations_take_turns(compute: Compute) -> None:
+    log: list[str] = []
+    with compute.held():
+        outcomes = [compute.drive(counting(name, log))[1] for name in "abc"]
+    assert [outcome.wait() for outcome in outcomes] == [None] * 3
+    assert log == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+    assert [outcome.items for outcome in outcomes] == [[0, 1, 2]] * 3
+
+
+def test_a_generation_that_waits_lets_the_others_run_and_goes_on_afterwards(
+    compute: Compute,
+) -> None:
+    future: Future[str] = Future()
+    log: list[str] = []
+
+    def waiting() -> Steps:
+        yield Wait(future)
+        yield future.result()
+
+    _, parked = compute.drive(waiting())
+    _, other = compute.drive(counting("a", log, 50))
+    assert other.wait() is None
+    assert parked.items == [] and not parked.over.is_set()
+    future.set_result("answer")
+    assert parked.wait() is None
+    assert parked.items == ["answer"], "a Wait is not for the reader"
+
+
+def test_a_future_that_is_done_already_does_not_park(compute: Compute) -> None:
+    future: Future[int] = Future()
+    future.set_result(7)
+
+    def steps() -> Steps:
+        yield Wait(future)
+        yield future.result()
+
+    outcome = compute.drive(steps())[1]
+    assert outcome.wait() is None
+    assert outcome.items == [7]
+
+
+def test_an_idle_thread_makes_no_turns_for_what_waits(compute: Compute) -> None:
+    closing = Closing(Wait(Future()))
+    run, _ = compute.drive(closing.steps())
+    compute.settle()
+    before = compute.thread.progress
+    compute.settle()
+    # One turn for each step of the settling itself and one for its end.
+    assert compute.thread.progress - before <= SETTLING_TURNS + 2
+    run.cancel()
+
+
+def waiting_for_a_future(compute: Compute, closing: Closing) -> tuple[Run, Outcome]:
+    future: Future[None] = Future()
+    closing.first = Wait(future)
+    started = compute.drive(closing.steps())
+    compute.settle()
+    return started
+
+
+def paused_by_its_reader(compute: Compute, closing: Closing) -> tuple[Run, Outcome]:
+    run, outcome = compute.drive(closing.steps())
+    compute.settle()
+    assert len(outcome.items) == OUTBOX_LIMIT
+    return run, outcome
+
+
+def running(compute: Compute, closing: Closing) -> tuple[Run, Outcome]:
+    started = threading.Event()
+    outcome = Outcome()
+
+    def deliver(item: object) -> None:
+        run.read()
+        started.set()
+
+    held = compute.held()
+    with held:  # `run` must be bound before the first item is delivered
+        run = compute.thread.drive(closing.steps(), deliver, outcome.done)
+    assert started.wait(SOON_S)
+    return run, outcome
+
+
+@pytest.mark.parametrize("state", [waiting_for_a_future, paused_by_its_reader, running])
+def test_a_cancellation_closes_the_generator_on_the_compute_thread_once(
+    compute: Compute, state: Callable[[Compute, Closing], tuple[Run, Outcome]]
+) -> None:
+    closing = Closing()
+    run, outcome = state(compute, closing)
+    for _ in range(3):
+        run.cancel()
+    assert outcome.wait() is None
+    compute.settle()
+    run.cancel()
+    compute.settle()
+    assert closing.seen == ["GeneratorExit", "compute"]
+    assert len(outcome.endings) == 1
+
+
+def test_a_future_that_ends_after_the_cancellation_wakes_nothing(compute: Compute) -> None:
+    future: Future[None] = Future()
+    closing = Closing(Wait(future))
+    run, outcome = compute.drive(closing.steps())
+    compute.settle()
+    run.cancel()
+    assert outcome.wait() is None
+    future.set_result(None)
+    compute.settle()
+    assert outcome.items == []
+    assert len(outcome.endings) == 1
+
+
+def test_a_run_that_is_cancelled_before_its_first_step_is_closed(compute: Compute) -> None:
+    log: list[str] = []
+    with compute.held():
+        run, outcome = compute.drive(counting("a", log))
+        run.cancel()
+    assert outcome.wait() is None
+    assert log == [] and outcome.items == []
+
+
+def test_a_cancellation_after_the_end_changes_nothing(compute: Compute) -> None:
+    run, outcome = compute.drive(counting("a", []))
+    assert outcome.wait() is None
+    run.cancel()
+    compute.settle()
+    assert outcome.endings == [None]
+
+
+def test_an_exception_ends_one_generation_and_leaves_the_others(compute: Compute) -> None:
+    log: list[str] = []
+
+    def failing() -> Steps:
+        yield 0
+        raise ZeroDivisionError("one request's")
+
+    with compute.held():
+        _, bad = compute.drive(failing())
+        _, good = compute.drive(counting("a", log, 20))
+    assert isinstance(bad.wait(), ZeroDivisionError)
+    assert good.wait() is None
+    assert bad.items == [0] and len(good.items) == 20
+
+
+def test_a_job_that_fails_says_so_to_its_caller_only(compute: Compute) -> None:
+    def failing() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compute.thread.submit(failing).result(SOON_S)
+    assert compute.thread.submit(lambda: 3).result(SOON_S) == 3
+
+
+def test_an_exception_on_the_way_out_is_reported(compute: Compute) -> None:
+    def stubborn() -> Steps:
+        try:
+            yield Wait(Future())
+        finally:
+            raise ZeroDivisionError
+
+    run, outcome = compute.drive(stubborn())
+    compute.settle()
+    run.cancel()
+    assert isinstance(outcome.wait(), ZeroDivisionError)
+
+
+def test_a_reader_that_does_not_read_pauses_its_own_generation_only(compute: Compute) -> None:
+    run, outcome = compute.drive(counting("a", [], OUTBOX_LIMIT + 100))
+    _, other = compute.drive(counting("b", [], 5))
+    assert other.wait() is None
+    compute.settle()
+    assert len(outcome.items) == OUTBOX_LIMIT
+    run.read()
+    compute.settle()
+    assert len(outcome.items) == OUTBOX_LIMIT + 1
+    run.read(50)
+    compute.settle()
+    assert len(outcome.items) == OUTBOX_LIMIT + 51
+    run.read(OUTBOX_LIMIT)
+    assert outcome.wait() is None
+    assert outcome.items == list(range(OUTBOX_LIMIT + 100))
+
+
+def test_close_ends_the_thread() -> None:
+    thread = ComputeThread("compute-to-close")
+    _ = thread.drive(Closing(Wait(Future())).steps(), lambda _: None, lambda _: None)
+    thread.close()
+    assert "compute-to-close" not in {each.name for each in threading.enumerate()}
