@@ -19,6 +19,7 @@ from .membership import (
     Died,
     Heard,
     Joined,
+    Left,
     LeftCluster,
     Membership,
     Recovered,
@@ -85,6 +86,15 @@ class Cluster:
         self._ticker = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
+        """Says goodbye, so that the others need not wait for a timeout."""
+        farewell = self._beat()
+        farewell.leaving = True
+        goodbyes = [
+            self._client.exchange(member.address, node, farewell)
+            for node, member in self._members.items()
+            if node in self._membership.live()
+        ]
+        _ = await asyncio.gather(*goodbyes, return_exceptions=True)
         tasks = [*self._dials.values(), *([self._ticker] if self._ticker else [])]
         for task in tasks:
             task.cancel()
@@ -99,8 +109,14 @@ class Cluster:
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own."""
+        if beat.leaving:
+            self._tell(self._membership.apply(Left(sender), time.monotonic()))
+            _ = self._members.pop(sender, None)
+            return self._beat()
         address = f"{beat.sender.host}:{beat.sender.port}"
-        self._note(sender, address, beat)
+        known = self._members.get(sender)
+        moved = known is not None and known.beat.sender.port != beat.sender.port
+        self._note(sender, address if known is None or moved else known.address, beat)
         self.dial(address, sender)
         return self._beat()
 
@@ -195,7 +211,7 @@ class Cluster:
         if known is None:
             self._members[node] = Member(address, beat)
         else:
-            known.beat = beat
+            known.beat, known.address = beat, address
         changes = self._membership.apply(Heard(node, beat.incarnation), time.monotonic())
         self._tell(changes)
 

@@ -340,8 +340,8 @@ def advertised_host(interface: str | None) -> str:
         for address in addresses
         if address.family.name == "AF_INET"
     ]
-    for _, address in found:
-        parsed = ipaddress.ip_address(address)
-        if parsed.is_private and not parsed.is_loopback and not parsed.is_link_local:
-            return address
-    return LOOPBACK
+    parsed = [ipaddress.ip_address(address) for _, address in found]
+    near = [address for address in parsed if address.is_private and not address.is_loopback]
+    # A cable between two Macs has link-local addresses only: better than none, worse than others.
+    near.sort(key=lambda address: address.is_link_local)
+    return str(near[0]) if near else LOOPBACK

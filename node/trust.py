@@ -181,8 +181,8 @@ def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
     name, key_id = _names_of(pem)
     if name != key_id:
         raise Untrusted(
-            f"the caller's certificate says {name}, which is not its key's id: it is a runner's, or "
-            f"it borrows that id; start each node with a {IDENTITY_FILE} of its own"
+            f"the caller's certificate says {name}, which is not its key's id: it is a runner's, "
+            f"or it borrows that id; start each node with a {IDENTITY_FILE} of its own"
         )
     return key_id
 

@@ -77,14 +77,17 @@ class Heartbeat(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     incarnation: _builtins.int
-    """raised by a node to refute a suspicion"""
+    """of the sender's process: a higher one is a restart"""
     term: _builtins.int
     """the head's term as the sender knows it"""
     head: _builtins.str
     """node id, empty before the first election"""
+    leaving: _builtins.bool
+    """the sender's last heartbeat: it stops"""
     @_builtins.property
     def sender(self) -> Global___NodeFacts: ...
     @_builtins.property
@@ -105,10 +108,11 @@ class Heartbeat(_message.Message):
         head: _builtins.str = ...,
         peers: _abc.Iterable[_builtins.str] | None = ...,
         placements: _abc.Iterable[Global___PlacementState] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "incarnation", b"incarnation", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

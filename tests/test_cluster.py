@@ -134,3 +134,14 @@ def test_a_lost_node_is_dead_within_seconds_and_the_rest_goes_on(tmp_path: Path)
 
 def _id(running: Node) -> str:
     return running.call("GET", "/v1/cluster").body["self"]
+
+
+def test_a_node_that_stops_says_goodbye(tmp_path: Path) -> None:
+    with node(tmp_path / "a", "--no-mdns") as one:
+        peer = ("--no-mdns", "--peer", grpc_address(one))
+        with node(join(one, tmp_path / "b"), *peer) as two:
+            eventually(lambda: sees(one, 2), 10)
+            assert two.stop() == 0
+        # At once: a timeout would say dead after 3.5 s, and leave the node in the list.
+        eventually(lambda: len(statuses(one)) == 1, 1)
+        assert " left" in one.log.read_text()

@@ -43,10 +43,12 @@ class Watcher:
     found: set[Candidate] = field(default_factory=set[Candidate])
 
     def __post_init__(self) -> None:
+        self.told: list[Candidate] = []
         self.news = asyncio.Event()
         self.discovery = Discovery(self.own, [LOOPBACK], self._add)
 
     def _add(self, candidate: Candidate) -> None:
+        self.told.append(candidate)
         self.found.add(candidate)
         self.news.set()
 
@@ -125,6 +127,21 @@ def test_two_processes_share_the_port_and_find_each_other() -> None:
         finally:
             process.kill()
             _ = await process.communicate()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None:
+    async def scenario() -> None:
+        observer = Watcher(announcement(new_cluster()))
+        peer = announcement(observer.own.cluster, 7002)
+        async with started(observer):
+            for _ in range(2):
+                life = Watcher(peer)
+                async with started(life):
+                    assert await life.discovery.settled() is None
+                    await observer.until(lambda found: candidate(peer) in found)
+        assert observer.told.count(candidate(peer)) == 1
 
     asyncio.run(scenario())
 
