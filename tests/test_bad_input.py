@@ -195,7 +195,7 @@ def test_prompts_and_keys_never_reach_the_log(hardened: Node) -> None:
 def test_a_prompt_of_megabytes_is_refused_and_the_runner_stays(hardened: Node) -> None:
     assert good_answer(hardened)
     pids = {stage["pid"] for stage in hardened.stages()}
-    reply = hardened.call("POST", CHAT, chat_body("a " * 3_000_000, model="good"))
+    reply = hardened.call("POST", CHAT, chat_body("a " * 2_200_000, model="good"))
     assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
     assert {stage["pid"] for stage in hardened.stages()} == pids
     reply = hardened.call("POST", CHAT, chat_body("a " * 4_500_000, model="good"))

@@ -45,11 +45,10 @@ def test_the_oracles_prompt_ids_are_those_of_the_chat_template(exact: TextEngine
         assert exact.encode([{"role": "user", "content": row["prompt"]}]) == row["prompt_ids"]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_bfloat16_gives_the_same_ids_with_and_without_drafts(rounded: TextEngine, k: int) -> None:
+def test_bfloat16_gives_the_same_ids_with_and_without_drafts(rounded: TextEngine) -> None:
     for row in ORACLE:
-        plain = answer(rounded, request(row["prompt_ids"], 0))
-        assert answer(rounded, request(row["prompt_ids"], k)).ids == plain.ids
+        plain, *drafted = [answer(rounded, request(row["prompt_ids"], k)).ids for k in range(4)]
+        assert drafted == [plain] * 3
 
 
 def test_synchronous_draft_evaluation_gives_the_same_ids(exact: TextEngine) -> None:

@@ -15,7 +15,7 @@ STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me 
 @pytest.mark.parametrize("bounds", [(0, 8, 16), (0, 3, 16), (0, 1, 6, 15, 16)], ids=str)
 def test_stages_give_the_oracles_ids(bounds: tuple[int, ...]) -> None:
     engine, _, _ = split_engine(bounds)
-    for row in ORACLE[:4]:
+    for row in ORACLE[:2]:
         assert list(answer(engine, request(row["prompt_ids"])).ids) == row["greedy_ids"]
 
 
