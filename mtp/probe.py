@@ -25,20 +25,26 @@ class Forward(Protocol):
 def greedy_identity(
     forward: Forward, make_caches: Callable[[], list[Any]], vocabulary: int, k: int
 ) -> Identity:
-    """Compares one block of K + 1 rows, and the row after a rollback, with single steps.
+    """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 
+    Every width counts: a request may ask for fewer drafts, and the budget's last rounds have fewer.
     The ids are arbitrary: kernels do not depend on them, and no text is wanted.
     """
-    ids = [(7 * i + 3) % vocabulary for i in range(PROMPT_ROWS + k + 2)]
+    ids = [(7 * i + 3) % vocabulary for i in range(PROMPT_ROWS + 2 * k)]
     prompt = mx.array(ids[:PROMPT_ROWS], dtype=mx.int32)
     rest = [mx.array([token], dtype=mx.int32) for token in ids[PROMPT_ROWS:]]
     single, block = make_caches(), make_caches()
     for caches in (single, block):
         mx.eval(forward(prompt, caches, want="last").logits)
-    wanted = [forward(token, single, want="all").logits for token in rest[: k + 1]]
-    rows = forward(mx.concatenate(rest[: k + 1]), block, want="all").logits
-    mx.eval(wanted, rows)
-    rollback(block, k)
-    again = forward(rest[1], block, want="all").logits
-    same = mx.array_equal(mx.concatenate(wanted), rows) & mx.array_equal(wanted[1], again)
+    wanted = [forward(token, single, want="all").logits for token in rest]
+    same = mx.array(True)
+    for start, rows in enumerate(range(2, k + 2)):
+        end = start + rows
+        got = forward(mx.concatenate(rest[start:end]), block, want="all").logits
+        rollback(block, rows - 1)
+        again = forward(rest[start + 1], block, want="all").logits
+        rollback(block, 1)
+        same &= mx.array_equal(mx.concatenate(wanted[start:end]), got)
+        same &= mx.array_equal(wanted[start + 1], again)
+        mx.eval(same)
     return "bitwise" if same.item() else "near_tie"

@@ -35,10 +35,11 @@ class TapedCache(ArraysCache):
 
     def rollback(self, rows: int) -> None:
         """Drops the last `rows` rows. Once per forward."""
-        if self._tape is None or rows > self._tape[0]:
+        if self._tape is None or not 0 <= rows <= self._tape[0]:
             raise AssertionError(f"cannot take {rows} rows back: the tape does not reach that far")
         written, restore = self._tape
-        self.cache = restore(written - rows)
+        if rows:  # a tape of one row holds nothing but the state before it
+            self.cache = restore(written - rows)
         self._tape = None
 
 

@@ -30,7 +30,8 @@ class StatsCollector:
         if self._first is None:
             self._first = self._last
             self._tokens_of_first = len(round_.tokens)
-            return
+            if round_.drafted == 0:
+                return  # the prefill's token; a resumed answer begins with a verify
         _bump(self._k_histogram, round_.drafted)
         if round_.drafted == 0:
             return

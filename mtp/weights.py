@@ -12,6 +12,8 @@ from mlx.utils import tree_flatten
 from .head import MtpHead
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)")
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (32, 64, 128)
 _NORM = re.compile(r"(^|[._])(norm|layernorm|pre_fc_norm_\w+)\.weight$")
 
 
@@ -35,28 +37,28 @@ class HeadUnusable:
 
 
 def load_head(
-    head: MtpHead, source: HeadSource, dtype: mx.Dtype | None, quantization: Mapping[str, int]
+    head: MtpHead,
+    source: HeadSource,
+    dtype: mx.Dtype | None,
+    _quantization: Mapping[str, int] | None = None,
 ) -> MtpHead | HeadUnusable:
     """Loads `source` into `head` and evaluates it; `dtype` None keeps the checkpoint's.
 
-    `quantization` gives group_size and bits for heads that are stored quantised.
+    Layers that are stored quantised stay so, each with the bits and group size that its shapes say:
+    publishers mix them within a head, and config.json gives one for all.
     """
     raw = norms_are_raw(source)
     if isinstance(raw, HeadUnusable):
         return raw
     weights = _stack_experts(_split_fused_experts(dict(source.tensors)))
+    if isinstance(weights, HeadUnusable):
+        return weights
     if raw:
         weights = {k: v + 1.0 if _NORM.search(k) else v for k, v in weights.items()}
-    if any(name.endswith(".scales") for name in weights):
-        nn.quantize(
-            head,
-            group_size=quantization.get("group_size", 64),
-            bits=quantization.get("bits", 4),
-            class_predicate=lambda path, _: f"{path}.scales" in weights,
-        )
+    if problem := _quantize_as_stored(head, weights):
+        return HeadUnusable(problem)
     wanted = {name: value.shape for name, value in _flat(head)}
-    problem = _mismatch(wanted, weights)
-    if problem:
+    if problem := _mismatch(wanted, weights):
         return HeadUnusable(problem)
     head.load_weights([(name, weights[name]) for name in wanted])
     if dtype is not None:
@@ -75,6 +77,8 @@ def norms_are_raw(source: HeadSource) -> bool | HeadUnusable:
     if source.backbone_is_raw is not None:
         return source.backbone_is_raw
     norms = [v for k, v in source.tensors.items() if _NORM.search(k)]
+    if not norms:
+        return False  # what is missing is named when the head is filled
     mean = float(mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean())
     if mean < 0.4:
         return True
@@ -100,7 +104,7 @@ def _split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights
 
 
-def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array] | HeadUnusable:
     """Qwen3.5: one tensor for each expert, stacked to (E, …) as mlx-lm's switch layers want."""
     experts: dict[str, dict[int, mx.array]] = {}
     for name in list(weights):
@@ -109,8 +113,35 @@ def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             stacked = experts.setdefault(f"{prefix}.switch_mlp.{part}_proj.{rest}", {})
             stacked[int(index)] = weights.pop(name)
     for name, parts in experts.items():
+        shapes = {part.shape for part in parts.values()}
+        if len(shapes) > 1:
+            return HeadUnusable(
+                f"the MTP head's experts have tensors of {len(shapes)} shapes for {name}, the "
+                f"first two {sorted(shapes)[:2]}; use a checkpoint whose experts are stored alike"
+            )
         weights[name] = mx.stack([parts[index] for index in sorted(parts)])
     return weights
+
+
+def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array]) -> str | None:
+    """Quantises the layers that have scales in `weights`; says what fits no quantisation."""
+    sizes: dict[str, dict[str, int]] = {}
+    for path, module in head.named_modules():
+        packed, scales = weights.get(f"{path}.weight"), weights.get(f"{path}.scales")
+        if packed is None or scales is None or not hasattr(module, "to_quantized"):
+            continue
+        inputs = cast("mx.array", module.weight).shape[-1]
+        bits, rest = divmod(32 * packed.shape[-1], inputs)
+        group, left = divmod(inputs, scales.shape[-1])
+        if packed.dtype != mx.uint32 or rest or left or bits not in _BITS or group not in _GROUPS:
+            return (
+                f"the MTP head's quantised {path}.weight has shape {packed.shape} and scales of "
+                f"{scales.shape}, which no bits and group size of MLX give for {inputs} inputs; "
+                "use the original repository's head"
+            )
+        sizes[path] = {"bits": bits, "group_size": group}
+    nn.quantize(head, class_predicate=lambda path, _: sizes.get(path, False))
+    return None
 
 
 def _flat(head: MtpHead) -> list[tuple[str, mx.array]]:

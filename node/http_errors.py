@@ -100,7 +100,7 @@ def unnamed_fault(status: int, path: str) -> HttpFault:
     """The fault of a bare status, as a router raises it."""
     match status:
         case 404:
-            return HttpFault(404, "not_found", f"there is nothing at {path}; docs/api.md lists all")
+            return HttpFault(404, "not_found", f"there is nothing at {path}; the API is below /v1")
         case 405:
             return HttpFault(405, "method_not_allowed", f"{path} has no such method; see Allow")
         case _:

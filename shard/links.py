@@ -132,15 +132,17 @@ class Ring:
         self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
-        self._lost: PeerLost | None = None
+        self._lost: str | None = None
 
     def connect(self, stream: OutgoingStream) -> None:
+        """Requests that were on their way over an earlier stream fail: part of them is lost."""
+        self._fail_active("the stages of this placement were connected anew")
         self._stream, self._lost = stream, None
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         key = (block.request, block.attempt)
         if self._lost is not None:
-            raise self._lost
+            raise PeerLost(self._lost)
         if (failure := self._failed.pop(key, None)) is not None:
             raise failure
         self._active.add(key)
@@ -174,22 +176,29 @@ class Ring:
         self._fail((frame.request, frame.attempt), from_code(f.code, f.message, f.param or None))
 
     def lose(self, fault: PeerLost) -> None:
-        """The next stage is gone: every request that waits for it, and every later one, fails."""
-        self._lost = fault
-        for key in list(self._waiting):
-            self._fail(key, fault)
+        """The next stage is gone: every request under way, and every later one, fails."""
+        self._lost = fault.message
+        self._fail_active(fault.message)
+
+    def _fail_active(self, why: str) -> None:
+        for key in list(self._active):
+            # One error each: its traceback holds on to the request's frames, and so to its caches.
+            self._fail(key, PeerLost(why))
 
     def _fail(self, key: tuple[str, int], fault: ExoNodeError) -> None:
         future = self._waiting.pop(key, None)
         if future is None:
             if key in self._active:
-                self._failed[key] = fault
+                _ = self._failed.setdefault(key, fault)
         elif not future.done():
             future.set_exception(fault)
 
     def _dispatch(self, key: tuple[str, int], frames: list[pb.Frame], deadline_s: float) -> None:
         if self._stream is None:
             self._fail(key, PeerLost("the stages of this placement are not connected yet"))
+            return
+        if self._lost is not None:  # since `send` looked
+            self._fail(key, PeerLost(self._lost))
             return
         self._stream.send(frames)
         future = self._waiting.get(key)

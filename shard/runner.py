@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -208,7 +209,7 @@ def _watch(parent: Parent, stop: Callable[[], None]) -> None:
     threading.Thread(target=read, name="parent", daemon=True).start()
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Entry point of the child process; argument 1 is the inherited socket's descriptor."""
     # Levels come first so that the node can log the line as its own.
     logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
@@ -216,10 +217,11 @@ def main() -> int:
     sys.setswitchinterval(1e-4)
     parent = Parent(socket.socket(fileno=int(sys.argv[1])))
     message = parent.receive()
-    if message is None:
-        return 0
-    return asyncio.run(_run(message.start, parent))
+    status = 0 if message is None else asyncio.run(_run(message.start, parent))
+    logging.shutdown()
+    # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.errors import InvalidFrame
@@ -261,6 +261,7 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, Expectation]:
     return block, expected
 
 
+@settings(deadline=None)
 @given(blocks())
 def test_cutting_and_putting_together_is_the_identity(
     case: tuple[HiddenBlock, Expectation],

@@ -45,9 +45,9 @@ def tiny_qwen(
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
         }
-    module = qwen3_5_moe if moe else qwen3_5
+    module: Any = qwen3_5_moe if moe else qwen3_5
     args = module.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": text | changes})
-    model = module.Model(args)
+    model: qwen3_5.Model = module.Model(args)
     _ = model.set_dtype(DTYPES[dtype])
     if bits:
         nn.quantize(model, group_size=64, bits=bits)

@@ -1,0 +1,77 @@
+# `make start` and `make test` need Python 3.11 or newer, git and make; they bring the rest.
+#
+# On Linux MLX has two backends that cannot share an environment: BACKEND is cuda where an NVIDIA
+# GPU answers, else cpu. `make start` uses .venv/cuda for cuda; tests always run on the CPU, in
+# .venv. On macOS MLX brings Metal, and BACKEND is empty.
+
+BACKEND := $(shell [ "$$(uname -s)" != Linux ] || { nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu; })
+PYTHONS := python3.13 python3.12 python3.11 python3
+ARGS :=
+comma := ,
+
+VENV := .venv
+RUN_VENV := $(VENV)$(if $(filter cuda,$(BACKEND)),/cuda)
+RUN_EXTRAS := $(if $(BACKEND),[$(BACKEND)])
+DEV_EXTRAS := [$(if $(BACKEND),cpu$(comma))dev]
+PINS := pyproject.toml constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: start test check bench clean
+
+# A node in the foreground: make start ARGS="--name desk"
+start: $(RUN_VENV)/.run
+	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
+	@$(RUN_VENV)/bin/exo-node start $(ARGS)
+
+# The tests, or some: make test ARGS="tests/test_plan.py -k fastest"
+test: $(VENV)/.dev
+	@$(VENV)/bin/pytest $(ARGS)
+
+# Style, types, and that the generated code fits proto/peer.proto
+check: $(VENV)/.dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/basedpyright
+	$(VENV)/bin/pytest -q tests/test_generated.py
+
+# The figures of README.md, on this machine: make bench ARGS="--repeats 15"
+bench: $(RUN_VENV)/.run
+	$(RUN_VENV)/bin/python bench/decode.py $(ARGS)
+	$(RUN_VENV)/bin/python bench/footprint.py
+
+# What make and the tools made here, .venv among it
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# The stamps: while they are newer than the pins there is nothing to install.
+$(VENV)/.dev: $(PINS) $(VENV)/bin/python
+	$(call install,$(VENV),$(DEV_EXTRAS))
+	@touch $(VENV)/.run $@
+
+$(RUN_VENV)/.run: $(PINS) $(RUN_VENV)/bin/python
+	$(call install,$(RUN_VENV),$(RUN_EXTRAS))
+	@touch $@
+
+define install
+@echo 'Installing exo-node$(2) into $(1): minutes at first, seconds later'
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(1)/bin/python -m ensurepip
+@$(1)/bin/python -m pip install --quiet 'pip>=22.3'
+@$(1)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.$(2)'
+endef
+
+$(sort $(VENV)/bin/python $(RUN_VENV)/bin/python):
+	@without=; \
+	for python in $(PYTHONS); do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  if $$python -c 'import ensurepip, venv' 2>/dev/null; then \
+	    exec $$python -m venv $(@:/bin/python=); \
+	  fi; \
+	  without=$${without:-$$($$python -c 'import sys; print("python%d.%d" % sys.version_info[:2])')}; \
+	done; \
+	if [ -n "$$without" ]; then \
+	  echo "exo-node: $$without has no ensurepip, so it cannot make an environment: install it (Debian, Ubuntu: sudo apt install $$without-venv) and run make again." >&2; \
+	else \
+	  echo "exo-node needs Python 3.11 or newer, and none of $(PYTHONS) on the PATH is: install it (macOS: brew install python@3.13; Debian, Ubuntu: sudo apt install python3 python3-venv) and run make again." >&2; \
+	fi; \
+	exit 1

@@ -1,0 +1,331 @@
+"""Two stages in two processes: the oracle's ids, frames that are refused, and lost peers."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from engines import ORACLE
+from runners import KEY, NODE, Placement, eventually, shared
+
+from exo_node.node.trust import ClusterKey, channel_credentials, runner_credentials
+from exo_node.placement.errors import InvalidFrame, PeerLost
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+from exo_node.shard.frames import HiddenBlock, cut
+from exo_node.shard.links import Address, OutgoingStream
+
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
+HIDDEN = 256
+LEASE_S = 3
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def two(loop: asyncio.Runner) -> Iterator[Placement]:
+    with shared(loop, (0, 8, 16), prefill_chunk=8, lease_s=LEASE_S) as placement:
+        yield placement
+
+
+async def begun(two: Placement, tokens: int = 3, **changes: Any) -> AsyncGenerator[Any, None]:
+    """An answer that would go on for long, after its first tokens."""
+    request = two.request(STORY["prompt_ids"], max_tokens=4000, ignore_eos=True, **changes)
+    events = two.generate(request)
+    while tokens:
+        event = await anext(events)
+        tokens -= event.WhichOneof("event") == "delta"
+    return events
+
+
+async def all_freed(two: Placement, within_s: float) -> None:
+    """No request's state on any stage."""
+    deadline = time.monotonic() + within_s
+    while (state := await two.inspect()).live_requests or state.cache_bytes:
+        assert time.monotonic() < deadline, "the generator still holds state"
+        await asyncio.sleep(0.01)
+    _ = await eventually(lambda: two.live_requests(1) == 0, within_s)
+
+
+async def good(two: Placement) -> bool:
+    """Whether a request is answered as the oracle says."""
+    return (await two.answer(SUM["prompt"])).ids == SUM["greedy_ids"]
+
+
+def test_two_processes_give_the_oracles_ids(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        for row in ORACLE[:2]:
+            got = await two.answer(row["prompt"])
+            assert got.prompt_ids == row["prompt_ids"]
+            assert got.ids == row["greedy_ids"]
+            assert got.text == row["text"]
+
+    loop.run(play())
+
+
+def test_requests_at_the_same_time_do_not_mix(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        rows = ORACLE[:3]
+        answers = await asyncio.gather(*(two.answer(row["prompt"]) for row in rows))
+        assert [answer.ids for answer in answers] == [row["greedy_ids"] for row in rows]
+        await all_freed(two, 1.0)
+
+    loop.run(play())
+
+
+def test_a_replayed_log_continues_over_the_wire(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        whole = await two.answer(SUM["prompt"])
+        rest = await two.answer(SUM["prompt"], attempt=2, replay=whole.rounds[:5])
+        assert rest.ids == whole.ids[5:]
+
+    loop.run(play())
+
+
+# ------------------------------------------------------------- frames refused
+
+
+@asynccontextmanager
+async def raw_stream(two: Placement) -> AsyncGenerator[Any]:
+    """A stream to stage 1 by a client that is of the cluster but not the generator."""
+    async with grpc.aio.secure_channel(
+        two.address(1)[0],
+        channel_credentials(runner_credentials(NODE, KEY)),
+        [("grpc.ssl_target_name_override", two.address(1)[1])],
+    ) as channel:
+        yield peer_pb2_grpc.StageStub(channel).Stream()
+
+
+def a_frame(request: str, placement: str = "p1") -> pb.Frame:
+    block = HiddenBlock(request, 1, 0, 2, (1, 2), pb.REPLY_ALL, bytes(2 * HIDDEN * 4))
+    [frame] = cut(block, placement, 1, "float32", HIDDEN)
+    return frame
+
+
+def wrong_shape() -> pb.Frame:
+    frame = a_frame("raw-1")
+    frame.hidden.shape[2] = HIDDEN - 1
+    return frame
+
+
+def wrong_kind() -> pb.Frame:
+    return pb.Frame(placement="p1", request="raw-1", attempt=1, failure=pb.Failure(code="x"))
+
+
+def of(frame: pb.Frame, **changes: Any) -> pb.Frame:
+    frame.MergeFrom(pb.Frame(**changes))
+    return frame
+
+
+BAD_FRAMES = {
+    "hidden.shape": wrong_shape(),
+    "placement": of(a_frame("raw-1"), placement="p2"),
+    "kind": wrong_kind(),
+    "request": pb.Frame(placement="p1", request="r" * 65, attempt=1, release=pb.Release()),
+    "attempt": pb.Frame(placement="p1", request="raw-1", rollback=pb.Rollback()),
+}
+
+
+@pytest.mark.parametrize("field", BAD_FRAMES)
+def test_a_bad_frame_gets_a_failure_that_names_the_field_and_harms_nothing(
+    loop: asyncio.Runner, two: Placement, field: str
+) -> None:
+    async def play() -> None:
+        async with raw_stream(two) as stream:
+            await stream.write(BAD_FRAMES[field])
+            answer: pb.Frame = await asyncio.wait_for(stream.read(), 5)
+            assert answer.WhichOneof("kind") == "failure"
+            assert (answer.failure.code, answer.failure.param) == ("invalid_frame", field)
+            assert answer.failure.stage == 1
+        assert await good(two)
+
+    loop.run(play())
+
+
+def test_a_stage_goes_on_after_a_bad_frame_in_the_same_stream(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        async with raw_stream(two) as stream:
+            late = a_frame("raw-2")
+            late.hidden.position = 7
+            for frame in (wrong_shape(), a_frame("raw-2"), late):
+                await stream.write(frame)
+            params = [(await asyncio.wait_for(stream.read(), 5)).failure.param for _ in range(2)]
+            # The good frame between them was taken: position 7 is wrong because row 2 is next.
+            assert params == ["hidden.shape", "hidden.position"]
+            await stream.write(
+                pb.Frame(placement="p1", request="raw-2", attempt=1, release=pb.Release())
+            )
+            _ = await eventually(lambda: two.live_requests(1) == 0, 2)
+
+    loop.run(play())
+
+
+def test_state_of_a_stream_that_is_gone_is_freed_by_its_lease(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        async with raw_stream(two) as stream:
+            await stream.write(a_frame("raw-3"))
+            _ = await eventually(lambda: two.live_requests(1) == 1, 2)
+        _ = await eventually(lambda: two.live_requests(1) == 0, LEASE_S + 2)
+
+    loop.run(play())
+
+
+def test_what_a_stage_refuses_ends_the_request_with_that_error(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        # Another client says that this request is over, so stage 1 refuses the generator's frames.
+        async with raw_stream(two) as stream:
+            await stream.write(
+                pb.Frame(placement="p1", request="fenced", attempt=1, release=pb.Release())
+            )
+            _ = await two.inspect()
+            with pytest.raises(InvalidFrame) as caught:
+                _ = await two.answer(SUM["prompt"], request="fenced")
+            assert caught.value.param == "attempt"
+        await all_freed(two, 1.0)
+        again = await two.answer(SUM["prompt"], request="fenced", attempt=2)
+        assert again.ids == SUM["greedy_ids"]
+
+    loop.run(play())
+
+
+@pytest.mark.parametrize("place", ["a port nobody listens on", "a runner of another node"])
+def test_a_neighbour_that_is_not_there_is_peer_lost_and_no_longer_dialled(
+    loop: asyncio.Runner, two: Placement, place: str
+) -> None:
+    async def play() -> None:
+        port = 1 if place.startswith("a port") else two.endpoints[1].ready.port
+        stream = OutgoingStream(
+            Address("127.0.0.1", port, "another.runner.exo.internal"),
+            channel_credentials(runner_credentials(NODE, KEY)),
+            lambda _: None,
+            lambda _: None,
+        )
+        with pytest.raises(PeerLost, match=f"127.0.0.1:{port} does not answer"):
+            await stream.open(timeout_s=0.3)
+        await stream.close()
+
+    loop.run(play())
+
+
+# ---------------------------------------------------------------------- trust
+
+
+@pytest.mark.parametrize("stranger", ["another key", "no certificate", "no encryption"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_is_not_of_the_cluster_is_refused(
+    loop: asyncio.Runner, two: Placement, stranger: str, stage: int
+) -> None:
+    async def play() -> None:
+        async with strangers_channel(two, stage, stranger) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                if stage:
+                    _ = await peer_pb2_grpc.StageStub(channel).Connect(
+                        pb.ConnectRequest(), timeout=5
+                    )
+                else:
+                    _ = await peer_pb2_grpc.GeneratorStub(channel).Inspect(
+                        pb.InspectRequest(), timeout=5
+                    )
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await good(two)
+
+    loop.run(play())
+
+
+def strangers_channel(two: Placement, stage: int, kind: str) -> grpc.aio.Channel:
+    address, name = two.address(stage)
+    if kind == "no encryption":
+        return grpc.aio.insecure_channel(address)
+    own, other = runner_credentials(NODE, KEY), ClusterKey(b"another-cluster-key-")
+    credentials = (
+        grpc.ssl_channel_credentials(own.authority_pem)
+        if kind == "no certificate"
+        # It trusts this cluster, so that the runner is who refuses.
+        else grpc.ssl_channel_credentials(
+            own.authority_pem,
+            runner_credentials(NODE, other).key_pem,
+            runner_credentials(NODE, other).certificate_pem,
+        )
+    )
+    return grpc.aio.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
+
+
+# ----------------------------------------------------------------- lost peers
+
+
+def test_a_client_that_goes_away_frees_every_stage_within_a_second(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        events = await begun(two)
+        assert (await two.inspect()).cache_bytes > 0
+        _ = await eventually(lambda: two.live_requests(1) == 1, 2)
+        await events.aclose()
+        await all_freed(two, 1.0)
+
+    loop.run(play())
+
+
+async def seconds_until_lost(events: AsyncGenerator[Any, None]) -> float:
+    begun = time.monotonic()
+    with pytest.raises(PeerLost, match="next stage"):
+        async for _ in events:
+            pass
+    return time.monotonic() - begun
+
+
+def test_a_killed_stage_ends_the_answer_and_not_the_generator(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        generator = two.processes[0].pid
+        events = await begun(two)
+        os.kill(two.processes[1].pid, signal.SIGKILL)
+        assert await seconds_until_lost(events) < 2
+        with pytest.raises(PeerLost):
+            _ = await two.answer(SUM["prompt"])
+        assert (await two.inspect()).cache_bytes == 0
+        _ = await eventually(lambda: len(two.exited) == 1, 2)
+        assert "ended by signal 9" in two.exited[0].error
+        await two.restart(1)
+        assert await good(two)
+        assert two.processes[0].pid == generator
+        assert two.processes[0].status == "ready"
+
+    loop.run(play())
+
+
+def test_a_stopped_stage_is_lost_within_ten_seconds_and_its_state_freed_when_it_wakes(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        events = await begun(two)
+        stopped = two.processes[1].pid
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert await seconds_until_lost(events) < 10
+            assert (await two.inspect()).cache_bytes == 0
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        _ = await eventually(lambda: two.live_requests(1) == 0, LEASE_S + 3)
+        await two.connect()
+        assert await good(two)
+
+    loop.run(play())

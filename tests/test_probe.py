@@ -1,0 +1,125 @@
+"""The probe tells a backend whose numbers depend on the number of rows from one where they do not.
+
+The shim for such a backend perturbs linear layers by their row count, cache writes included.
+"""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models import qwen3_5
+from mlx_lm.models.cache import KVCache
+from tiny import VOCABULARY, taped_qwen
+
+from exo_node.mtp.family import Qwen35Family
+from exo_node.mtp.probe import PROMPT_ROWS, Forward, Identity, greedy_identity
+from exo_node.mtp.rollback import TapedCache, with_tapes
+from exo_node.mtp.seams import Block, Want
+
+
+def forward_of(model: qwen3_5.Model) -> Forward:
+    family = Qwen35Family(model)
+
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        hidden = family.hidden(tokens[None], caches)
+        return Block(family.logits(hidden if want == "all" else hidden[:, -1:])[0], hidden)
+
+    return forward
+
+
+def probe(model: qwen3_5.Model, k: int, forward: Forward | None = None) -> Identity:
+    def make_caches() -> list[Any]:
+        return with_tapes(model.make_cache())
+
+    return greedy_identity(forward or forward_of(model), make_caches, VOCABULARY, k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "made",
+    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "bits": 4}, {"moe": True}],
+    ids=str,
+)
+def test_the_cpu_is_bitwise(made: dict[str, Any], k: int) -> None:
+    assert probe(taped_qwen(**made), k) == "bitwise"
+
+
+def perturb(model: nn.Module, widths: Sequence[int], only: str = "") -> None:
+    """Makes the linear layers whose path has `only` in it inexact for blocks of `widths` rows."""
+
+    class ByRows(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            out = super().__call__(x)
+            return out * (1 + 1e-3 * x.shape[-2]) if x.shape[-2] in widths else out
+
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear and only in path:
+            module.__class__ = ByRows
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("only", ["", "v_proj", "in_proj_qkv", "lm_head", "layers.0.mlp"])
+def test_numbers_that_depend_on_the_row_count_are_near_tie(k: int, only: str) -> None:
+    model = taped_qwen()
+    perturb(model, range(1000), only)
+    assert probe(model, k) == "near_tie"
+
+
+def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
+    """Of a mixture of experts the router flips first."""
+    model = taped_qwen(moe=True)
+    perturb(model, range(1000), "mlp.gate")
+    assert probe(model, 2) == "near_tie"
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_every_width_up_to_the_largest_is_measured(width: int) -> None:
+    """One kernel for two rows and another for four would pass a probe of four rows alone."""
+    model = taped_qwen()
+    perturb(model, [width])
+    assert probe(model, 3) == "near_tie"
+    assert probe(model, width - 2) == "bitwise"
+
+
+def test_the_prompts_row_count_does_not_matter() -> None:
+    model = taped_qwen()
+    perturb(model, [PROMPT_ROWS])
+    assert probe(model, 3) == "bitwise"
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("kind", [KVCache, TapedCache])
+def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type, k: int) -> None:
+    model = taped_qwen()
+    exact = forward_of(model)
+
+    def inexact(tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+        block = exact(tokens, caches, want=want)
+        if 1 < tokens.shape[0] < PROMPT_ROWS:
+            for cache in caches:
+                if isinstance(cache, kind):
+                    nudge(cache)
+        return block
+
+    assert probe(model, k, inexact) == "near_tie"
+
+
+def nudge(cache: KVCache | TapedCache) -> None:
+    """As if the block's rows had been computed by another kernel than single ones."""
+    if isinstance(cache, KVCache):
+        assert cache.values is not None
+        cache.values = cache.values * 1.001
+        return
+    restore = cache.rollback
+
+    def rollback(rows: int) -> None:
+        restore(rows)
+        cache[1] = cache[1] * 1.001
+
+    cache.rollback = rollback

@@ -1,0 +1,231 @@
+"""The generator's end of a pipeline, without processes: answers, failures, losses, deadlines."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard import links
+from exo_node.shard.frames import HiddenBlock
+from exo_node.shard.links import Ring
+
+HIDDEN = 4
+
+
+class Stream:
+    """Takes what the ring sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[pb.Frame] = []
+
+    def send(self, frames: Iterable[pb.Frame]) -> None:
+        self.sent += frames
+
+    @property
+    def kinds(self) -> list[str | None]:
+        return [frame.WhichOneof("kind") for frame in self.sent]
+
+
+def block(
+    request: str = "r1", attempt: int = 1, reply: "pb.Reply.ValueType" = pb.REPLY_ALL
+) -> HiddenBlock:
+    return HiddenBlock(request, attempt, 0, 1, (1,), reply, bytes(HIDDEN * 4))
+
+
+def failure(request: str = "r1", attempt: int = 1) -> pb.Frame:
+    failed = pb.Failure(code="invalid_frame", message="no", param="hidden.shape", stage=1)
+    return pb.Frame(placement="p1", request=request, attempt=attempt, failure=failed)
+
+
+def asked(ring: Ring, wanted: HiddenBlock) -> "Future[HiddenBlock]":
+    future = ring.send(wanted)
+    assert future is not None
+    return future
+
+
+async def settled() -> None:
+    """What the ring left to the loop has been done."""
+    done = asyncio.Event()
+    _ = asyncio.get_running_loop().call_soon(done.set)
+    _ = await done.wait()
+
+
+async def fault_of(future: "Future[HiddenBlock]") -> BaseException | None:
+    wrapped = asyncio.wrap_future(future)
+    _ = await asyncio.wait([wrapped], timeout=5)
+    assert wrapped.done()
+    return wrapped.exception()
+
+
+Play = Callable[[Ring, Any], Awaitable[None]]
+
+
+def on_a_ring(play: Play, *, connected: bool = True) -> None:
+    async def run() -> None:
+        ring, stream = Ring("p1", 2, "float32", HIDDEN), Stream()
+        if connected:
+            ring.connect(stream)  # pyright: ignore[reportArgumentType]
+        await play(ring, stream)
+
+    asyncio.run(run())
+
+
+def test_an_answer_goes_to_the_request_and_attempt_that_wait_for_it() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        first, second = asked(ring, block("r1", 2)), asked(ring, block("r2"))
+        await settled()
+        assert stream.kinds == ["hidden", "hidden"]
+        assert [frame.hidden.stage for frame in stream.sent] == [1, 1]
+        ring.answer(block("r1", 1))
+        ring.answer(block("unknown"))
+        assert not first.done() and not second.done()
+        ring.answer(block("r2"))
+        ring.answer(block("r1", 2))
+        assert (first.result(0).attempt, second.result(0).request) == (2, "r2")
+
+    on_a_ring(play)
+
+
+def test_an_answer_of_a_request_that_was_released_is_dropped() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        future = asked(ring, block())
+        ring.release("r1", 1)
+        ring.answer(block())
+        await settled()
+        assert not future.done()
+        assert stream.kinds == ["hidden", "release"]
+
+    on_a_ring(play)
+
+
+def test_a_chunk_that_wants_no_answer_waits_for_none() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        assert ring.send(block(reply=pb.REPLY_NONE)) is None
+        await settled()
+        assert stream.kinds == ["hidden"]
+
+    on_a_ring(play)
+
+
+def test_a_failure_reaches_the_future_or_the_next_send() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        waiting = asked(ring, block("r1"))
+        assert ring.send(block("r2", reply=pb.REPLY_NONE)) is None
+        for name in ("r1", "r2", "nobody"):
+            ring.fail(failure(name))
+        fault = await fault_of(waiting)
+        assert isinstance(fault, InvalidFrame) and fault.param == "hidden.shape"
+        with pytest.raises(InvalidFrame):
+            _ = ring.send(block("r2"))
+
+    on_a_ring(play)
+
+
+def test_a_failure_of_an_earlier_attempt_does_not_end_the_later_one() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        future = asked(ring, block("r1", 2))
+        ring.fail(failure("r1", 1))
+        ring.answer(block("r1", 2))
+        assert future.result(0).attempt == 2
+
+    on_a_ring(play)
+
+
+def test_a_loss_fails_every_request_under_way_and_later_ones_until_connected_anew() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        waiting = asked(ring, block("waiting"))
+        assert ring.send(block("between", reply=pb.REPLY_NONE)) is None
+        await settled()
+        ring.lose(PeerLost("gone"))
+        assert isinstance(await fault_of(waiting), PeerLost)
+        with pytest.raises(PeerLost, match="gone"):
+            _ = ring.send(block("later"))
+        fresh: Any = Stream()
+        ring.connect(fresh)
+        # Its first rows went to the stage that is gone: the new one could only refuse the rest.
+        with pytest.raises(PeerLost, match="gone"):
+            _ = ring.send(block("between"))
+        future = asked(ring, block("new"))
+        await settled()
+        assert fresh.kinds == ["hidden"]
+        ring.answer(block("new"))
+        assert future.result(0).request == "new"
+
+    on_a_ring(play)
+
+
+def test_a_loss_in_the_middle_of_a_send_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        def cut_while_the_peer_is_lost(*_: object) -> list[pb.Frame]:
+            ring.lose(PeerLost("gone"))
+            return [pb.Frame()]
+
+        monkeypatch.setattr(links, "cut", cut_while_the_peer_is_lost)
+        assert isinstance(await fault_of(asked(ring, block())), PeerLost)
+        assert stream.sent == []
+
+    on_a_ring(play)
+
+
+def test_connecting_anew_fails_what_was_under_way() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        future = asked(ring, block())
+        await settled()
+        ring.connect(Stream())  # type: ignore[arg-type]
+        assert isinstance(await fault_of(future), PeerLost)
+
+    on_a_ring(play)
+
+
+def test_before_the_stages_are_connected_a_request_fails() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        fault = await fault_of(asked(ring, block()))
+        assert isinstance(fault, PeerLost) and "not connected" in fault.message
+
+    on_a_ring(play, connected=False)
+
+
+@pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST])
+def test_an_answer_that_does_not_come_is_a_lost_peer(
+    reply: "pb.Reply.ValueType", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "DECODE_DEADLINE_S" if reply == pb.REPLY_ALL else "PREFILL_DEADLINE_S"
+    monkeypatch.setattr(links, name, 0.05)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        late, answered = (
+            asked(ring, block("r1", reply=reply)),
+            asked(ring, block("r2", reply=reply)),
+        )
+        ring.answer(block("r2", reply=reply))
+        fault = await fault_of(late)
+        assert isinstance(fault, PeerLost) and "did not answer" in fault.message
+        assert answered.exception(0) is None
+
+    on_a_ring(play)
+
+
+class Cache:
+    """Stands for what a request holds in memory."""
+
+
+def test_an_error_does_not_keep_a_requests_memory_alive() -> None:
+    def one_request(ring: Ring) -> "weakref.ref[Cache]":
+        cache = Cache()
+        with pytest.raises(ExoNodeError):
+            _ = ring.send(block())
+        return weakref.ref(cache)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        ring.lose(PeerLost("gone"))
+        left = one_request(ring)
+        _ = gc.collect()
+        assert left() is None
+
+    on_a_ring(play)

@@ -1,0 +1,326 @@
+"""One runner process: its answers, what it refuses, failed loads, and how it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engines import DEMO, ORACLE, spec
+from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
+
+from exo_node.node.control_client import Channels
+from exo_node.node.supervisor import RunnerProcess, Supervisor
+from exo_node.node.trust import runner_credentials, runner_name
+from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest, LoadFailed
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def one(loop: asyncio.Runner) -> Iterator[Placement]:
+    with shared(loop, (0, 16), native_mtp=True, max_draft_tokens=2, context_length=4096) as made:
+        yield made
+
+
+def test_a_runner_answers_as_the_oracle_with_and_without_drafts(
+    loop: asyncio.Runner, one: Placement
+) -> None:
+    async def play() -> None:
+        for k in (0, 2):
+            got = await one.answer(STORY["prompt"], num_draft_tokens=k)
+            assert got.prompt_ids == STORY["prompt_ids"]
+            assert (got.ids, got.text) == (STORY["greedy_ids"], STORY["text"])
+            assert got.finished is not None and got.finished.reason == "stop"
+            stats = json.loads(got.finished.stats_json)
+            assert stats["completion_tokens"] == len(STORY["greedy_ids"])
+            assert stats["spec_decode_rounds"] == (STORY["K"]["2"]["rounds"] if k else 0)
+
+    loop.run(play())
+
+
+def test_text_that_was_held_back_comes_with_the_end(loop: asyncio.Runner, one: Placement) -> None:
+    async def play() -> None:
+        # Nine ids end with what could begin this stop string.
+        got = await one.answer(STORY["prompt"], stop=["there was a kind dog"], max_tokens=9)
+        assert STORY["text"].startswith(got.text) and got.text.endswith("there was a kind")
+        assert got.finished is not None
+        assert (got.finished.reason, got.finished.text) == ("length", "there was a kind")
+
+    loop.run(play())
+
+
+def test_a_memory_of_weights_and_little_more(one: Placement) -> None:
+    held = psutil.Process(one.processes[0].pid).memory_info().rss
+    weights = one.endpoints[0].ready.weight_bytes
+    assert weights > 60_000_000
+    assert held < weights + 400_000_000
+
+
+BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "another placement": ("placement", {"placement": "p2"}),
+    "no name": ("request", {"request": ""}),
+    "a long name": ("request", {"request": "r" * 65}),
+    "a name with a path": ("request", {"request": "../r"}),
+    "attempt 0": ("attempt", {"attempt": 0}),
+    "an empty stop string": ("stop", {"stop": ["x", ""]}),
+    "an id over the vocabulary": ("prompt", {"token_ids": pb.TokenIds(ids=[1, 4096])}),
+    "an id far over it": ("prompt", {"token_ids": pb.TokenIds(ids=[2**32 - 1])}),
+    "no ids": ("messages", {"token_ids": pb.TokenIds()}),
+    "messages that are no JSON": ("messages", {"messages": pb.Messages(json="{")}),
+    "messages that are no list": ("messages", {"messages": pb.Messages(json="{}")}),
+    "messages without content": ("messages", {"messages": pb.Messages(json='[{"role": 1}]')}),
+    "more drafts than loaded": ("num_draft_tokens", {"num_draft_tokens": 3}),
+    "negative drafts": ("num_draft_tokens", {"num_draft_tokens": -1}),
+    "more tokens than the context": ("max_tokens", {"max_tokens": 4096}),
+    "a replay without tokens": ("replay", {"replay": [pb.Round(forward=pb.Forward(rows=1))]}),
+    "a replay over the vocabulary": (
+        "replay",
+        {"replay": [pb.Round(tokens=[4096], forward=pb.Forward(rows=1))]},
+    ),
+    "a replay with fewer rows than tokens": (
+        "replay",
+        {"replay": [pb.Round(tokens=[1, 2], forward=pb.Forward(rows=1))]},
+    ),
+    "a replay of too many rows": (
+        "replay",
+        {"replay": [pb.Round(tokens=[1], forward=pb.Forward(rows=2**31))]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_refused_by_the_fields_name(
+    loop: asyncio.Runner, one: Placement, case: str
+) -> None:
+    param, changes = BAD_REQUESTS[case]
+
+    async def play() -> None:
+        request = one.request(SUM["prompt_ids"])
+        for field in changes:
+            request.ClearField(field)  # type: ignore[arg-type]
+        request.MergeFrom(pb.GenerateRequest(**changes))
+        with pytest.raises(InvalidRequest) as caught:
+            async for _ in one.generate(request):
+                pass
+        assert caught.value.param == param
+        good = await one.answer(SUM["prompt"], max_tokens=2)
+        assert good.ids == SUM["greedy_ids"][:2]
+
+    loop.run(play())
+
+
+def test_a_request_without_a_prompt_is_refused(loop: asyncio.Runner, one: Placement) -> None:
+    async def play() -> None:
+        request = one.request([1])
+        request.ClearField("token_ids")
+        with pytest.raises(InvalidRequest, match="no prompt"):
+            async for _ in one.generate(request):
+                pass
+
+    loop.run(play())
+
+
+def test_a_name_that_is_in_use_is_refused_and_its_holder_goes_on(
+    loop: asyncio.Runner, one: Placement
+) -> None:
+    async def play() -> None:
+        first = one.generate(one.request(STORY["prompt"], request="same", max_tokens=30))
+        while (await anext(first)).WhichOneof("event") != "delta":
+            pass
+        with pytest.raises(InvalidRequest, match="running already") as caught:
+            _ = await one.answer(SUM["prompt"], request="same")
+        assert caught.value.param == "request"
+        *_, last = [event async for event in first]
+        assert last.finished.reason == "length"
+
+    loop.run(play())
+
+
+def test_a_client_that_goes_away_frees_the_state_within_a_second(
+    loop: asyncio.Runner, one: Placement
+) -> None:
+    async def play() -> None:
+        events = one.generate(one.request(STORY["prompt"], max_tokens=4000, ignore_eos=True))
+        while (await anext(events)).WhichOneof("event") != "delta":
+            pass
+        assert (await one.inspect()).cache_bytes > 0
+        await events.aclose()
+        gone = time.monotonic()
+        while (state := await one.inspect()).live_requests or state.cache_bytes:
+            assert time.monotonic() - gone < 1.0
+
+    loop.run(play())
+
+
+# ------------------------------------------------------------------- failures
+
+
+def broken(tmp_path: Path, change: Callable[[Path], object]) -> Path:
+    """The demo as links, of which `change` replaces some."""
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    for file in DEMO.iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file)
+    change(folder)
+    return folder
+
+
+def replaced(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).unlink()
+    _ = (folder / name).write_bytes(data)
+
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def garbled(folder: Path) -> None:
+    replaced(folder, SHARD, b"\xff" * 4096)
+
+
+def truncated(folder: Path) -> None:
+    replaced(folder, SHARD, (DEMO / SHARD).read_bytes()[:-1000])
+
+
+def without_tokenizer(folder: Path) -> None:
+    replaced(folder, "tokenizer.json", b'{"added_tokens": [], "model": {}}')
+
+
+def unknown_family(folder: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    replaced(folder, "config.json", json.dumps(config | {"model_type": "../x"}).encode())
+
+
+FAILURES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
+    "garbled weights": (garbled, {}, "invalid_checkpoint"),
+    "truncated weights": (truncated, {}, "invalid_checkpoint"),
+    "no tokenizer": (without_tokenizer, {}, "invalid_checkpoint"),
+    "an unknown family": (unknown_family, {}, "invalid_checkpoint"),
+    "another revision": (lambda _: None, {"checkpoint_sha256": "0" * 64}, "invalid_checkpoint"),
+    "layers that are not there": (lambda _: None, {"first": 8, "end": 17}, "load_failed"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
+    tmp_path: Path, case: str
+) -> None:
+    change, changes, code = FAILURES[case]
+    folder = broken(tmp_path, change)
+    with Child(spec(folder, **changes), tmp_path / "stderr") as child:
+        failure = child.until("failure").failure
+        assert (failure.code, child.process.wait(5)) == (code, 1)
+        assert failure.message
+        assert "Traceback" not in child.stderr
+
+
+def test_a_supervisor_keeps_nothing_of_a_load_that_failed(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    async def play() -> None:
+        exited: list[str] = []
+        supervisor = Supervisor(runner_host(), lambda _, why: exited.append(why))
+        children = psutil.Process().children
+        before = {child.pid for child in children()}
+        with pytest.raises(InvalidCheckpoint, match=SHARD):
+            _ = await supervisor.load(spec(broken(tmp_path, truncated)), lambda _: None)
+        assert supervisor.states() == []
+        assert exited == []
+        assert {child.pid for child in children()} <= before
+
+    loop.run(play())
+
+
+def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner) -> None:
+    async def play() -> None:
+        process = RunnerProcess(spec(), lambda _: None)
+        loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
+        _ = await eventually(lambda: process.pid > 0, 5)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(LoadFailed, match="demo, layers 0-15, was ended by signal 9"):
+            _ = await loading
+        assert process.status == "failed"
+        await process.stop()
+
+    loop.run(play())
+
+
+# --------------------------------------------------------------------- ending
+
+
+def test_a_runner_ends_with_its_node_while_it_loads(tmp_path: Path) -> None:
+    with Child(spec(), tmp_path / "stderr") as child:
+        _ = child.until("progress")
+        child.hang_up()
+        assert child.process.wait(2) == 0
+
+
+def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    async def answering(ready: pb.LoadReady) -> None:
+        channels = Channels(runner_credentials(NODE, KEY))
+        stub = peer_pb2_grpc.GeneratorStub(
+            channels.to(f"127.0.0.1:{ready.port}", runner_name(NODE))
+        )
+        request = pb.GenerateRequest(
+            placement="p1",
+            request="r1",
+            attempt=1,
+            token_ids=pb.TokenIds(ids=STORY["prompt_ids"]),
+            ignore_eos=True,
+        )
+        call = stub.Generate(request)
+        while (await call.read()).WhichOneof("event") != "delta":  # pyright: ignore
+            pass
+        child.hang_up()
+        gone = time.monotonic()
+        _ = await eventually(lambda: child.process.poll() is not None, 2)
+        assert time.monotonic() - gone < 2
+        call.cancel()
+        await channels.close()
+
+    with Child(spec(), tmp_path / "stderr") as child:
+        loop.run(answering(child.until("ready").ready))
+
+
+def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
+    with Child(spec(end=1, num_stages=2), tmp_path / "stderr") as child:
+        _ = child.until("ready")
+        child.stop()
+        assert child.process.wait(4) == 0
+        assert child.stderr == ""
+
+
+def test_an_end_that_was_asked_for_is_no_failure(loop: asyncio.Runner) -> None:
+    async def play() -> None:
+        exited: list[RunnerProcess] = []
+        process = RunnerProcess(spec(end=1, num_layers=16, num_stages=2), exited.append)
+        _ = await process.start(runner_host(), lambda _: None)
+        pid = process.pid
+        await process.stop()
+        assert not psutil.pid_exists(pid)
+        assert exited == []
+
+    loop.run(play())
+
+
+def test_a_runner_reads_no_environment_of_its_node(one: Placement) -> None:
+    environment = psutil.Process(one.processes[0].pid).environ()
+    assert not [name for name in environment if name.startswith("EXO_")]
+    assert environment["HF_HUB_OFFLINE"] == "1"

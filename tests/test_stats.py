@@ -1,0 +1,125 @@
+"""Rounds in, the final numbers out, by a clock that the test turns."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from exo_node.mtp.stats import StatsCollector
+from exo_node.mtp.types import Forward, GenerationStats, Round, Sampling
+
+Counted = tuple[int, int, int]
+"""(tokens, drafted, accepted) of one round."""
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def collected(
+    rounds: Sequence[Counted],
+    k: int = 3,
+    *,
+    to_first: float = 0.5,
+    each: float = 0.25,
+    sampling: Sampling | None = None,
+) -> GenerationStats:
+    """Stats of a 10-token prompt: the first round after `to_first` seconds, then one per `each`."""
+    clock = Clock()
+    collector = StatsCollector(clock)
+    clock.now += to_first
+    for tokens, drafted, accepted in rounds:
+        collector.add(Round((7,) * tokens, drafted, accepted, Forward(0, drafted + 1)))
+        clock.now += each
+    clock.now += 1000  # what the reader does with the last round is not decoding
+    return collector.finish(
+        prompt_tokens=10, sampling=sampling or Sampling(), k=k, reason="" if k else "because"
+    )
+
+
+FIRST = (1, 0, 0)
+Row = tuple[list[Counted], int, tuple[int, int, int], tuple[int, ...], tuple[int, ...]]
+"""(rounds, k, (rounds, drafted, accepted), accepted per position, rounds by k)."""
+TABLE: dict[str, Row] = {
+    "nothing but the first token": ([FIRST], 3, (0, 0, 0), (0, 0, 0), (0, 0, 0, 0)),
+    "all accepted": ([FIRST, (4, 3, 3), (4, 3, 3)], 3, (2, 6, 6), (2, 2, 2), (0, 0, 0, 2)),
+    "none accepted": ([FIRST, (1, 3, 0), (1, 3, 0)], 3, (2, 6, 0), (0, 0, 0), (0, 0, 0, 2)),
+    "prefixes of each length": (
+        [FIRST, (1, 3, 0), (2, 3, 1), (3, 3, 2), (4, 3, 3)],
+        *(3, (4, 12, 6), (3, 2, 1), (0, 0, 0, 4)),
+    ),
+    "capped by the budget": (
+        [FIRST, (4, 3, 3), (2, 2, 1), (1, 1, 0), (1, 0, 0)],
+        *(3, (3, 6, 4), (2, 1, 1), (1, 1, 1, 1)),
+    ),
+    "ended inside a block": ([FIRST, (2, 3, 2)], 3, (1, 3, 2), (1, 1, 0), (0, 0, 0, 1)),
+    "one draft a round": ([FIRST, (2, 1, 1), (1, 1, 0)], 1, (2, 2, 1), (1,), (0, 2)),
+    "plain": ([FIRST] * 4, 0, (0, 0, 0), (), (3,)),
+    "resumed in the middle": ([(2, 3, 1), (4, 3, 3)], 3, (2, 6, 4), (2, 1, 1), (0, 0, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rounds_are_counted_by_what_they_drafted_and_what_was_emitted_of_it(name: str) -> None:
+    rounds, k, counts, per_position, histogram = TABLE[name]
+    got = collected(rounds, k)
+    assert (
+        got.spec_decode_rounds,
+        got.proposed_draft_tokens,
+        got.accepted_draft_tokens,
+    ) == counts
+    assert got.accepted_per_position == per_position
+    assert got.draft_k_histogram == histogram
+    assert got.completion_tokens == sum(tokens for tokens, _, _ in rounds)
+    assert sum(got.accepted_per_position) == got.accepted_draft_tokens
+
+
+def test_rates_are_over_the_prompt_and_over_the_tokens_after_the_first() -> None:
+    got = collected([FIRST, (4, 3, 3), (3, 3, 2), (1, 3, 0)])
+    assert got.time_to_first_token_s == 0.5
+    assert got.prompt_tps == 10 / 0.5
+    assert got.generation_tps == 8 / 0.75
+
+
+def test_without_time_there_is_no_rate() -> None:
+    assert collected([FIRST]).generation_tps == 0
+    instant = collected([FIRST, FIRST], to_first=0, each=0)
+    assert (instant.prompt_tps, instant.generation_tps) == (0, 0)
+
+
+def test_an_answer_without_a_round_counts_nothing() -> None:
+    got = collected([])
+    assert (got.completion_tokens, got.generation_tps, got.time_to_first_token_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rule"),
+    [
+        (Sampling(), "greedy"),
+        (Sampling(seed=3), "greedy"),
+        (Sampling(temperature=0.7), "ratio"),
+        (Sampling(temperature=0.7, seed=3), "coupled"),
+        (Sampling(temperature=0.7, seed=0), "coupled"),
+    ],
+)
+def test_the_stats_name_the_acceptance_rule(sampling: Sampling, rule: str) -> None:
+    assert collected([FIRST], sampling=sampling).acceptance_rule == rule
+
+
+def test_the_drafter_and_its_reason_are_named() -> None:
+    drafting, plain = collected([FIRST], 2), collected([FIRST], 0)
+    assert (drafting.drafter_kind, drafting.num_draft_tokens) == ("native_mtp", 2)
+    assert (plain.drafter_kind, plain.num_draft_tokens) == ("none", 0)
+    assert plain.drafting_reason == "because"
+
+
+def test_tokens_are_counted_while_the_answer_goes_on() -> None:
+    collector = StatsCollector(Clock())
+    for tokens in (1, 4, 2):
+        collector.add(Round((7,) * tokens, 3, tokens - 1, Forward(0, 4)))
+    assert collector.completion_tokens == 7
