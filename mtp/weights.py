@@ -40,7 +40,6 @@ def load_head(
     head: MtpHead,
     source: HeadSource,
     dtype: mx.Dtype | None,
-    _quantization: Mapping[str, int] | None = None,
 ) -> MtpHead | HeadUnusable:
     """Loads `source` into `head` and evaluates it; `dtype` None keeps the checkpoint's.
 

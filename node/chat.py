@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,7 +61,7 @@ class ChatService:
         defaults = card.sampling.model_dump(exclude_none=True)
         return replace(Sampling(temperature=1.0), **{**defaults, **given})
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for its turn and for the placement, then streams; see `requests.Chat`."""
         if self._waiting >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} requests are waiting already; try again shortly")
@@ -70,12 +71,14 @@ class ChatService:
         finally:
             self._waiting -= 1
         try:
-            async for event in self._answer(request):
-                yield event
+            # Closing this generator must close those inside it now, not when they are collected.
+            async with aclosing(self._answer(request)) as events:
+                async for event in events:
+                    yield event
         finally:
             self._running.release()
 
-    async def _answer(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def _answer(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         card, _ = await self._facts.card(request.model)
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
@@ -89,9 +92,10 @@ class ChatService:
                     loading.cancel()  # of this waiter; the load itself is shielded
             record, begun = loading.result(), False
             try:
-                async for event in self._generate(request, record):
-                    begun = True
-                    yield event
+                async with aclosing(self._generate(request, record)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
                 return
             except PeerLost as fault:
                 # A runner that ended since its last answer: nothing was said, so it may be tried
@@ -100,19 +104,22 @@ class ChatService:
                     raise
                 self._placements.lost(record.id, 0, fault.message)
 
-    async def _generate(self, request: GenerationRequest, record: Record) -> AsyncIterator[Event]:
+    async def _generate(
+        self, request: GenerationRequest, record: Record
+    ) -> AsyncGenerator[Event, None]:
         drafting = self._drafting(record.card, record, request)
         wire = _to_wire(request, record, drafting)
+        generator = record.generator.node
+        _, wire.async_draft_eval = self._facts.stage_settings(generator, record.card)
         record.begin()
-        events = self._generators.generate(record.generator, wire)
         try:
-            async for event in _events(events, record):
-                if isinstance(event, Finished):
-                    self._placements.succeeded(record)
-                    self._totals.add(request.model, event.stats)
-                yield event
+            async with aclosing(self._generators.generate(record.generator, wire)) as events:
+                async for event in _events(events, record):
+                    if isinstance(event, Finished):
+                        self._placements.succeeded(record)
+                        self._totals.add(request.model, event.stats)
+                    yield event
         finally:
-            await events.aclose()
             record.end()
 
     def _drafting(

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -124,8 +125,9 @@ class ControlClient:
     ) -> AsyncGenerator[pb.HttpChunk, None]:
         """One HTTP request answered by the head; closing the generator cancels it there."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        async for chunk in _stream(stub.Http(request), f"the head at {address}"):
-            yield chunk
+        async with aclosing(_stream(stub.Http(request), f"the head at {address}")) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 class RunnerClient:
@@ -154,8 +156,9 @@ class RunnerClient:
         """See `chat.Generators`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         where = f"the generator's runner on {endpoint.node}"
-        async for event in _stream(stub.Generate(request), where):
-            yield event
+        async with aclosing(_stream(stub.Generate(request), where)) as events:
+            async for event in events:
+                yield event
 
     async def forget(self, endpoint: Endpoint) -> None:
         """Closes the channel to a runner that is gone; its port may be another's soon."""
@@ -166,12 +169,18 @@ class RunnerClient:
         return self._channels.to(address, runner_name(endpoint.node))
 
 
-async def _stream(call: Any, where: str) -> AsyncIterator[Any]:
+async def _stream(call: Any, where: str) -> AsyncGenerator[Any, None]:
     """A server stream whose early end, from either side, leaves nothing running."""
     try:
         async for message in call:
             yield message
     except grpc.aio.AioRpcError as fault:
         raise from_status(fault, where) from fault
+    except asyncio.CancelledError as fault:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # gRPC's word for a channel that was closed here, because its runner is known to be gone.
+        raise PeerLost(f"{where} is gone") from fault
     finally:
         call.cancel()

@@ -37,7 +37,7 @@ class ModelLibrary:
         self._models_dir = models_dir
         self._offline = offline
         self._packaged = packaged_cards()
-        self._headers: dict[tuple[Path, int], Checkpoint] = {}
+        self._headers: dict[Path, tuple[int, Checkpoint]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
 
     def scan(self) -> Mapping[ModelId, KnownModel]:
@@ -81,10 +81,10 @@ class ModelLibrary:
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The validated headers of a folder, kept until a file of it changes. Blocks."""
         stamp = max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
-        key = (folder, stamp)
-        if key not in self._headers:
-            self._headers[key] = read_checkpoint(folder)
-        return self._headers[key]
+        known = self._headers.get(folder)
+        if known is None or known[0] != stamp:
+            known = self._headers[folder] = (stamp, read_checkpoint(folder))
+        return known[1]
 
     def head(self, known: KnownModel) -> HeadState:
         """Whether the model's own draft head is in its files, by their headers. Blocks."""

@@ -240,6 +240,8 @@ class Placements:
             following = [*record.endpoints[1:], record.endpoints[0]]
             for stage, after in zip(record.endpoints, following, strict=True):
                 await self._stages.connect(stage, after, record.id)
+        if record.status == "failed":  # a stage was lost while others were still loading
+            raise LoadFailed(record.error)
         mtp_head = record.generator.ready.mtp_head
         record.head = HeadState(mtp_head == "loaded", "" if mtp_head == "loaded" else mtp_head)
         record.status, record.progress = "ready", ""

@@ -235,6 +235,7 @@ class Node:
             chat,
             operations,
             static=asset,
+            allowed_hosts=[self._settings.host],
             api_key=self._api_key,
             between=lambda app: HeadForwarder(app, self, lambda e: error_response(fault_of(e))),
         )

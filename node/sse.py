@@ -76,7 +76,9 @@ async def attended(
             if not step.done():
                 yield None
                 continue
-            found, step = step.result(), None
+            # Taken before its error is raised: the end below is for steps that nobody waits for.
+            taken, step = step, None
+            found = taken.result()
             if found is None:
                 return
             yield found[0]

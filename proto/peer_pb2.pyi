@@ -796,6 +796,7 @@ class GenerateRequest(_message.Message):
     DRAFTING_REASON_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -806,6 +807,8 @@ class GenerateRequest(_message.Message):
     drafting_reason: _builtins.str
     """why K is 0"""
     ignore_eos: _builtins.bool
+    async_draft_eval: _builtins.bool
+    """absent: as the stage was loaded with"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -833,13 +836,19 @@ class GenerateRequest(_message.Message):
         drafting_reason: _builtins.str = ...,
         replay: _abc.Iterable[Global___Round] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        async_draft_eval: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "async_draft_eval", b"async_draft_eval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
+    _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__async_draft_eval) -> _WhichOneofReturnType__async_draft_eval | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

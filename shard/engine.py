@@ -37,6 +37,8 @@ class EngineRequest:
     drafting_reason: str
     replay: Sequence[Round] = ()
     ignore_end: bool = False
+    async_draft_eval: bool | None = None
+    """None: as the engine was opened with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class TextEngine:
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
         chooser = Chooser(request.sampling, secrets.randbits(63), self._special_tokens)
         verifier = self._verifier(request)
-        drafter = self._drafter(chooser, request.k)
+        drafter = self._drafter(chooser, request)
         task = Task(request.prompt, request.max_tokens, self._prefill_chunk, request.replay)
         steps = Generation(task, verifier, drafter, chooser, text).steps()
         self._live[key] = lambda: verifier.arrays() + drafter.arrays()
@@ -178,17 +180,18 @@ class TextEngine:
             self._stage, self._link, request.request, request.attempt, self._dtype
         )
 
-    def _drafter(self, chooser: Chooser, k: int) -> Drafter:
-        if k == 0:
+    def _drafter(self, chooser: Chooser, request: EngineRequest) -> Drafter:
+        if request.k == 0:
             return NoDrafter()
+        overlap = request.async_draft_eval
         assert self._head is not None and self._family is not None
         return NativeDrafter(
             self._head,
             self._family.embed,
             self._family.logits,
             chooser,
-            k,
-            overlap=self._async_draft_eval,
+            request.k,
+            overlap=self._async_draft_eval if overlap is None else overlap,
         )
 
 

@@ -103,9 +103,7 @@ def _load_head(
     if isinstance(found, HeadMissing):
         return None, found.reason
     source = HeadSource(_head_arrays(checkpoint, found), _backbone_is_raw(checkpoint, found))
-    quantization = checkpoint.config.get("quantization") or {}
-    sizes = {k: quantization[k] for k in ("group_size", "bits") if k in quantization}
-    head = load_head(family.make_head(), source, dtype, sizes)
+    head = load_head(family.make_head(), source, dtype)
     if isinstance(head, HeadUnusable):
         return None, head.reason
     return head, "loaded"

@@ -309,6 +309,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             drafting_reason=request.drafting_reason,
             replay=tuple(_round(r) for r in request.replay),
             ignore_end=request.ignore_eos,
+            async_draft_eval=(
+                request.async_draft_eval if request.HasField("async_draft_eval") else None
+            ),
         )
 
 

@@ -35,15 +35,24 @@ DRAFTS = {
 }
 
 
-def target_rows(table: Logits, sampling: Sampling) -> Floats:
-    """The target's probabilities by numpy alone: top_p, then top_k, then temperature."""
+def target_rows(table: Logits, s: Sampling) -> Floats:
+    """The target's probabilities by numpy alone: top_p, then xtc, top_k and temperature."""
     x = table.astype(np.float64)
     p = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
     order = np.argsort(-x, axis=-1)
     rank = np.argsort(order, axis=-1)
     above = np.take_along_axis(np.take_along_axis(p, order, -1).cumsum(-1), rank, -1) - p
-    kept = (above < sampling.top_p) & (rank < (sampling.top_k or x.shape[-1]))
-    weights = np.where(kept, np.exp(x / sampling.temperature), 0.0)
+    kept = (above < s.top_p) & (rank < (s.top_k or x.shape[-1]))
+    if not s.xtc_probability:
+        return cooled(x, kept, s.temperature)
+    least = np.where(p > s.xtc_threshold, p, np.inf).min(-1, keepdims=True)
+    excluded = cooled(x, kept & (p <= least), s.temperature)
+    share = s.xtc_probability
+    return share * excluded + (1 - share) * cooled(x, kept, s.temperature)
+
+
+def cooled(x: Floats, kept: npt.NDArray[np.bool_], temperature: float) -> Floats:
+    weights = np.where(kept, np.exp(x / temperature), 0.0)
     return weights / weights.sum(-1, keepdims=True)
 
 
@@ -106,6 +115,7 @@ def test_ratio_acceptance_leaves_the_targets_distribution(k: int, draft: str) ->
         (1, Sampling(temperature=0.6, top_k=2)),
         (2, Sampling(temperature=1.5, top_p=0.8)),
         (3, Sampling(temperature=0.8, top_k=2, top_p=0.95)),
+        (2, Sampling(temperature=0.9, xtc_probability=0.5, xtc_threshold=0.15)),
     ],
 )
 def test_ratio_acceptance_holds_under_filters(k: int, sampling: Sampling) -> None:

@@ -219,7 +219,8 @@ def test_a_neighbour_that_is_not_there_is_peer_lost_and_no_longer_dialled(
         )
         with pytest.raises(PeerLost, match=f"127.0.0.1:{port} does not answer"):
             await stream.open(timeout_s=0.3)
-        await stream.close()
+        channel = stream._channel  # pyright: ignore[reportPrivateUsage]
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
     loop.run(play())
 

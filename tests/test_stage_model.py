@@ -23,20 +23,32 @@ from exo_node.shard.stage_model import StageModel, load_whole_or_stage
 
 HIDDEN, LAYERS = 64, 4
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe")
+WINDOWED = "llama with sliding windows"
 SPLITS = ((0, 1, 4), (0, 2, 4), (0, 3, 4), (0, 1, 3, 4), (0, 2, 3, 4))
 STEPS = (7, 1, 3, 1, 2)
 """Rows of each forward: a prompt, then single rows and blocks of several."""
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("families")
-    return {
+    made: dict[str, Path] = {
         family: make_checkpoint(
             base / family, family, dtype="float32", layers=LAYERS, mtp=False, tied=family == "qwen3"
         )
         for family in FAMILIES
     }
+    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return made | {WINDOWED: edited(made["llama"], base / "windowed", windows)}
+
+
+def edited(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    """The same weights with other fields in config.json."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | changes
+    _ = (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def opened(folder: Path, first: int = 0, end: int = LAYERS) -> StageModel:
@@ -77,9 +89,9 @@ def same(a: Sequence[mx.array], b: Sequence[mx.array]) -> bool:
 
 
 @pytest.mark.parametrize("bounds", SPLITS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, WINDOWED])
 def test_stages_compute_the_whole_models_bits(
-    folders: dict[Family, Path], family: Family, bounds: tuple[int, ...]
+    folders: dict[str, Path], family: str, bounds: tuple[int, ...]
 ) -> None:
     stages = [opened(folders[family], a, b) for a, b in itertools.pairwise(bounds)]
     whole = whole_logits(folders[family])
@@ -88,9 +100,7 @@ def test_stages_compute_the_whole_models_bits(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_other_layers_parameters_do_not_matter(
-    folders: dict[Family, Path], family: Family
-) -> None:
+def test_the_other_layers_parameters_do_not_matter(folders: dict[str, Path], family: str) -> None:
     stages = [opened(folders[family], a, b) for a, b in ((0, 1), (1, 3), (3, 4))]
     for stage in stages:
         for index, layer in enumerate(layers_of(stage)):
@@ -116,7 +126,7 @@ def _nan(parameter: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stage_that_is_not_the_generators_needs_no_outer_weights(
-    folders: dict[Family, Path], family: Family
+    folders: dict[str, Path], family: str
 ) -> None:
     clean = [opened(folders[family], a, b) for a, b in ((0, 2), (2, 4))]
     stages = [opened(folders[family], a, b) for a, b in ((0, 2), (2, 4))]
@@ -133,7 +143,7 @@ def poison_outer(stage: StageModel) -> None:
         layer.update(parameters)
 
 
-def test_the_model_is_whole_again_after_a_stage_ran(folders: dict[Family, Path]) -> None:
+def test_the_model_is_whole_again_after_a_stage_ran(folders: dict[str, Path]) -> None:
     stage = opened(folders["llama"], 0, 2)
     before = list(layers_of(stage))
     _ = staged_logits([stage, opened(folders["llama"], 2, 4)])
@@ -184,7 +194,7 @@ def with_an_axis_more(out: mx.array) -> object:
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 2), (2, 3), (1, 4)])
 @pytest.mark.parametrize("giving", [with_more, with_an_axis_more])
 def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
-    folders: dict[Family, Path],
+    folders: dict[str, Path],
     giving: Callable[[mx.array], object],
     first: int,
     end: int,
@@ -203,7 +213,7 @@ def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_for_splitting_accepts_the_families(
-    folders: dict[Family, Path], family: Family
+    folders: dict[str, Path], family: str
 ) -> None:
     for bounds in ((0, 1), (1, 3), (3, 4)):
         opened(folders[family], *bounds).check_splits(HIDDEN)
@@ -211,7 +221,7 @@ def test_the_check_for_splitting_accepts_the_families(
 
 @pytest.mark.parametrize("bounds", [(2, 2), (3, 2), (2, 5), (4, 5), (-1, 2)], ids=str)
 def test_layers_that_are_not_there_are_refused(
-    folders: dict[Family, Path], bounds: tuple[int, int]
+    folders: dict[str, Path], bounds: tuple[int, int]
 ) -> None:
     with pytest.raises(LoadFailed, match="the model has 4"):
         _ = opened(folders["llama"], *bounds)
@@ -242,12 +252,8 @@ def test_layers_that_are_not_there_are_refused(
     ids=str,
 )
 def test_a_config_that_does_not_fit_is_an_invalid_checkpoint(
-    tmp_path: Path, folders: dict[Family, Path], changes: dict[str, Any]
+    tmp_path: Path, folders: dict[str, Path], changes: dict[str, Any]
 ) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(folders["llama"] / "model.safetensors")
-    config = json.loads((folders["llama"] / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = edited(folders["llama"], tmp_path / "model", changes)
     with pytest.raises(InvalidCheckpoint, match="does not fit an architecture"):
         _ = load_quietly(spec(folder, 1, 4, 1, num_layers=4, num_stages=2))

@@ -85,6 +85,7 @@ STOPS: list[tuple[str, tuple[str, ...], str]] = [
     ("one two three", ("one two three",), ""),
     ("one two three", ("o",), ""),
     ("one two three", ("three", "two"), "one "),
+    ("one two three", ("ree", "thr"), "one two "),
     ("one two three", ("two three", "two"), "one "),
     ("one two three", ("wo t", "two thr!"), "one t"),
     ("one two three", ("two thrice",), "one two three"),

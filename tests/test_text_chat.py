@@ -100,7 +100,9 @@ def test_a_token_that_only_the_template_calls_control_is_broken_in_questions_not
     folder = edited(
         tmp_path / "m",
         template=(
-            "{% for m in messages %}{{ m.content.split('</mark>')[-1] }}\n{% endfor %}"
+            "{% for m in messages %}"
+            "{{ m.content.split('</mark>')[-1] if m.role == 'assistant' else m.content }}\n"
+            "{% endfor %}"
             "{% if add_generation_prompt %}</mark>{% endif %}"
         ),
     )

@@ -1,0 +1,75 @@
+"""What a caller of a runner is told when the other side, or its own channel, goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from exo_node.node.control_client import Channels, RunnerClient
+from exo_node.node.placements import Endpoint
+from exo_node.node.trust import (
+    load_or_create_cluster_key,
+    load_or_create_identity,
+    node_credentials,
+    runner_credentials,
+    server_credentials,
+)
+from exo_node.placement.errors import PeerLost
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+
+
+class _Endless(peer_pb2_grpc.GeneratorServicer):
+    """Sends one event and then nothing, for ever."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=[1]))
+        _ = await asyncio.Event().wait()
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.RunnerState:
+        return pb.RunnerState()
+
+
+async def _during_an_answer(data_dir: Path, cut: str) -> None:
+    """Runs `cut` between an answer's first event and its next."""
+    key, identity = load_or_create_cluster_key(data_dir), load_or_create_identity(data_dir)
+    server = grpc.aio.server()
+    peer_pb2_grpc.add_GeneratorServicer_to_server(_Endless(), server)
+    credentials = server_credentials(runner_credentials(identity.node, key))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    channels = Channels(node_credentials(identity, key))
+    endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
+    client = RunnerClient(channels)
+    events = client.generate(endpoint, pb.GenerateRequest())
+    try:
+        _ = await anext(events)
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        match cut:
+            case "channel":
+                await client.forget(endpoint)
+            case "server":
+                await server.stop(grace=None)
+            case _:
+                _ = waiting.cancel()
+        _ = await waiting
+    finally:
+        await events.aclose()
+        await channels.close()
+        await server.stop(grace=None)
+
+
+@pytest.mark.parametrize("cut", ["channel", "server"])
+def test_an_answer_whose_runner_is_gone_is_a_lost_peer(tmp_path: Path, cut: str) -> None:
+    """Closing the channel here is no cancellation by the client: it must not end it silently."""
+    with pytest.raises(PeerLost):
+        asyncio.run(_during_an_answer(tmp_path, cut))
+
+
+def test_a_client_that_goes_away_is_a_cancellation(tmp_path: Path) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(_during_an_answer(tmp_path, "client"))
