@@ -142,6 +142,7 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
         loaded.codec,
         loaded.model,
         dtype=dtype,
+        vocabulary=loaded.vocabulary,
         context_length=4096,
         prefill_chunk=512,
         async_draft_eval=True,

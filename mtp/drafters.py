@@ -80,7 +80,8 @@ class NativeDrafter:
                 embedding = self._embed(drafts[-1].tokens[None])
                 hidden = self._head(hidden, embedding, self.cache)
                 self._speculative += 1
-            drafts.append(self._chooser.draft(self._logits(hidden)[0], position + depth))
+            logits = self._logits(hidden)[0]
+            drafts.append(self._chooser.draft(logits, position + depth, drafts))
         joined = _join(drafts)
         self._evaluate(joined.tokens)
         return joined

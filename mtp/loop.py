@@ -60,6 +60,7 @@ class Generation:
             token = as_row(self._task.replay[-1].tokens[-1:])
         else:
             token = self._chooser.token(logits, self._verifier.position)
+            self._chooser.commit(token)
             self._drafter.observe(last, token)
             if self._drafter.k == 0 and self._verifier.overlaps:
                 return (yield from self._plain(token, forward))
@@ -114,6 +115,7 @@ class Generation:
         """Leaves `kept` of the block's rows in the caches and tells the drafter of them."""
         if kept < rows:
             self._verifier.rollback(rows - kept)
+        self._chooser.commit(tokens[:kept])
         hidden = None if block.hidden is None else block.hidden[:, :kept]
         self._drafter.observe(hidden, tokens[:kept])
 
@@ -129,6 +131,7 @@ class Generation:
             if ahead:
                 block = yield from self._verifier.forward(token, want="all")
                 upcoming = self._chooser.token(block.logits, start + 1)
+                self._chooser.commit(upcoming)
                 mx.async_eval(upcoming)
             [emitted] = as_ids(token)
             reason = self._count(emitted)
@@ -144,6 +147,7 @@ class Generation:
         first, *rounds = self._task.replay
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
+        self._chooser.commit(token)
         self._drafter.observe(last, token)
         for recorded in rounds:
             rows, kept = recorded.forward.rows, len(recorded.tokens)

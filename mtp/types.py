@@ -8,6 +8,25 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """What changes logits before sampling, as mlx-lm's `make_logits_processors` defines it.
+
+    The penalties look at the last `context_size` tokens, the prompt's among them. `repetition` 1
+    and the others at 0 are off; `logit_bias` pairs ids with what is added to their logits.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    context_size: int = 20
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def active(self) -> bool:
+        return self != Penalties(context_size=self.context_size)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """The target distribution: filters at temperature 1 in mlx-lm's order, then temperature.
 
@@ -22,6 +41,7 @@ class Sampling:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     seed: int | None = None
+    penalties: Penalties = Penalties()
 
     @property
     def greedy(self) -> bool:

@@ -202,6 +202,11 @@ def _to_wire(request: GenerationRequest, record: Record, drafting: Drafting) -> 
         xtc_probability=s.xtc_probability,
         xtc_threshold=s.xtc_threshold,
         seed=s.seed,
+        repetition_penalty=s.penalties.repetition,
+        presence_penalty=s.penalties.presence,
+        frequency_penalty=s.penalties.frequency,
+        penalty_context=s.penalties.context_size,
+        logit_bias=dict(s.penalties.logit_bias),
     )
     return pb.GenerateRequest(
         placement=record.id,

@@ -3,12 +3,14 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final, assert_never
+from dataclasses import replace
+from typing import Any, Final, TypeVar, assert_never
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..mtp.types import Penalties
 from ..placement.errors import ExoNodeError
 from ..placement.ids import ModelId, RequestId
 from .body_schema import read_body
@@ -36,6 +38,8 @@ _SAMPLING_FIELDS: Final = (
     "seed",
 )
 
+Number = TypeVar("Number", int, float)
+
 Events = AsyncGenerator[Event | None]
 """None is a spell of silence."""
 
@@ -45,6 +49,14 @@ async def generation_request(
 ) -> GenerationRequest:
     """Raises ModelNotFound."""
     model = ModelId(body.model)
+    off = Penalties()
+    penalties = Penalties(
+        repetition=_or(body.repetition_penalty, off.repetition),
+        presence=_or(body.presence_penalty, off.presence),
+        frequency=_or(body.frequency_penalty, off.frequency),
+        context_size=_or(body.repetition_context_size, off.context_size),
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+    )
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     newer, older = body.max_completion_tokens, body.max_tokens
@@ -52,11 +64,15 @@ async def generation_request(
         id=request_id,
         model=model,
         messages=tuple(message.for_template() for message in body.messages),
-        sampling=await chat.card_sampling(model, given),
+        sampling=replace(await chat.card_sampling(model, given), penalties=penalties),
         max_tokens=older if newer is None else newer,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
     )
+
+
+def _or(given: Number | None, otherwise: Number) -> Number:
+    return otherwise if given is None else given
 
 
 class ChatCompletions:

@@ -24,20 +24,16 @@ _UINT64: Final = 2**64 - 1
 # Fields that this node does not implement, and the values that ask for nothing.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -186,6 +182,9 @@ class StreamOptions(StrictBody):
         return value
 
 
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""A token's id, which JSON has as the text of a key."""
+
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -210,6 +209,14 @@ class ChatBody(StrictBody):
     xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
     seed: Annotated[int | None, Field(ge=0, le=_UINT64)] = None
     stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repetition_context_size: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Tokens that all three penalties look at, the prompt's among them; mlx-lm's 20 by default."""
+    logit_bias: Annotated[
+        dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
+    ] = None
     num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
     return_token_ids: bool | None = None
 

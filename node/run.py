@@ -313,6 +313,8 @@ class Node:
         """Stages on other nodes whose runners ended: their nodes' heartbeats stop naming them."""
         while True:
             await asyncio.sleep(WATCH_STAGES_S)
+            if not self._cluster.is_head:
+                await self._hand_over()
             expected = [
                 (endpoint.node, str(record.id), stage)
                 for record in self._placements.records
@@ -321,6 +323,15 @@ class Node:
             ]
             for placement, stage in self._cluster.missing_stages(expected):
                 self._placements.lost(placement, stage, "its runner ended on the other node")
+
+    async def _hand_over(self) -> None:
+        """Another node is the head and places models anew: what this one placed is in its way."""
+        for record in self._placements.records:
+            if record.status != "loading":
+                log.info(
+                    "unloading %s: node %s is the head now", record.card.id, self._cluster.head
+                )
+                await self._placements.remove(record.id)
 
     async def _cancel_background(self) -> None:
         for task in self._background:

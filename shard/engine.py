@@ -71,6 +71,7 @@ class TextEngine:
         stage: StageModel,
         *,
         dtype: str,
+        vocabulary: int,
         context_length: int,
         prefill_chunk: int,
         async_draft_eval: bool,
@@ -83,6 +84,7 @@ class TextEngine:
         self._codec = codec
         self._stage = stage
         self._dtype = dtype
+        self._vocabulary = vocabulary
         self._context_length = context_length
         self._prefill_chunk = prefill_chunk
         self._async_draft_eval = async_draft_eval
@@ -119,11 +121,21 @@ class TextEngine:
             )
         return max_tokens or room
 
-    def probe(self, vocabulary: int) -> None:
+    def checked(self, sampling: Sampling) -> Sampling:
+        """Raises InvalidRequest for a logit_bias on an id that the model does not have."""
+        for token, _ in sampling.penalties.logit_bias:
+            if token >= self._vocabulary:
+                raise InvalidRequest(
+                    f"logit_bias names token {token}, and this model has {self._vocabulary}",
+                    param="logit_bias",
+                )
+        return sampling
+
+    def probe(self) -> None:
         """Measures `identity` for the largest K, which also warms the kernels up."""
         if self._max_k:
             self.identity = greedy_identity(
-                self._target.forward, self._stage.make_caches, vocabulary, self._max_k
+                self._target.forward, self._stage.make_caches, self._vocabulary, self._max_k
             )
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
@@ -142,7 +154,9 @@ class TextEngine:
             )
         stats = StatsCollector(self._clock)
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
-        chooser = Chooser(request.sampling, secrets.randbits(63), self._special_tokens)
+        chooser = Chooser(
+            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
+        )
         verifier = self._verifier(request)
         drafter = self._drafter(chooser, request)
         task = Task(request.prompt, request.max_tokens, self._prefill_chunk, request.replay)

@@ -129,6 +129,7 @@ class Runner:
             loaded.codec,
             loaded.model,
             dtype=self._spec.dtype,
+            vocabulary=loaded.vocabulary,
             context_length=self._spec.context_length,
             prefill_chunk=self._spec.prefill_chunk,
             async_draft_eval=self._spec.async_draft_eval,
@@ -138,7 +139,7 @@ class Runner:
             clock=time.perf_counter,
         )
         self._report(pb.LoadProgress(step="warming up"))
-        engine.probe(loaded.vocabulary)
+        engine.probe()
         return engine
 
     def _server_credentials(self) -> grpc.ServerCredentials:

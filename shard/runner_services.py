@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from ..mtp.loop import Prefilled
-from ..mtp.types import Forward, Round, Sampling
+from ..mtp.types import Forward, Penalties, Round, Sampling
 from ..placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
@@ -302,7 +302,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             request=request.request,
             attempt=request.attempt,
             prompt=prompt,
-            sampling=_sampling(request.sampling),
+            sampling=self._engine.checked(_sampling(request.sampling)),
             max_tokens=self._engine.budget(len(prompt), request.max_tokens),
             stop=tuple(request.stop),
             k=request.num_draft_tokens,
@@ -387,4 +387,11 @@ def _sampling(wire: pb.Sampling) -> Sampling:
         xtc_probability=wire.xtc_probability,
         xtc_threshold=wire.xtc_threshold,
         seed=wire.seed if wire.HasField("seed") else None,
+        penalties=Penalties(
+            repetition=wire.repetition_penalty or 1.0,
+            presence=wire.presence_penalty,
+            frequency=wire.frequency_penalty,
+            context_size=wire.penalty_context or Penalties().context_size,
+            logit_bias=tuple(sorted(wire.logit_bias.items())),
+        ),
     )

@@ -73,6 +73,7 @@ def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = 
         loaded.codec,
         loaded.model,
         dtype=wanted.dtype,
+        vocabulary=loaded.vocabulary,
         context_length=wanted.context_length,
         prefill_chunk=wanted.prefill_chunk,
         async_draft_eval=wanted.async_draft_eval,

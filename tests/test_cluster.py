@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from engines import ORACLE
-from nodes import Node, eventually, node
+from nodes import Node, alive, eventually, node
+
+from exo_node.node.trust import load_or_create_identity
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
@@ -145,3 +147,29 @@ def test_a_node_that_stops_says_goodbye(tmp_path: Path) -> None:
         # At once: a timeout would say dead after 3.5 s, and leave the node in the list.
         eventually(lambda: len(statuses(one)) == 1, 1)
         assert " left" in one.log.read_text()
+
+
+def _identity(data_dir: Path, wanted: str) -> str:
+    """Makes node keys until the id begins with one of the letters; returns the id."""
+    while True:
+        identity = load_or_create_identity(data_dir)
+        if identity.node[0] in wanted:
+            return identity.node
+        (data_dir / "node.key").unlink()
+
+
+def test_a_head_that_is_replaced_unloads_what_it_had_placed(tmp_path: Path) -> None:
+    (tmp_path / "high").mkdir()
+    _ = _identity(tmp_path / "high", "wxyz")
+    with node(tmp_path / "high", "--no-mdns") as high:
+        _ = high.chat("Who are you?")
+        pid = high.stages()[0]["pid"]
+        lower = join(high, tmp_path / "low")
+        expected = _identity(lower, "abcd")
+        with node(lower, "--no-mdns", "--peer", grpc_address(high)) as low:
+            eventually(lambda: high.call("GET", "/v1/cluster").body["head"] == expected, 10)
+            eventually(lambda: not alive(pid), 10)
+            stats = high.chat("Who are you?")["generation_stats"]
+            assert stats["drafter_kind"] == "native_mtp"
+            listed = low.call("GET", "/v1/placements").body["data"]
+            assert [p["status"] for p in listed] == ["ready"]

@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from engines import ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+from engines import DEMO, ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.utils import load_model
 
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
 from exo_node.shard.engine import Delta, TextEngine
 
@@ -168,5 +172,59 @@ def test_without_native_mtp_the_heads_weights_are_not_read() -> None:
 
 
 def test_the_probe_measures_bitwise_identity_on_the_cpu(exact: TextEngine) -> None:
-    exact.probe(4096)
+    exact.probe()
     assert exact.identity == "bitwise"
+
+
+def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list[int]:
+    """mlx-lm's own loop over its own model, in float32."""
+    model, _ = load_model(DEMO)
+    model.set_dtype(mx.float32)
+    processors = make_logits_processors(
+        logit_bias=dict(penalties.logit_bias) or None,
+        repetition_penalty=None if penalties.repetition == 1 else penalties.repetition,
+        repetition_context_size=penalties.context_size,
+        presence_penalty=penalties.presence,
+        presence_context_size=penalties.context_size,
+        frequency_penalty=penalties.frequency,
+        frequency_context_size=penalties.context_size,
+    )
+    steps = generate_step(mx.array(prompt), model, max_tokens=tokens, logits_processors=processors)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        Penalties(repetition=1.3),
+        Penalties(presence=0.8, frequency=0.6, context_size=40),
+        Penalties(logit_bias=((641, -100.0), (1402, 2.5)), repetition=1.1),
+    ],
+    ids=str,
+)
+def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Penalties) -> None:
+    wanted = _mlx_lm_greedy(STORY["prompt_ids"], penalties, 48)
+    assert wanted != STORY["greedy_ids"][:48]
+    for k in range(4):
+        sampling = Sampling(penalties=penalties)
+        asked = request(STORY["prompt_ids"], k, 48, sampling=sampling, ignore_end=True)
+        got = answer(exact, asked)
+        assert list(got.ids) == wanted
+        assert k == 0 or got.stats.accepted_draft_tokens > 0
+
+
+def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine) -> None:
+    sampling = Sampling(temperature=1.0, seed=5, penalties=Penalties(repetition=1.2, presence=0.3))
+    answers = {
+        answer(exact, request(STORY["prompt_ids"], k, 40, sampling=sampling)).ids for k in range(4)
+    }
+    assert len(answers) == 1
+
+
+def test_a_replayed_log_continues_under_penalties(exact: TextEngine) -> None:
+    sampling = Sampling(penalties=Penalties(repetition=1.3, context_size=30))
+    whole = answer(exact, request(STORY["prompt_ids"], 2, 40, sampling=sampling))
+    asked = request(
+        STORY["prompt_ids"], 2, 40, sampling=sampling, attempt=2, replay=whole.rounds[:6]
+    )
+    assert answer(exact, asked).rounds == whole.rounds[6:]

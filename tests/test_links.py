@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 from engines import ORACLE
-from runners import KEY, NODE, Placement, eventually, shared
+from runners import KEY, NODE, Placement, eventually, running, shared
 
 from exo_node.node.trust import ClusterKey, channel_credentials, runner_credentials
 from exo_node.placement.errors import InvalidFrame, PeerLost
@@ -328,5 +328,20 @@ def test_a_stopped_stage_is_lost_within_ten_seconds_and_its_state_freed_when_it_
         _ = await eventually(lambda: two.live_requests(1) == 0, LEASE_S + 3)
         await two.connect()
         assert await good(two)
+
+    loop.run(play())
+
+
+def test_a_loss_behind_the_neighbour_reaches_the_generator(loop: asyncio.Runner) -> None:
+    async def play() -> None:
+        async with running((0, 5, 11, 16), prefill_chunk=8, lease_s=LEASE_S) as three:
+            assert await good(three)
+            events = await begun(three)
+            os.kill(three.processes[2].pid, signal.SIGKILL)
+            assert await seconds_until_lost(events) < 2
+            await three.restart(2)
+            assert await good(three)
+            # The release could not pass the middle stage any more, so its lease frees the state.
+            _ = await eventually(lambda: three.live_requests(1) == 0, LEASE_S + 2)
 
     loop.run(play())

@@ -64,7 +64,7 @@ def test_text_that_was_held_back_comes_with_the_end(loop: asyncio.Runner, one: P
     loop.run(play())
 
 
-def test_a_memory_of_weights_and_little_more(one: Placement) -> None:
+def test_a_runner_holds_its_weights_and_little_more(one: Placement) -> None:
     held = psutil.Process(one.processes[0].pid).memory_info().rss
     weights = one.endpoints[0].ready.weight_bytes
     assert weights > 60_000_000

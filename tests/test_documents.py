@@ -1,0 +1,236 @@
+"""What the documents name exists: files, commands, flags, variables, endpoints, fields."""
+
+import dataclasses
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.main
+from fakes import FakeChat, FakeOperations
+from http_node import no_files
+from starlette.applications import Starlette
+from starlette.routing import Route
+from typer.core import TyperGroup
+
+from exo_node.mtp.types import GenerationStats
+from exo_node.node import settings
+from exo_node.node.cli import app
+from exo_node.node.guard import Guard
+from exo_node.node.http_server import build_app
+from exo_node.node.openai_schema import ChatBody
+from exo_node.placement.card import parse_card
+from exo_node.placement.library import packaged_cards
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "bench/README.md",
+)
+FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
+
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(
+    r"\.?[\w-]+(?:/[\w.*-]+)*(?:/|\.(?:py|md|toml|txt|json|yml|proto|js|html))"
+    r"|Makefile|\.(?:ci|github|links)/\S*"
+)
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def spans(text: str) -> list[str]:
+    """Inline code; fenced blocks are not inline."""
+    return _SPAN.findall(_FENCE.sub("", text))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for name, body in _FENCE.findall(text) if name == language]
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the tables under a second-level heading, without their header lines."""
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert section, f"there is no section {heading!r}"
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        row for row, after in zip(cells, [*cells[1:], [""]], strict=True) if not _rule(row, after)
+    ]
+
+
+def _rule(*lines: list[str]) -> bool:
+    """Whether one of the lines is the rule below a header: then the first is header or rule."""
+    return any(cell.startswith("---") for line in lines for cell in line)
+
+
+# ------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_path_in_code_marks_exists(document: str) -> None:
+    named = {span for span in spans(text_of(document)) if _PATH.fullmatch(span)}
+    for_a_user = {"exo-card.toml", "config.json", "Owner--Name.toml"}  # in a model's folder
+    missing = [path for path in named - for_a_user if not any(ROOT.glob(path.rstrip("/")))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_link_leads_to_a_file(document: str) -> None:
+    links = [link for link in _LINK.findall(text_of(document)) if "://" not in link]
+    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+
+
+def test_the_architecture_names_every_module() -> None:
+    named = set(spans(text_of("ARCHITECTURE.md")))
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).glob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert sorted(modules - named) == [], "give each its line in ARCHITECTURE.md"
+
+
+def test_the_architecture_fits_on_200_lines() -> None:
+    assert len(text_of("ARCHITECTURE.md").splitlines()) <= 200
+
+
+def test_no_tracked_text_names_a_place_on_one_machine() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout, so nothing says which files belong to it")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    place = re.compile(rb"(?<![\w.~}$)-])/(?:work|root|home|Users)/[\w.]")
+    files = [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+    texts = {file: file.read_bytes() for file in files if file.suffix != ".safetensors"}
+    assert place.search(b"in /" + b"work/main") is not None
+    assert [file.name for file, content in texts.items() if place.search(content)] == []
+
+
+# ---------------------------------------------------------------------------- commands
+
+
+def _commands() -> dict[str, set[str]]:
+    """The CLI's commands and the options of each."""
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    found = {"": {option for each in root.params for option in each.opts}}
+    for name, command in root.commands.items():
+        found[name] = {option for each in command.params for option in each.opts}
+    return found
+
+
+def _code(document: str) -> list[str]:
+    """The lines of shell blocks, continued ones joined, and inline code."""
+    text = text_of(document)
+    shell = "".join(blocks(text, "sh")).replace("\\\n", " ")
+    return [line.partition(" # ")[0] for line in shell.splitlines()] + spans(text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_command_exists_with_its_options(document: str) -> None:
+    commands = _commands()
+    for line in _code(document):
+        for words in re.findall(r"(?:^|[/ ])exo-node((?: [^ ]+)+)", line):
+            [name, *rest] = words.split()
+            options = {word for word in rest if re.fullmatch(r"--[a-z-]+", word)}
+            if name.startswith("-"):
+                assert name in commands[""], line
+            else:
+                assert name in commands, line
+                assert options <= commands[name], line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_make_target_and_a_script_exist(document: str) -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", text_of("Makefile"), re.MULTILINE)
+    assert phony is not None
+    for line in _code(document):
+        for target in re.findall(r"^make ([a-z]+)", line):
+            assert target in phony[1].split(), line
+        for script in re.findall(r"python ((?:bench|proto)/\S+)", line):
+            assert (ROOT / script).is_file(), line
+
+
+def test_the_readme_lists_every_command() -> None:
+    listed = {
+        cells[0].strip("`").partition(" ")[2] for cells in rows(text_of("README.md"), "Commands")
+    }
+    assert listed == _commands().keys() - {""}
+
+
+# ----------------------------------------------------------- the README's other tables
+
+
+def test_the_readme_lists_every_flag_and_variable() -> None:
+    listed = {
+        (cells[1].strip("`"), cells[0].strip("`") or None)
+        for cells in rows(text_of("README.md"), "Settings")
+    }
+    sources = settings._SOURCES.values()  # pyright: ignore[reportPrivateUsage]
+    assert listed == {(source.variable, source.flag) for source in sources}
+
+
+def test_every_variable_that_a_document_names_is_read() -> None:
+    sources = settings._SOURCES.values()  # pyright: ignore[reportPrivateUsage]
+    named = {name for d in DOCUMENTS for name in re.findall(r"\bEXO_[A-Z_]*[A-Z]", text_of(d))}
+    assert sorted(named - {source.variable for source in sources}) == []
+
+
+def test_the_readme_lists_every_endpoint() -> None:
+    table = rows(text_of("README.md"), "API")
+    listed = {cells[0].strip("`"): cells[1] for cells in table}
+    assert {state for state in listed.values()} == {"yes", "no"}
+    guard = build_app(FakeChat(), FakeOperations(), static=no_files)
+    assert isinstance(guard, Guard)
+    assert isinstance(guard.app, Starlette)
+    served = {
+        f"{method} {re.sub(':[a-z]+}', '}', route.path)}"
+        for route in guard.app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert {name for name, state in listed.items() if state == "yes"} == served
+    assert not served & {name for name, state in listed.items() if state == "no"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "fields"),
+    [
+        ("API", lambda: set(ChatBody.known_fields())),
+        (
+            "Native MTP",
+            lambda: (
+                {field.name for field in dataclasses.fields(GenerationStats)}
+                - {"prompt_tokens", "completion_tokens"}
+            ),
+        ),
+    ],
+    ids=["of a chat request", "of the final stats"],
+)
+def test_the_readme_names_every_field(heading: str, fields: Callable[[], set[str]]) -> None:
+    section = text_of("README.md").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert sorted(fields() - set(spans(section))) == []
+
+
+def test_the_readmes_card_is_a_card() -> None:
+    [card] = [tomllib.loads(block) for block in blocks(text_of("README.md"), "toml")]
+    facts = packaged_cards().popitem()[1].model_dump(exclude={"native_mtp", "sampling"})
+    parsed = parse_card({**facts, **card}, "README.md")
+    assert parsed.native_mtp is not None
+    assert parsed.native_mtp.default_k <= parsed.native_mtp.max_k

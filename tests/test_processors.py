@@ -1,0 +1,63 @@
+"""Penalties row by row: each row sees exactly the prefix that plain decoding would have had."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+
+from exo_node.mtp.processors import Processors
+from exo_node.mtp.types import Penalties
+
+PROMPT = [3, 5, 5, 1]
+ALL = Penalties(
+    repetition=1.4, presence=0.5, frequency=0.25, context_size=3, logit_bias=((2, -7.0), (6, 1.5))
+)
+
+
+def logits(rows: int) -> mx.array:
+    return mx.random.normal((rows, 8), key=mx.random.key(rows))
+
+
+def by_mlx_lm(p: Penalties, prefix: list[int], row: mx.array) -> mx.array:
+    processors = make_logits_processors(
+        dict(p.logit_bias), p.repetition, p.context_size, p.presence, p.context_size,
+        p.frequency, p.context_size,
+    )  # fmt: skip
+    for processor in processors:
+        row = processor(mx.array(prefix), row)
+    return row
+
+
+def test_a_block_is_processed_as_its_rows_would_be_one_by_one() -> None:
+    block, drafts = logits(4), [5, 7, 3]
+    got = Processors(ALL, PROMPT).apply(block, mx.array(drafts))
+    for i in range(4):
+        wanted = by_mlx_lm(ALL, PROMPT + drafts[:i], block[i : i + 1])
+        assert mx.array_equal(got[i : i + 1], wanted)
+
+
+def test_a_draft_sees_the_drafts_before_it() -> None:
+    row = logits(1)
+    got = Processors(ALL, PROMPT).apply_after(row, [mx.array([5]), mx.array([7])])
+    assert mx.array_equal(got, by_mlx_lm(ALL, [*PROMPT, 5, 7], row[:]))
+
+
+def test_committed_tokens_move_the_window() -> None:
+    processors = Processors(ALL, PROMPT)
+    processors.commit(mx.array([7, 2]))
+    processors.commit(mx.array([4]))
+    row = logits(1)
+    assert mx.array_equal(processors.apply(row), by_mlx_lm(ALL, [*PROMPT, 7, 2, 4], row[:]))
+
+
+def test_the_given_logits_are_not_written_to() -> None:
+    block = logits(3)
+    before = mx.array(block)
+    _ = Processors(ALL, PROMPT).apply(block, mx.array([1, 2]))
+    assert mx.array_equal(block, before)
+
+
+@pytest.mark.parametrize("penalties", [Penalties(), Penalties(context_size=5)])
+def test_without_penalties_logits_pass_untouched(penalties: Penalties) -> None:
+    block = logits(2)
+    assert not penalties.active
+    assert Processors(penalties, PROMPT).apply(block, mx.array([1])) is block
