@@ -54,6 +54,19 @@ def main() -> None:
             rates[name].append(rate)
             counts[name] = counted
     _report(options, rates, counts)
+    _report_costs(engine, prompts[0], k_max, options.repeats)
+
+
+def _report_costs(engine: TextEngine, prompt: Sequence[int], k_max: int, repeats: int) -> None:
+    """A verify and a draft by themselves, each waited for, in plain steps that are too."""
+    if not k_max:
+        return
+    costs = engine.measure_costs(prompt, k_max, repeats)
+    plain = costs.verify[0]
+    print("\n| K | verify of K + 1 rows, in plain steps | K drafts, in plain steps |")
+    print("|---|---|---|")
+    for k in range(1, k_max + 1):
+        print(f"| {k} | {costs.verify[k] / plain:.2f} | {costs.draft[k - 1] / plain:.2f} |")
 
 
 def _run(arm: Arm, prompts: Sequence[Sequence[int]]) -> tuple[float, dict[str, int]]:

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -31,6 +32,7 @@ from .models import ModelLibrary
 from .operations import NodeOperations
 from .placements import Endpoint, Placements
 from .presence import Presence
+from .setting_values import is_loopback
 from .settings import (
     Settings,
     check_mlx_extras,
@@ -235,7 +237,7 @@ class Node:
             chat,
             operations,
             static=asset,
-            allowed_hosts=[self._settings.host],
+            allowed_hosts=self._host_names(),
             api_key=self._api_key,
             between=lambda app: HeadForwarder(app, self, lambda e: error_response(fault_of(e))),
         )
@@ -243,6 +245,13 @@ class Node:
         await server.start(self._settings.host, self._settings.port)
         _ = self._stack.push_async_callback(server.close)
         return server.port
+
+    def _host_names(self) -> list[str]:
+        """What a browser may call this node where it listens beyond loopback."""
+        if is_loopback(self._settings.host):
+            return []
+        name = socket.gethostname().removesuffix(".local")
+        return [self._settings.host, name, f"{name}.local"]
 
     def _facts(self) -> pb.NodeFacts:
         given = self._switches.fixed("native_mtp_enabled")

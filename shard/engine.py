@@ -12,7 +12,7 @@ from ..mtp.drafters import NativeDrafter, NoDrafter
 from ..mtp.family import family_of
 from ..mtp.head import MtpHead
 from ..mtp.loop import Generation, Prefilled, Steps, Task
-from ..mtp.probe import greedy_identity
+from ..mtp.probe import Costs, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import FinishReason, GenerationStats, Round, Sampling
@@ -137,6 +137,16 @@ class TextEngine:
             self.identity = greedy_identity(
                 self._target.forward, self._stage.make_caches, self._vocabulary, self._max_k
             )
+
+    def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
+        """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
+
+        def make_drafter(depth: int) -> Drafter:
+            asked = EngineRequest("costs", 1, prompt, Sampling(), 1, (), depth, "")
+            return self._drafter(Chooser(Sampling(), 1), asked)
+
+        forward, caches = self._target.forward, self._stage.make_caches
+        return measure_costs(forward, caches, make_drafter, prompt, k, repeats, self._clock)
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""

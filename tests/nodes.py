@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,7 @@ class Node:
         return reply.body
 
     @contextmanager
-    def stream(self, prompt: str, **fields: Any) -> "Iterator[Iterator[Any]]":
+    def stream(self, prompt: str, **fields: Any) -> "Generator[Iterator[Any]]":
         """The `data:` objects of a streamed answer; leaving the block closes the connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = json.dumps(chat_body(prompt, stream=True, **fields))
@@ -123,7 +123,7 @@ def start_process(
 
 
 @contextmanager
-def node(data_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
+def node(data_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Generator[Node]:
     """A node that is ready, killed at the end if it is still there."""
     process = start_process(data_dir, *flags, env=env)
     log = data_dir / "log"

@@ -8,7 +8,7 @@ import pytest
 from engines import DEMO, ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType]
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
@@ -178,7 +178,7 @@ def test_the_probe_measures_bitwise_identity_on_the_cpu(exact: TextEngine) -> No
 
 def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list[int]:
     """mlx-lm's own loop over its own model, in float32."""
-    model, _ = load_model(DEMO)
+    model: Any = load_model(DEMO)[0]
     model.set_dtype(mx.float32)
     processors = make_logits_processors(
         logit_bias=dict(penalties.logit_bias) or None,
@@ -228,3 +228,11 @@ def test_a_replayed_log_continues_under_penalties(exact: TextEngine) -> None:
         STORY["prompt_ids"], 2, 40, sampling=sampling, attempt=2, replay=whole.rounds[:6]
     )
     assert answer(exact, asked).rounds == whole.rounds[6:]
+
+
+def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:
+    costs = exact.measure_costs(STORY["prompt_ids"], 3, 1)
+    assert len(costs.verify) == 4
+    assert len(costs.draft) == 3
+    assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft))
+    assert list(answer(exact, request(STORY["prompt_ids"], 3)).ids) == STORY["greedy_ids"]

@@ -1,5 +1,6 @@
 """Several stages in one process: the same ids, the same bytes, and nothing left behind."""
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_release_frees_every_stage() -> None:
 def test_requests_in_turn_do_not_mix() -> None:
     engine, _, _ = split_engine((0, 8, 16))
     rows = ORACLE[:3]
-    running = [
+    running: list[Generator[Any] | None] = [
         engine.generate(request(row["prompt_ids"], request=f"r{i}")) for i, row in enumerate(rows)
     ]
     ids: list[list[int]] = [[] for _ in rows]
@@ -60,7 +61,7 @@ def test_requests_in_turn_do_not_mix() -> None:
                 continue
             event = next(steps, None)
             if event is None:
-                running[i] = None  # type: ignore[call-overload]
+                running[i] = None
             elif isinstance(event, Delta):
                 ids[i] += event.round.tokens
     assert ids == [row["greedy_ids"] for row in rows]
