@@ -210,7 +210,10 @@ class _Exchange:
             took = 1000 * (time.monotonic() - began)
             path = self._scope.get("raw_path", b"").decode("latin-1")
             method = self._scope["method"]
-            _LOG.info("%s %s %d %.0f ms", method, path, self._status, took)
+            # The dashboard asks every two seconds; what somebody did is what a person looks for.
+            quiet = method == "GET" and self._status < 400
+            level = logging.DEBUG if quiet else logging.INFO
+            _LOG.log(level, "%s %s %d %.0f ms", method, path, self._status, took)
 
     async def _take_body(self) -> HttpFault | None:
         if self._scope["method"] not in _METHODS_WITH_BODY:
