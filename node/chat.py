@@ -117,7 +117,7 @@ class ChatService:
                 async for event in _events(events, record):
                     if isinstance(event, Finished):
                         self._placements.succeeded(record)
-                        self._totals.add(request.model, event.stats)
+                        self._totals.add(request.model, event.completion_tokens, event.stats)
                     yield event
         finally:
             record.end()
@@ -143,14 +143,31 @@ class Totals:
     def __init__(self) -> None:
         self._by_model: dict[ModelId, dict[str, int]] = {}
 
-    def add(self, model: ModelId, stats: Mapping[str, Any]) -> None:
-        totals = self._by_model.setdefault(model, {"requests": 0})
+    def add(self, model: ModelId, completion_tokens: int, stats: Mapping[str, Any]) -> None:
+        totals = self._by_model.setdefault(model, dict.fromkeys(_SUMMED, 0))
         totals["requests"] += 1
-        for name in ("spec_decode_rounds", "proposed_draft_tokens", "accepted_draft_tokens"):
-            totals[name] = totals.get(name, 0) + int(stats[name])
+        totals["drafted_requests"] += stats["drafter_kind"] == "native_mtp"
+        totals["completion_tokens"] += completion_tokens
+        for name in _COUNTS:
+            totals[name] += int(stats[name])
 
-    def snapshot(self) -> dict[str, dict[str, int]]:
-        return {str(model): dict(totals) for model, totals in self._by_model.items()}
+    def snapshot(self) -> dict[str, dict[str, int | float | None]]:
+        """Sums and the two usual shares: of proposed drafts, and of emitted tokens."""
+        return {str(model): _with_shares(totals) for model, totals in self._by_model.items()}
+
+
+_COUNTS = ("spec_decode_rounds", "proposed_draft_tokens", "accepted_draft_tokens")
+_SUMMED = ("requests", "drafted_requests", "completion_tokens", *_COUNTS)
+
+
+def _with_shares(totals: Mapping[str, int]) -> dict[str, int | float | None]:
+    accepted = totals["accepted_draft_tokens"]
+    proposed, emitted = totals["proposed_draft_tokens"], totals["completion_tokens"]
+    return {
+        **totals,
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "accepted_share_of_output": accepted / emitted if emitted else None,
+    }
 
 
 async def _events(

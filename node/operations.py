@@ -7,6 +7,7 @@ from typing import Any
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, InvalidRequest
 from ..placement.ids import ModelId, PlacementId
+from .chat import Totals
 from .cluster import Cluster
 from .facts import NodeFactsSource
 from .models import KnownModel, ModelLibrary
@@ -24,6 +25,7 @@ class NodeOperations:
         cluster: Cluster,
         facts: NodeFactsSource,
         switches: Switches,
+        totals: Totals,
         version: str,
         created: int,
     ) -> None:
@@ -32,6 +34,7 @@ class NodeOperations:
         self._cluster = cluster
         self._facts = facts
         self._switches = switches
+        self._totals = totals
         self._version = version
         self._created = created
 
@@ -81,6 +84,9 @@ class NodeOperations:
         if degraded:
             return False, f"placement {degraded[0].id} is degraded: {degraded[0].error}"
         return True, ""
+
+    async def mtp_stats(self) -> dict[str, Any]:
+        return {"models": self._totals.snapshot()}
 
     async def version(self) -> dict[str, Any]:
         return {"name": "exo-node", "version": self._version}

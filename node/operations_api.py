@@ -59,6 +59,10 @@ class Operations(Protocol):
 
     async def version(self) -> Json: ...
 
+    async def mtp_stats(self) -> Json:
+        """Totals per model since the node started."""
+        ...
+
 
 class PlacementBody(StrictBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -86,6 +90,7 @@ class OperationsApi:
             Route("/health/live", self.live, methods=["GET"]),
             Route("/health/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
+            Route("/v1/mtp/stats", self.mtp_stats, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.model, methods=["GET"]),
             Route("/v1/cluster", self.cluster, methods=["GET"]),
@@ -106,6 +111,9 @@ class OperationsApi:
             return JsonResponse({"status": "ready", "reason": reason})
         body = {"status": "unready", "reason": reason}
         return JsonResponse(body, 503, headers={"Retry-After": "5"})
+
+    async def mtp_stats(self, _: Request) -> Response:
+        return JsonResponse(await self._operations.mtp_stats())
 
     async def version(self, _: Request) -> Response:
         return JsonResponse(await self._operations.version())

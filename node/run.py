@@ -223,13 +223,15 @@ class Node:
         return None if key is None else key.get_secret_value()
 
     async def _start_http(self, facts: NodeFactsSource) -> int:
-        chat = ChatService(self._placements, facts, self._runners, Totals())
+        totals = Totals()
+        chat = ChatService(self._placements, facts, self._runners, totals)
         operations = NodeOperations(
             self._library,
             self._placements,
             self._cluster,
             facts,
             self._switches,
+            totals,
             self.version,
             int(time.time()),
         )

@@ -208,7 +208,9 @@ class StageService(peer_pb2_grpc.StageServicer):
     def _failure(self, frame: pb.Frame, fault: BaseException) -> pb.Frame:
         if not isinstance(fault, ExoNodeError):
             log.error("stage %d failed", self._spec.stage, exc_info=fault)
-            fault = PeerLost(f"stage {self._spec.stage} failed: {type(fault).__name__}")
+            # Not PeerLost: the stage lives, and the same frame would fail again.
+            kind = type(fault).__name__
+            fault = ExoNodeError(f"stage {self._spec.stage} failed: {kind}; see its node's log")
         failure = pb.Failure(
             code=fault.code,
             message=fault.message,

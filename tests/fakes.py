@@ -161,5 +161,8 @@ class FakeOperations:
     async def ready(self) -> tuple[bool, str]:
         return (True, "") if self.is_ready else (False, "a placement is degraded")
 
+    async def mtp_stats(self) -> Json:
+        return {"models": {}}
+
     async def version(self) -> Json:
         return {"name": "exo-node", "version": "0.0.0"}
