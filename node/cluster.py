@@ -10,6 +10,7 @@ from typing import Any
 from ..placement.errors import ExoNodeError, PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .background import background
 from .control_client import ControlClient
 from .control_server import PROTOCOL
 from .election import Election
@@ -83,7 +84,7 @@ class Cluster:
         self.self_id = NodeId(self_facts().id)
 
     def start(self) -> None:
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = background(self._tick(), "the membership's clock")
 
     async def close(self) -> None:
         """Says goodbye, so that the others need not wait for a timeout."""
@@ -105,7 +106,8 @@ class Cluster:
         own = self._self_facts()
         if node == self.self_id or address == f"{own.host}:{own.port}" or address in self._dials:
             return
-        self._dials[address] = asyncio.create_task(self._exchange_for_ever(Dial(address, node)))
+        heartbeats = self._exchange_for_ever(Dial(address, node))
+        self._dials[address] = background(heartbeats, f"the exchange with {address}")
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own."""

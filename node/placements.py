@@ -16,6 +16,7 @@ from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotF
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import Placement, plan
 from ..proto import peer_pb2 as pb
+from .background import background
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Placements:
     async def place(self, model: ModelId, min_nodes: int) -> Record:
         """Plans and loads, replacing the model's placement after its requests have drained."""
         _ = self._failures.pop(model, None)
-        if (loading := self._loading.get(model)) is not None:
+        while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
         return await asyncio.shield(self._start(model, min_nodes))
 
@@ -188,7 +189,8 @@ class Placements:
         return task
 
     def _loaded(self, model: ModelId, done: "asyncio.Task[Record]") -> None:
-        _ = self._loading.pop(model, None)
+        if self._loading.get(model) is done:
+            del self._loading[model]
         if not done.cancelled() and (fault := done.exception()) is not None:
             log.error("%s could not be placed: %s", model, fault)
 
@@ -304,7 +306,7 @@ class Placements:
         return min(len(record.plan.stages), len(self._facts.view(record.card.id).nodes))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
+        task = background(work, "the recovery of a placement")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

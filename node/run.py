@@ -1,6 +1,7 @@
 """Builds the node from its settings, serves until told to stop, and closes in reverse."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -13,8 +14,10 @@ from importlib.metadata import version as installed_version
 import psutil
 
 from ..dashboard import asset
+from ..placement.errors import PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
+from .background import background
 from .chat import ChatService, Totals
 from .cluster import Cluster
 from .control_client import Channels, ControlClient, RunnerClient
@@ -146,8 +149,8 @@ class Node:
         self._cluster.start()
         _ = self._stack.push_async_callback(self._cluster.close)
         self._background = [
-            asyncio.create_task(self._scan_models()),
-            asyncio.create_task(self._watch_stages()),
+            background(self._scan_models(), "the scan for models"),
+            background(self._watch_stages(), "the watch over stages"),
         ]
         _ = self._stack.push_async_callback(self._cancel_background)
         self._look_for_peers()
@@ -342,7 +345,9 @@ class Node:
                 log.info(
                     "unloading %s: node %s is the head now", record.card.id, self._cluster.head
                 )
-                await self._placements.remove(record.id)
+                # Gone already, where its answers took a while to end.
+                with contextlib.suppress(PlacementNotFound):
+                    await self._placements.remove(record.id)
 
     async def _cancel_background(self) -> None:
         for task in self._background:

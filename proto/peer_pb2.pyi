@@ -401,7 +401,6 @@ class LoadReady(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     END_LAYER_FIELD_NUMBER: _builtins.int
     MTP_HEAD_FIELD_NUMBER: _builtins.int
-    MTP_WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -412,7 +411,6 @@ class LoadReady(_message.Message):
     end_layer: _builtins.int
     mtp_head: _builtins.str
     """"loaded", or why not"""
-    mtp_weight_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -424,11 +422,10 @@ class LoadReady(_message.Message):
         first_layer: _builtins.int = ...,
         end_layer: _builtins.int = ...,
         mtp_head: _builtins.str = ...,
-        mtp_weight_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "host", b"host", "mtp_head", b"mtp_head", "mtp_weight_bytes", b"mtp_weight_bytes", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "host", b"host", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1248,7 +1245,6 @@ class RunnerStart(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     PRIVATE_KEY_FIELD_NUMBER: _builtins.int
     AUTHORITY_FIELD_NUMBER: _builtins.int
-    LOG_FORMAT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     host: _builtins.str
     """to listen on"""
@@ -1258,7 +1254,6 @@ class RunnerStart(_message.Message):
     """PEM"""
     authority: _builtins.bytes
     """PEM of the cluster's CA certificate"""
-    log_format: _builtins.str
     @_builtins.property
     def stage(self) -> Global___StageSpec: ...
     def __init__(
@@ -1270,11 +1265,10 @@ class RunnerStart(_message.Message):
         certificate: _builtins.bytes = ...,
         private_key: _builtins.bytes = ...,
         authority: _builtins.bytes = ...,
-        log_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority", b"authority", "certificate", b"certificate", "host", b"host", "log_format", b"log_format", "node", b"node", "private_key", b"private_key", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority", b"authority", "certificate", b"certificate", "host", b"host", "node", b"node", "private_key", b"private_key", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,7 +162,6 @@ class Runner:
             first_layer=self._spec.first_layer,
             end_layer=self._spec.end_layer,
             mtp_head=loaded.head_state,
-            mtp_weight_bytes=loaded.head_bytes,
         )
 
     async def _report_state(self, watch: TextEngine | StageWorker) -> None:

@@ -1,0 +1,98 @@
+"""Loads of one model follow one another, and a task nobody awaits is heard when it fails."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from exo_node.node.background import background
+from exo_node.node.placements import Endpoint, Placements
+from exo_node.placement.card import ModelCard
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.drafting import EnabledState
+from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.library import packaged_cards
+from exo_node.proto import peer_pb2 as pb
+
+DEMO = ModelId("demo")
+NODE = NodeId("a" * 20)
+
+
+class _Stages:
+    """Loads take a few turns of the loop; `most` is the largest number there at once."""
+
+    def __init__(self) -> None:
+        self.loaded: set[str] = set()
+        self.most = 0
+
+    async def load(
+        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady:
+        self.loaded.add(spec.placement)
+        self.most = max(self.most, len(self.loaded))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return pb.LoadReady(mtp_head="loaded")
+
+    async def unload(self, node: NodeId, placement: PlacementId, stage: int) -> None:
+        self.loaded.discard(placement)
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        raise AssertionError("one stage has no neighbour")
+
+    async def forget(self, stage: Endpoint) -> None:
+        pass
+
+
+class _Facts:
+    def view(self, placing: ModelId) -> ClusterView:
+        return ClusterView((NodeFacts(NODE, "n", 10**10, 10**10),))
+
+    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
+        await asyncio.sleep(0)
+        return packaged_cards()[model], ""
+
+    def mtp_switch(self, generator: NodeId) -> EnabledState:
+        return EnabledState(True)
+
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> tuple[str, bool]:
+        return "float32", True
+
+
+def test_requests_that_come_together_share_one_load() -> None:
+    async def scenario() -> None:
+        stages = _Stages()
+        placements = Placements(stages, _Facts())
+        records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
+        assert {record.id for record in records} == {records[0].id}
+        assert stages.loaded == {records[0].id}
+
+    asyncio.run(scenario())
+
+
+def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
+    async def scenario() -> None:
+        stages = _Stages()
+        placements = Placements(stages, _Facts())
+        records = await asyncio.gather(*(placements.place(DEMO, 1) for _ in range(4)))
+        assert len({record.id for record in records}) == 4
+        assert stages.most == 1
+        assert [record.id for record in placements.records] == list(stages.loaded)
+        assert (await placements.ensure(DEMO)).id in stages.loaded
+
+    asyncio.run(scenario())
+
+
+def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError("the reason")
+
+    async def scenario() -> None:
+        task = background(fail(), "the work")
+        _ = await asyncio.wait([task])
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+    assert "the work ended by an error" in caplog.text
+    assert "the reason" in caplog.text
