@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-AcceptanceRule = Literal["greedy", "ratio", "coupled"]
+AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
+DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
+TRACE_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +66,41 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One emitted token under the target: natural logarithms, after penalties and bias.
+
+    Before temperature and filters, as mlx-lm's server has them. `top` holds the most likely
+    (id, log-probability) pairs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """What one verify emitted. `accepted` of the `drafted` tokens are among `tokens`.
 
     `forward` is its entry in the schedule log: a resume that repeats (position, rows) repeats the
-    kernels and so the numbers.
+    kernels and so the numbers. `logprobs` has an entry for each token where they were asked for.
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
     forward: Forward
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """The final numbers of one answer; times in seconds, rates in tokens per second."""
+    """The final numbers of one answer; times in seconds, rates in tokens per second.
+
+    `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
+    order as (k, rounds in a row), its last TRACE_LENGTH entries. The two shares of acceptance are
+    of proposed drafts and of emitted tokens; None where there were none.
+    """
 
     drafter_kind: Literal["native_mtp", "none"]
     num_draft_tokens: int
@@ -91,7 +112,11 @@ class GenerationStats:
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    acceptance_rate: float | None = None
+    accepted_share_of_output: float | None = None
+    draft_policy: DraftPolicy = "none"
     draft_k_histogram: tuple[int, ...] = field(default=())
+    draft_k_trace: tuple[tuple[int, int], ...] = ()
     prompt_tps: float = 0.0
     generation_tps: float = 0.0
     time_to_first_token_s: float = 0.0

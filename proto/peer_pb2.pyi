@@ -275,6 +275,9 @@ class StageSpec(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    FIXED_ROWS_FIELD_NUMBER: _builtins.int
+    PROFILE_PATH_FIELD_NUMBER: _builtins.int
+    DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -305,6 +308,12 @@ class StageSpec(_message.Message):
     """0: none"""
     mtp_off_reason: _builtins.str
     """why `native_mtp` is false, for the final stats"""
+    fixed_rows: _builtins.int
+    """strict mode: every decode forward has this many rows; 0: as needed"""
+    profile_path: _builtins.str
+    """where measured round costs are kept; empty: nowhere. As `path`"""
+    draft_vocabulary: _builtins.int
+    """ids below this are drafted; 0: all"""
     def __init__(
         self,
         *,
@@ -327,10 +336,13 @@ class StageSpec(_message.Message):
         lease_s: _builtins.int = ...,
         memory_limit_bytes: _builtins.int = ...,
         mtp_off_reason: _builtins.str = ...,
+        fixed_rows: _builtins.int = ...,
+        profile_path: _builtins.str = ...,
+        draft_vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "lease_s", b"lease_s", "max_draft_tokens", b"max_draft_tokens", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "lease_s", b"lease_s", "max_draft_tokens", b"max_draft_tokens", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_path", b"profile_path", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -794,6 +806,8 @@ class GenerateRequest(_message.Message):
     REPLAY_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -806,6 +820,10 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     async_draft_eval: _builtins.bool
     """absent: as the stage was loaded with"""
+    adaptive_draft: _builtins.bool
+    """`num_draft_tokens` is the most; the runner may draft fewer, or none"""
+    top_logprobs: _builtins.int
+    """absent: no log-probabilities; 0: of the emitted token only"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -834,17 +852,23 @@ class GenerateRequest(_message.Message):
         replay: _abc.Iterable[Global___Round] | None = ...,
         ignore_eos: _builtins.bool = ...,
         async_draft_eval: _builtins.bool | None = ...,
+        adaptive_draft: _builtins.bool = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "async_draft_eval", b"async_draft_eval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__async_draft_eval) -> _WhichOneofReturnType__async_draft_eval | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -1054,23 +1078,64 @@ class Delta(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """may be empty while a character or a stop string is incomplete"""
     @_builtins.property
     def round(self) -> Global___Round: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """one for each token of the round, where they were asked for"""
+
     def __init__(
         self,
         *,
         round: Global___Round | None = ...,
         text: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "round", b"round", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """A token under the target's distribution: after penalties and bias, before temperature and filters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    bytes: _builtins.bytes
+    """what the token decodes to by itself; empty for a control token"""
+    logprob: _builtins.float
+    """natural"""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """the most likely tokens, best first; in the outer message only"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        bytes: _builtins.bytes = ...,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "id", b"id", "logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Round(_message.Message):
