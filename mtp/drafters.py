@@ -10,6 +10,12 @@ from .chooser import Chooser
 from .rollback import cache_arrays
 from .seams import Drafts
 
+PENDING_ROWS = 64
+"""Committed rows that wait for a draft, while plain decoding goes on, before the head reads them.
+
+One forward over many costs about what one row does; waiting longer would only hold more hiddens.
+"""
+
 
 class NoDrafter:
     """Plain decoding."""
@@ -61,14 +67,17 @@ class NativeDrafter:
         self._logits = logits
         self._chooser = chooser
         self._evaluate = mx.async_eval if overlap else mx.eval
-        self._pending: tuple[mx.array, mx.array] | None = None
+        self._pending: list[tuple[mx.array, mx.array]] = []
+        self._pending_rows = 0
         self._speculative = 0
 
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         if hidden is None:
             raise AssertionError("the verifier gave no hidden for its drafter")
-        self._append_pending()
-        self._pending = (hidden, tokens[None])
+        if self._pending_rows >= PENDING_ROWS:
+            _ = self._append_pending()
+        self._pending.append((hidden, tokens[None]))
+        self._pending_rows += tokens.shape[0]
 
     def draft(self, k: int, position: int) -> Drafts:
         hidden = self._append_pending()
@@ -87,14 +96,17 @@ class NativeDrafter:
         return joined
 
     def arrays(self) -> list[mx.array]:
-        pending = [] if self._pending is None else [self._pending[0]]
-        return [*cache_arrays([self.cache]), *pending]
+        return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
 
     def _append_pending(self) -> mx.array | None:
         """One forward over the rows committed since the last; its last row (1, 1, H), if any."""
-        if self._pending is None:
+        if not self._pending:
             return None
-        (hidden, tokens), self._pending = self._pending, None
+        hidden, tokens = self._pending[0]
+        if len(self._pending) > 1:
+            hidden = mx.concatenate([hidden for hidden, _ in self._pending], axis=1)
+            tokens = mx.concatenate([tokens for _, tokens in self._pending], axis=1)
+        self._pending, self._pending_rows = [], 0
         _ = self.cache.trim(self._speculative)
         self._speculative = 0
         return self._head(hidden, self._embed(tokens), self.cache)[:, -1:]
@@ -104,6 +116,8 @@ def _join(drafts: list[Drafts]) -> Drafts:
     if len(drafts) == 1:
         return drafts[0]
     tokens = mx.concatenate([draft.tokens for draft in drafts])
-    rows = [draft.log_probabilities for draft in drafts]
-    kept = [row for row in rows if row is not None]
-    return Drafts(tokens, mx.concatenate(kept) if kept else None)
+    rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
+    ids = [d.support for d in drafts if d.support is not None]
+    return Drafts(
+        tokens, mx.concatenate(rows) if rows else None, mx.concatenate(ids) if ids else None
+    )

@@ -4,13 +4,17 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 - 1 rows: the last token's row is written by the next forward.
 """
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .chooser import Chooser
-from .seams import Block, Drafter, Ending, Verifier, Wait, Want, as_ids, as_row
+from .depth import DepthPolicy, FixedDepth
+from .logprobs import Scores, score
+from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
 CLEAR_EVERY = 256
@@ -27,30 +31,58 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to generate. `replay` holds the rounds of an earlier attempt: rebuilt, not emitted."""
+    """What to generate. `replay` holds the rounds of an earlier attempt: rebuilt, not emitted.
+
+    `top_logprobs` None: rounds carry no log-probabilities; else each token's and so many others.
+    """
 
     prompt: Sequence[int]
     max_tokens: int
     prefill_chunk: int
     replay: Sequence[Round] = ()
+    top_logprobs: int | None = None
 
 
 Step = Wait | Prefilled | Round
 Steps = Generator[Step, None, FinishReason]
 
 
+class Flight(NamedTuple):
+    """A plain token that is being computed, and the forward that gives it."""
+
+    token: mx.array  # (1,)
+    hidden: mx.array | None
+    scores: Scores | None
+    forward: Forward
+
+
+Next = tuple[mx.array, FinishReason | None]
+"""The last emitted token (1,), whose row is not written yet, and why the answer ended, if so."""
+
+
 class Generation:
     """One answer in the making; `steps()` drives it to its end."""
 
     def __init__(
-        self, task: Task, verifier: Verifier, drafter: Drafter, chooser: Chooser, ending: Ending
+        self,
+        task: Task,
+        verifier: Verifier,
+        drafter: Drafter,
+        chooser: Chooser,
+        ending: Ending,
+        depth: DepthPolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`depth` None: every round drafts as many tokens as the drafter's k."""
         self._task = task
         self._verifier = verifier
         self._drafter = drafter
         self._chooser = chooser
         self._ending = ending
+        self._depth = FixedDepth(drafter.k) if depth is None else depth
+        self._clock = clock
         self._emitted = 0
+        self._cleared = 0
 
     def steps(self) -> Steps:
         """Yields what happens; returns why the answer ended. The caches then fit its tokens."""
@@ -59,16 +91,17 @@ class Generation:
             reason = yield from self._rebuild(last)
             token = as_row(self._task.replay[-1].tokens[-1:])
         else:
-            token = self._chooser.token(logits, self._verifier.position)
-            self._chooser.commit(token)
+            token, scores = self._choose(logits)
             self._drafter.observe(last, token)
-            if self._drafter.k == 0 and self._verifier.overlaps:
-                return (yield from self._plain(token, forward))
-            [first] = as_ids(token)
-            reason = self._count(first)
-            yield Round((first,), 0, 0, forward)
+            ids = as_ids(token)
+            reason = self._count(ids[0])
+            yield self._round_of(ids, 0, 0, forward, scores)
         while reason is None:
-            token, reason = yield from self._round(token)
+            plan = self._depth.plan(self._verifier.position)
+            if plan.k == 0 and self._verifier.overlaps:
+                token, reason = yield from self._plain(token, plan.rounds)
+            else:
+                token, reason = yield from self._round(token, plan.k)
         return reason
 
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
@@ -94,21 +127,23 @@ class Generation:
             return block.logits, last, Forward(start, end - start)
         raise ValueError("the prompt is empty")
 
-    def _round(
-        self, token: mx.array
-    ) -> Generator[Step, None, tuple[mx.array, FinishReason | None]]:
-        """One verify: K drafts and the committed `token` in, 1 to K + 1 tokens out."""
-        start = self._verifier.position
-        k = min(self._drafter.k, self._task.max_tokens - self._emitted - 1)
+    def _round(self, token: mx.array, k: int) -> Generator[Step, None, Next]:
+        """One verify: at most `k` drafts and the committed `token` in, 1 to k + 1 tokens out."""
+        begun, start = self._clock(), self._verifier.position
+        asked, k = k, min(k, self._task.max_tokens - self._emitted - 1)
         drafts = self._drafter.draft(k, start + 1) if k > 0 else None
         rows = token if drafts is None else mx.concatenate([token, drafts.tokens])
         block = yield from self._verifier.forward(rows, want="all")
         verdict = self._chooser.judge(block.logits, drafts, start + 1)
+        scores = self._scores(block.logits, drafts, verdict.tokens)
         accepted, ids = verdict.read()
+        if k or not asked:  # the last token alone, where drafts were planned, is no plain step
+            self._depth.learn(k, accepted, start, self._clock() - begun)
         reason, ids = self._cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
         proposed = 0 if drafts is None else k
-        yield Round(tuple(ids), proposed, min(accepted, len(ids)), Forward(start, rows.shape[0]))
+        forward = Forward(start, rows.shape[0])
+        yield self._round_of(ids, proposed, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason
 
     def _commit(self, block: Block, tokens: mx.array, rows: int, kept: int) -> None:
@@ -119,28 +154,58 @@ class Generation:
         hidden = None if block.hidden is None else block.hidden[:, :kept]
         self._drafter.observe(hidden, tokens[:kept])
 
-    def _plain(self, token: mx.array, forward: Forward) -> Steps:
-        """Plain decoding, one forward ahead: its graph is built while the token is computed.
+    def _plain(self, token: mx.array, rounds: int) -> Generator[Step, None, Next]:
+        """At most `rounds` tokens, one forward ahead: its graph is built while a token is computed.
 
         The forward in flight belongs to a token that ended the answer more often than not only at
-        the very end; it is rolled back there.
+        the very end; it is rolled back there. A drafter learns of the rows, so that it may go on.
         """
-        while True:
-            ahead = self._emitted + 1 < self._task.max_tokens
-            upcoming, start = token, self._verifier.position
+        rounds = min(rounds, self._task.max_tokens - self._emitted)
+        begun = self._clock()
+        flight = yield from self._issue(token)
+        for left in range(rounds - 1, -1, -1):
+            token, hidden, scores, forward = flight
+            self._drafter.observe(hidden, token)
+            ahead = left > 0
             if ahead:
-                block = yield from self._verifier.forward(token, want="all")
-                upcoming = self._chooser.token(block.logits, start + 1)
-                self._chooser.commit(upcoming)
-                mx.async_eval(upcoming)
-            [emitted] = as_ids(token)
-            reason = self._count(emitted)
+                flight = yield from self._issue(token)
+            ids = as_ids(token)
+            self._depth.learn(0, 0, forward.position, self._clock() - begun)
+            reason = self._count(ids[0])
             if reason is not None and ahead:
                 self._verifier.rollback(1)
-            yield Round((emitted,), 0, 0, forward)
+            yield self._round_of(ids, 0, 0, forward, scores)
             if reason is not None:
-                return reason
-            token, forward = upcoming, Forward(start, 1)
+                return token, reason
+            begun = self._clock()
+        return token, None
+
+    def _issue(self, token: mx.array) -> Generator[Wait, None, Flight]:
+        """The token after `token`, under way."""
+        start = self._verifier.position
+        block = yield from self._verifier.forward(token, want="all")
+        upcoming, scores = self._choose(block.logits)
+        mx.async_eval(upcoming)
+        return Flight(upcoming, block.hidden, scores, Forward(start, 1))
+
+    def _choose(self, logits: mx.array) -> tuple[mx.array, Scores | None]:
+        """The target's token (1,) after all rows in the caches: it becomes part of the answer."""
+        token = self._chooser.token(logits, self._verifier.position)
+        scores = self._scores(logits, None, token)
+        self._chooser.commit(token)
+        return token, scores
+
+    def _scores(self, logits: mx.array, drafts: Drafts | None, tokens: mx.array) -> Scores | None:
+        top = self._task.top_logprobs
+        if top is None:
+            return None
+        return score(self._chooser.target_logprobs(logits, drafts), tokens, top)
+
+    def _round_of(
+        self, ids: list[int], drafted: int, accepted: int, forward: Forward, scores: Scores | None
+    ) -> Round:
+        logprobs = () if scores is None else scores.read(ids)
+        return Round(tuple(ids), drafted, accepted, forward, logprobs)
 
     def _rebuild(self, last: mx.array | None) -> Generator[Step, None, FinishReason | None]:
         """Repeats recorded rounds with the same rows, so that the same kernels ran."""
@@ -170,7 +235,8 @@ class Generation:
 
     def _count(self, token: int) -> FinishReason | None:
         self._emitted += 1
-        if self._emitted % CLEAR_EVERY == 0:
+        if self._emitted // CLEAR_EVERY > self._cleared:
+            self._cleared = self._emitted // CLEAR_EVERY
             mx.clear_cache()
         ended = self._ending.push(token)
         if ended is None and self._emitted >= self._task.max_tokens:

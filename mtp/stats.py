@@ -1,10 +1,17 @@
 """Counts what a generation did and turns it into `GenerationStats`."""
 
+from collections import deque
 from collections.abc import Callable
 
 import mlx.core as mx
 
-from .types import GenerationStats, Round, Sampling
+from .types import (
+    TRACE_LENGTH,
+    AcceptanceRule,
+    DraftPolicy,
+    GenerationStats,
+    Round,
+)
 
 
 class StatsCollector:
@@ -22,6 +29,7 @@ class StatsCollector:
         self._accepted = 0
         self._per_position: list[int] = []
         self._k_histogram: list[int] = []
+        self._trace: deque[tuple[int, int]] = deque(maxlen=TRACE_LENGTH)
 
     def add(self, round_: Round) -> None:
         """Call when the round's tokens are about to be handed out."""
@@ -33,6 +41,7 @@ class StatsCollector:
             if round_.drafted == 0:
                 return  # the prefill's token; a resumed answer begins with a verify
         _bump(self._k_histogram, round_.drafted)
+        self._extend_trace(round_.drafted)
         if round_.drafted == 0:
             return
         self._rounds += 1
@@ -46,7 +55,14 @@ class StatsCollector:
         return self._tokens
 
     def finish(
-        self, *, prompt_tokens: int, sampling: Sampling, k: int, reason: str, resumes: int = 0
+        self,
+        *,
+        prompt_tokens: int,
+        rule: AcceptanceRule,
+        policy: DraftPolicy,
+        k: int,
+        reason: str,
+        resumes: int = 0,
     ) -> GenerationStats:
         """`k` is what was asked for (0: none, because of `reason`)."""
         first = self._last if self._first is None else self._first
@@ -56,13 +72,17 @@ class StatsCollector:
             drafter_kind="native_mtp" if k else "none",
             num_draft_tokens=k,
             drafting_reason=reason,
-            acceptance_rule=sampling.acceptance_rule,
+            acceptance_rule=rule,
             prompt_tokens=prompt_tokens,
             completion_tokens=self._tokens,
             spec_decode_rounds=self._rounds,
             proposed_draft_tokens=self._drafted,
             accepted_draft_tokens=self._accepted,
             accepted_per_position=tuple(_padded(self._per_position, width)),
+            acceptance_rate=_share(self._accepted, self._drafted),
+            accepted_share_of_output=_share(self._accepted, self._tokens) if k else None,
+            draft_policy=policy,
+            draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
             prompt_tps=prompt_tokens / to_first if to_first > 0 else 0.0,
             generation_tps=(
@@ -72,6 +92,14 @@ class StatsCollector:
             peak_memory_bytes=mx.get_peak_memory(),
             resumes=resumes,
         )
+
+    def _extend_trace(self, k: int) -> None:
+        before = self._trace.pop() if self._trace and self._trace[-1][0] == k else (k, 0)
+        self._trace.append((k, before[1] + 1))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _bump(counts: list[int], index: int) -> None:

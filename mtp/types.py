@@ -51,10 +51,20 @@ class Sampling:
 
     @property
     def acceptance_rule(self) -> AcceptanceRule:
-        """How drafts are accepted, which decides what can be promised about the output."""
+        """`rule_of` a single draft."""
+        return self.rule_of(1)
+
+    def rule_of(self, k: int) -> AcceptanceRule:
+        """How up to `k` drafts a round are accepted: what can be promised about the output.
+
+        With one draft the two rules that sample are the same, so a request that drafts more at
+        times is accepted by "block" throughout.
+        """
         if self.greedy:
             return "greedy"
-        return "ratio" if self.seed is None else "coupled"
+        if self.seed is not None:
+            return "coupled"
+        return "block" if k > 1 else "ratio"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
 from ..proto import peer_pb2 as pb
 from .models import ModelLibrary
+from .placements import StageSettings
 from .switches import Switches
 
 STAGE_HEADROOM = 1.2
@@ -83,15 +84,16 @@ class NodeFactsSource:
                 return EnabledState(True)
         return self._switches.mtp()
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> tuple[str, bool]:
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
         facts = self._facts_of(generator)
-        requested = facts.dtype if facts is not None else "auto"
-        backend = facts.backend if facts is not None else "cpu"
-        chip = facts.chip if facts is not None else ""
-        async_eval = facts.async_draft_eval if facts is not None else True
+        if facts is None:
+            return StageSettings(resolve_dtype("auto", card, "cpu", ""))
+        async_eval, adaptive = facts.async_draft_eval, facts.adaptive_draft
         if generator == self._self:
             async_eval = self._switches.value("native_mtp_async_draft_eval")
-        return resolve_dtype(requested, card, backend, chip), async_eval
+            adaptive = self._switches.value("native_mtp_adaptive")
+        dtype = resolve_dtype(facts.dtype or "auto", card, facts.backend, facts.chip)
+        return StageSettings(dtype, async_eval, adaptive, facts.strict)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._members() if m.id == node), None)

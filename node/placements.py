@@ -55,6 +55,17 @@ class Stages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """What a generator's node decides about the models it generates with."""
+
+    dtype: str
+    async_draft_eval: bool = True
+    adaptive_draft: bool = True
+    strict: bool = False
+    """Every decode forward has max_k + 1 rows, so that drafts cannot change the kernels."""
+
+
 class Facts(Protocol):
     """What placing asks of the node."""
 
@@ -70,8 +81,8 @@ class Facts(Protocol):
         """The native-MTP switch as it holds for a generator on that node."""
         ...
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> tuple[str, bool]:
-        """dtype and asynchronous draft evaluation, both decided by the generator's node."""
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+        """What the generator's node decides."""
         ...
 
 
@@ -88,6 +99,8 @@ class Record:
     endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
     head_asked_for: bool = False
     head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
+    identity: str = "off"
+    """greedy_identity as the generator measured it at load."""
     active: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -245,6 +258,7 @@ class Placements:
         if record.status == "failed":  # a stage was lost while others were still loading
             raise LoadFailed(record.error)
         mtp_head = record.generator.ready.mtp_head
+        record.identity = record.generator.ready.greedy_identity
         record.head = HeadState(mtp_head == "loaded", "" if mtp_head == "loaded" else mtp_head)
         record.status, record.progress = "ready", ""
         took = time.monotonic() - started
@@ -254,7 +268,7 @@ class Placements:
 
     def _specs(self, record: Record, fingerprint: str) -> list[pb.StageSpec]:
         card, stages = record.card, record.plan.stages
-        dtype, async_eval = self._facts.stage_settings(stages[0].node, card)
+        settings = self._facts.stage_settings(stages[0].node, card)
         mtp = card.native_mtp
         switch = self._facts.mtp_switch(stages[0].node)
         drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
@@ -269,12 +283,14 @@ class Placements:
                 end_layer=stage.end_layer,
                 num_layers=card.num_layers,
                 checkpoint_sha256=fingerprint,
-                dtype=dtype,
+                dtype=settings.dtype,
                 prefill_chunk=PREFILL_CHUNK,
                 context_length=record.plan.context_length,
                 native_mtp=not off,
                 max_draft_tokens=mtp.max_k if mtp else 0,
-                async_draft_eval=async_eval,
+                async_draft_eval=settings.async_draft_eval,
+                fixed_rows=mtp.max_k + 1 if mtp and settings.strict else 0,
+                draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
                 mtp_hidden=mtp.hidden if mtp else "",
                 lease_s=LEASE_S,
                 mtp_off_reason=off,

@@ -18,7 +18,7 @@ from ..placement.errors import PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .background import background
-from .chat import ChatService, Totals
+from .chat import ChatService
 from .cluster import Cluster
 from .control_client import Channels, ControlClient, RunnerClient
 from .control_server import ControlServer
@@ -31,6 +31,7 @@ from .http_errors import error_response, fault_of
 from .http_server import HttpServer, build_app
 from .log import configure
 from .membership import Membership
+from .metrics import Metrics
 from .models import ModelLibrary
 from .operations import NodeOperations
 from .placements import Endpoint, Placements
@@ -45,6 +46,7 @@ from .settings import (
 )
 from .supervisor import RunnerHost, Supervisor
 from .switches import Switches
+from .totals import Totals
 from .trust import (
     cluster_fingerprint,
     load_or_create_cluster_key,
@@ -107,6 +109,7 @@ class Node:
             {
                 "native_mtp_enabled": settings.native_mtp_enabled,
                 "native_mtp_async_draft_eval": settings.native_mtp_async_draft_eval,
+                "native_mtp_adaptive": settings.native_mtp_adaptive,
             }
         )
         self._library = ModelLibrary(settings.models_dir, offline=settings.offline)
@@ -199,6 +202,7 @@ class Node:
         own = pb.StageSpec()
         own.CopyFrom(spec)
         own.path = str(folder)
+        own.profile_folder = str(self._settings.data_dir / "profiles")
         own.memory_limit_bytes = self._settings.memory_limit or 0
         return await self._supervisor.load(own, progress)
 
@@ -227,7 +231,8 @@ class Node:
 
     async def _start_http(self, facts: NodeFactsSource) -> int:
         totals = Totals()
-        chat = ChatService(self._placements, facts, self._runners, totals)
+        metrics = Metrics(totals)
+        chat = ChatService(self._placements, facts, self._runners, totals, metrics)
         operations = NodeOperations(
             self._library,
             self._placements,
@@ -235,6 +240,7 @@ class Node:
             facts,
             self._switches,
             totals,
+            metrics,
             self.version,
             int(time.time()),
         )
@@ -276,6 +282,8 @@ class Node:
             dtype=self._settings.dtype,
             native_mtp_variable="" if given is None else str(int(given)),
             async_draft_eval=self._switches.value("native_mtp_async_draft_eval"),
+            adaptive_draft=self._switches.value("native_mtp_adaptive"),
+            strict=self._settings.native_mtp_strict,
         )
 
     def _runner_host(self) -> RunnerHost:

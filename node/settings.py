@@ -64,9 +64,10 @@ class Settings(BaseModel):
     """What `exo-node start` runs with. Sizes in bytes; a port of 0 takes a free one.
 
     `interface` None listens for peers on every private address; `models_dir` None searches only
-    the Hugging Face cache; `memory_limit` None takes the share that `hardware` allows. The two
+    the Hugging Face cache; `memory_limit` None takes the share that `hardware` allows. The
     `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
-    run time; a variable wins over that.
+    run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
+    a model must be loaded anew for it.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -91,6 +92,8 @@ class Settings(BaseModel):
     api_key: Secret | None = None
     native_mtp_enabled: Switch | None = None
     native_mtp_async_draft_eval: Switch | None = None
+    native_mtp_adaptive: Switch | None = None
+    native_mtp_strict: Switch = False
 
 
 class ClientSettings(BaseModel):
@@ -131,6 +134,8 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "api_key": _Source("EXO_API_KEY"),
     "native_mtp_enabled": _Source("EXO_NATIVE_MTP_ENABLED"),
     "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
+    "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
+    "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)

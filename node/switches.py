@@ -1,4 +1,4 @@
-"""The two native-MTP switches: a variable wins, else the settings page, else on."""
+"""The native-MTP switches: a variable wins, else the settings page, else on."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -6,10 +6,11 @@ from typing import Any, Literal
 from ..placement.drafting import EnabledState
 from ..placement.errors import InvalidRequest
 
-SwitchName = Literal["native_mtp_enabled", "native_mtp_async_draft_eval"]
+SwitchName = Literal["native_mtp_enabled", "native_mtp_async_draft_eval", "native_mtp_adaptive"]
 VARIABLES: Mapping[SwitchName, str] = {
     "native_mtp_enabled": "EXO_NATIVE_MTP_ENABLED",
     "native_mtp_async_draft_eval": "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL",
+    "native_mtp_adaptive": "EXO_NATIVE_MTP_ADAPTIVE",
 }
 PAGE = "the settings page"
 

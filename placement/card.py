@@ -44,6 +44,8 @@ class NativeMtp(BaseModel):
     default_k: int = Field(ge=1, le=MAX_K)
     """Drafts a round when the request names none."""
     max_k: int = Field(ge=1, le=MAX_K)
+    draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
+    """Only ids below this are drafted, which reads less of lm_head; 0: all. Any is lossless."""
     hidden: Literal["post_norm", "pre_norm"] = "post_norm"
     """The backbone hidden that feeds the head: after (Qwen) or before (DeepSeek, GLM) its norm."""
 

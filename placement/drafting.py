@@ -7,6 +7,8 @@ from .card import ModelCard, NativeMtp
 from .errors import InvalidRequest
 from .ids import ModelId
 
+DraftPolicy = Literal["fixed", "adaptive"]
+
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
@@ -35,6 +37,8 @@ class Drafting:
     """Drafts a round at most; 0 exactly when `kind` is none."""
     reason: str
     """Why not, with the remedy; a short note where the head drafts."""
+    adaptive: bool = False
+    """`k` is the most; the generator drafts fewer, or none, where its measured costs say so."""
 
 
 def choose_drafting(
@@ -43,10 +47,15 @@ def choose_drafting(
     head: HeadState,
     enabled: EnabledState,
     requested_k: int | None,
+    policy: DraftPolicy | None = None,
+    *,
+    adaptive: bool = False,
 ) -> Drafting:
     """The drafter of one request; `requested_k` is its `num_draft_tokens`, None where it has none.
 
-    Every "no" carries its reason. Raises InvalidRequest for a K below 0 or above the card's max_k;
+    `policy` is the request's own; without one a request that names its K gets just that K, and one
+    that does not the card's, adapted where the node says so (`adaptive`). Every "no" carries its
+    reason. Raises InvalidRequest for a K below 0 or above the card's max_k;
     a K for a model that cannot draft is no error: its reason goes into the answer's stats.
     """
     if requested_k is not None and requested_k < 0:
@@ -62,9 +71,12 @@ def choose_drafting(
     no = _objection(card, mtp, num_stages, head, enabled, requested_k)
     if no:
         return _none(no)
-    if requested_k is None:
-        return Drafting("native_mtp", mtp.default_k, "the card's default_k")
-    return Drafting("native_mtp", requested_k, "the request's num_draft_tokens")
+    if policy is None:
+        policy = "adaptive" if adaptive and requested_k is None else "fixed"
+    k, reason = requested_k, "the request's num_draft_tokens"
+    if k is None:
+        k, reason = mtp.default_k, "the card's default_k"
+    return Drafting("native_mtp", k, reason, policy == "adaptive")
 
 
 def undeclared_reason(model: ModelId) -> str:

@@ -137,6 +137,8 @@ class NodeFacts(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     NATIVE_MTP_VARIABLE_FIELD_NUMBER: _builtins.int
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -157,6 +159,10 @@ class NodeFacts(_message.Message):
     native_mtp_variable: _builtins.str
     """EXO_NATIVE_MTP_ENABLED: "1", "0", "" where it is not set"""
     async_draft_eval: _builtins.bool
+    adaptive_draft: _builtins.bool
+    """EXO_NATIVE_MTP_ADAPTIVE, or the settings page"""
+    strict: _builtins.bool
+    """EXO_NATIVE_MTP_STRICT"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -179,10 +185,12 @@ class NodeFacts(_message.Message):
         dtype: _builtins.str = ...,
         native_mtp_variable: _builtins.str = ...,
         async_draft_eval: _builtins.bool = ...,
+        adaptive_draft: _builtins.bool = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "strict", b"strict", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,7 +284,7 @@ class StageSpec(_message.Message):
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
     FIXED_ROWS_FIELD_NUMBER: _builtins.int
-    PROFILE_PATH_FIELD_NUMBER: _builtins.int
+    PROFILE_FOLDER_FIELD_NUMBER: _builtins.int
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
@@ -310,7 +318,7 @@ class StageSpec(_message.Message):
     """why `native_mtp` is false, for the final stats"""
     fixed_rows: _builtins.int
     """strict mode: every decode forward has this many rows; 0: as needed"""
-    profile_path: _builtins.str
+    profile_folder: _builtins.str
     """where measured round costs are kept; empty: nowhere. As `path`"""
     draft_vocabulary: _builtins.int
     """ids below this are drafted; 0: all"""
@@ -337,12 +345,12 @@ class StageSpec(_message.Message):
         memory_limit_bytes: _builtins.int = ...,
         mtp_off_reason: _builtins.str = ...,
         fixed_rows: _builtins.int = ...,
-        profile_path: _builtins.str = ...,
+        profile_folder: _builtins.str = ...,
         draft_vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "lease_s", b"lease_s", "max_draft_tokens", b"max_draft_tokens", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_path", b"profile_path", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "lease_s", b"lease_s", "max_draft_tokens", b"max_draft_tokens", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_folder", b"profile_folder", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,6 +421,7 @@ class LoadReady(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     END_LAYER_FIELD_NUMBER: _builtins.int
     MTP_HEAD_FIELD_NUMBER: _builtins.int
+    GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -423,6 +432,8 @@ class LoadReady(_message.Message):
     end_layer: _builtins.int
     mtp_head: _builtins.str
     """"loaded", or why not"""
+    greedy_identity: _builtins.str
+    """"bitwise" | "near_tie" | "off", measured at load"""
     def __init__(
         self,
         *,
@@ -434,10 +445,11 @@ class LoadReady(_message.Message):
         first_layer: _builtins.int = ...,
         end_layer: _builtins.int = ...,
         mtp_head: _builtins.str = ...,
+        greedy_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "host", b"host", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

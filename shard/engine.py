@@ -8,19 +8,25 @@ from typing import Any
 import mlx.core as mx
 
 from ..mtp.chooser import Chooser
+from ..mtp.costs import RoundCosts
+from ..mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ..mtp.drafters import NativeDrafter, NoDrafter
 from ..mtp.family import family_of
 from ..mtp.head import MtpHead
 from ..mtp.loop import Generation, Prefilled, Steps, Task
-from ..mtp.probe import Costs, greedy_identity, measure_costs
+from ..mtp.probe import PROMPT_ROWS, Costs, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
-from ..mtp.types import FinishReason, GenerationStats, Round, Sampling
+from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
+from .profile import Profile, ProfileKey
 from .stage_model import StageModel
 from .text import TextCodec
+
+PROBE_REPEATS = 3
+NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,10 @@ class EngineRequest:
     drafting_reason: str
     replay: Sequence[Round] = ()
     ignore_end: bool = False
+    adaptive: bool = False
+    """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
+    top_logprobs: int | None = None
+    """None: no log-probabilities; else the emitted token's and those of so many others."""
     async_draft_eval: bool | None = None
     """None: as the engine was opened with."""
 
@@ -79,8 +89,14 @@ class TextEngine:
         max_k: int,
         link: Link | None,
         clock: Callable[[], float],
+        fixed_rows: int = 0,
+        profile: Profile | None = None,
     ) -> None:
-        """`link` leads to the other stages; None when this stage is the whole model."""
+        """`link` leads to the other stages; None when this stage is the whole model.
+
+        `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
+        `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
+        """
         self._codec = codec
         self._stage = stage
         self._dtype = dtype
@@ -90,6 +106,9 @@ class TextEngine:
         self._async_draft_eval = async_draft_eval
         self._head = head
         self._max_k = max_k if head is not None else 0
+        self._fixed_rows = fixed_rows if link is None else 0
+        self._profile = profile or Profile.open("", NO_PROFILE, clock)
+        self.token_bytes = codec.token_bytes
         self._special_tokens = codec.special_tokens
         self._link = link
         self._clock = clock
@@ -132,10 +151,20 @@ class TextEngine:
         return sampling
 
     def probe(self) -> None:
-        """Measures `identity` for the largest K, which also warms the kernels up."""
-        if self._max_k:
-            self.identity = greedy_identity(
-                self._target.forward, self._stage.make_caches, self._vocabulary, self._max_k
+        """Measures `identity` for the largest K, which also warms the kernels up.
+
+        Where no profile tells, costs of rounds are measured as well.
+        """
+        if not self._max_k:
+            return
+        forward, caches = self._target.forward, self._stage.make_caches
+        self.identity = greedy_identity(forward, caches, self._vocabulary, self._max_k)
+        if not self._profile.costs.probed:
+            ids = [(11 * i + 5) % self._vocabulary for i in range(PROMPT_ROWS)]
+            costs = self.measure_costs(ids, self._max_k, PROBE_REPEATS)
+            drafts = (0.0, *costs.draft)
+            self._profile.costs = RoundCosts(
+                [a + b for a, b in zip(costs.verify, drafts, strict=True)]
             )
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
@@ -169,14 +198,22 @@ class TextEngine:
         )
         verifier = self._verifier(request)
         drafter = self._drafter(chooser, request)
-        task = Task(request.prompt, request.max_tokens, self._prefill_chunk, request.replay)
-        steps = Generation(task, verifier, drafter, chooser, text).steps()
+        task = Task(
+            request.prompt,
+            request.max_tokens,
+            self._prefill_chunk,
+            request.replay,
+            request.top_logprobs,
+        )
+        depth = self._depth(request)
+        steps = Generation(task, verifier, drafter, chooser, text, depth, self._clock).steps()
         self._live[key] = lambda: verifier.arrays() + drafter.arrays()
         try:
             reason = yield from _with_text(steps, stats, text)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
-                sampling=request.sampling,
+                rule=request.sampling.acceptance_rule,
+                policy=_policy(request),
                 k=request.k,
                 reason=request.drafting_reason,
                 resumes=request.attempt - 1,
@@ -184,6 +221,8 @@ class TextEngine:
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         finally:
             del self._live[key]
+            if request.adaptive:
+                self._profile.save()
             if self._link is not None:
                 self._link.release(request.request, request.attempt)
             # Arrays whose last reference this generator holds are freed after it; buffers now.
@@ -204,6 +243,11 @@ class TextEngine:
             self._stage, self._link, request.request, request.attempt, self._dtype
         )
 
+    def _depth(self, request: EngineRequest) -> DepthPolicy:
+        if not request.adaptive or request.k == 0:
+            return FixedDepth(request.k)
+        return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
+
     def _drafter(self, chooser: Chooser, request: EngineRequest) -> Drafter:
         if request.k == 0:
             return NoDrafter()
@@ -217,6 +261,12 @@ class TextEngine:
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,
         )
+
+
+def _policy(request: EngineRequest) -> DraftPolicy:
+    if request.k == 0:
+        return "none"
+    return "adaptive" if request.adaptive else "fixed"
 
 
 def _with_text(

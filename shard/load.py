@@ -37,6 +37,8 @@ class Loaded:
     weight_bytes: int
     head_bytes: int
     checkpoint_bytes_read: int
+    fingerprint: str
+    """Of config.json and the safetensors headers."""
 
 
 def load(spec: pb.StageSpec, report: Report) -> Loaded:
@@ -85,6 +87,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         weight_bytes=weight_bytes,
         head_bytes=head_bytes,
         checkpoint_bytes_read=read,
+        fingerprint=checkpoint.fingerprint,
     )
 
 

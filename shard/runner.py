@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from importlib.metadata import version
+from typing import NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -26,6 +27,7 @@ from .compute import ComputeThread
 from .engine import TextEngine
 from .links import SERVER_OPTIONS, Ring
 from .load import Loaded, load
+from .profile import Profile, ProfileKey
 from .runner_services import GeneratorService, NextStage, StageService
 from .stage import StageWorker
 
@@ -97,7 +99,8 @@ class Runner:
         watch = await self._serve(server, loaded, following)
         port = server.add_secure_port(f"{self._start.host}:0", self._server_credentials())
         await server.start()
-        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port)))
+        identity = watch.identity if isinstance(watch, TextEngine) else "off"
+        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port, identity)))
         reporter = asyncio.create_task(self._report_state(watch))
         _ = await self._stop.wait()
         reporter.cancel()
@@ -137,10 +140,24 @@ class Runner:
             max_k=self._spec.max_draft_tokens,
             link=ring,
             clock=time.perf_counter,
+            fixed_rows=self._spec.fixed_rows,
+            profile=self._profile(loaded) if loaded.head is not None else None,
         )
         self._report(pb.LoadProgress(step="warming up"))
         engine.probe()
         return engine
+
+    def _profile(self, loaded: Loaded) -> Profile:
+        info = cast("dict[str, object]", mx.device_info())
+        key = ProfileKey(
+            device=str(info.get("device_name", mx.default_device())),
+            checkpoint=loaded.fingerprint,
+            dtype=self._spec.dtype,
+            mlx=version("mlx"),
+            fixed_rows=self._spec.fixed_rows,
+            draft_vocabulary=self._spec.draft_vocabulary,
+        )
+        return Profile.open(self._spec.profile_folder, key, time.perf_counter)
 
     def _server_credentials(self) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials(
@@ -152,7 +169,7 @@ class Runner:
     def _report(self, progress: pb.LoadProgress) -> None:
         self._parent.send(pb.FromRunner(progress=progress))
 
-    def _ready(self, loaded: Loaded, port: int) -> pb.LoadReady:
+    def _ready(self, loaded: Loaded, port: int, identity: str) -> pb.LoadReady:
         return pb.LoadReady(
             host=self._start.host,
             port=port,
@@ -162,6 +179,7 @@ class Runner:
             first_layer=self._spec.first_layer,
             end_layer=self._spec.end_layer,
             mtp_head=loaded.head_state,
+            greedy_identity=identity,
         )
 
     async def _report_state(self, watch: TextEngine | StageWorker) -> None:

@@ -9,17 +9,15 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from ..mtp.loop import Prefilled
-from ..mtp.types import Forward, Penalties, Round, Sampling
 from ..placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread, Run
-from .engine import Delta, Done, EngineEvent, EngineRequest, TextEngine
+from .engine import EngineEvent, EngineRequest, TextEngine
 from .frames import REQUEST_NAME, Assembler, Expectation, HiddenBlock, check_envelope, cut
+from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
 from .links import Address, OutgoingStream, Ring
 from .stage import StageWorker
-from .stats_json import stats_json
 from .text import messages_from_json
 
 log = logging.getLogger(__name__)
@@ -28,6 +26,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 BLOCKS_AHEAD = 4
 """Blocks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
+
+MAX_TOP_LOGPROBS = 20
 
 
 async def refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
@@ -270,7 +270,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         run = self._compute.drive(self._engine.generate(asked), put, put)
         try:
             async for event in _drain(events, run):
-                yield _to_wire(event)
+                yield event_to_wire(event, self._engine.token_bytes)
         except ExoNodeError as fault:
             await refuse(context, fault)
         finally:
@@ -304,13 +304,15 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             request=request.request,
             attempt=request.attempt,
             prompt=prompt,
-            sampling=self._engine.checked(_sampling(request.sampling)),
+            sampling=self._engine.checked(sampling_from_wire(request.sampling)),
             max_tokens=self._engine.budget(len(prompt), request.max_tokens),
             stop=tuple(request.stop),
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
-            replay=tuple(_round(r) for r in request.replay),
+            replay=tuple(round_from_wire(r) for r in request.replay),
             ignore_end=request.ignore_eos,
+            adaptive=request.adaptive_draft,
+            top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             async_draft_eval=(
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
@@ -328,6 +330,7 @@ def _check_request(request: pb.GenerateRequest, expected: Expectation) -> None:
         ("placement", request.placement == expected.placement, "this runner's"),
         ("request", REQUEST_NAME.fullmatch(request.request), "1 to 64 letters, digits, - or _"),
         ("attempt", request.attempt >= 1, "at least 1"),
+        ("top_logprobs", request.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
         ("stop", all(request.stop), "of strings that are not empty"),
         ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
     )
@@ -354,46 +357,3 @@ async def _drain(
             ) from item
         run.read()
         yield item
-
-
-def _to_wire(event: EngineEvent) -> pb.GenerateEvent:
-    match event:
-        case Prefilled(done, total):
-            return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
-        case Delta(round_, text):
-            forward = pb.Forward(position=round_.forward.position, rows=round_.forward.rows)
-            wire = pb.Round(
-                tokens=round_.tokens,
-                drafted=round_.drafted,
-                accepted=round_.accepted,
-                forward=forward,
-            )
-            return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text))
-        case Done(reason, text, stats, identity):
-            stats_text = stats_json(stats, identity)
-            finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
-            return pb.GenerateEvent(finished=finished)
-
-
-def _round(wire: pb.Round) -> Round:
-    forward = Forward(wire.forward.position, wire.forward.rows)
-    return Round(tuple(wire.tokens), wire.drafted, wire.accepted, forward)
-
-
-def _sampling(wire: pb.Sampling) -> Sampling:
-    return Sampling(
-        temperature=wire.temperature,
-        top_p=wire.top_p,
-        top_k=wire.top_k,
-        min_p=wire.min_p,
-        xtc_probability=wire.xtc_probability,
-        xtc_threshold=wire.xtc_threshold,
-        seed=wire.seed if wire.HasField("seed") else None,
-        penalties=Penalties(
-            repetition=wire.repetition_penalty or 1.0,
-            presence=wire.presence_penalty,
-            frequency=wire.frequency_penalty,
-            context_size=wire.penalty_context or Penalties().context_size,
-            logit_bias=tuple(sorted(wire.logit_bias.items())),
-        ),
-    )

@@ -16,6 +16,7 @@ from ..mtp.types import FinishReason
 from ..placement.errors import InvalidCheckpoint, InvalidRequest
 from .headers import fault as file_fault
 from .headers import parse_object, read_bytes, shown, size_of
+from .token_bytes import token_bytes
 
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
@@ -39,6 +40,7 @@ class TextCodec:
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._control = _ControlTokens(tokenizer)
+        self.token_bytes = token_bytes(tokenizer)
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
 
     @classmethod

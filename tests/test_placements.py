@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from exo_node.node.background import background
-from exo_node.node.placements import Endpoint, Placements
+from exo_node.node.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
@@ -56,8 +56,8 @@ class _Facts:
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> tuple[str, bool]:
-        return "float32", True
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+        return StageSettings("float32")
 
 
 def test_requests_that_come_together_share_one_load() -> None:

@@ -218,7 +218,7 @@ def test_settings_cannot_change() -> None:
     ("variable", "near"),
     [
         ("EXO_MODELS_DIRS", "EXO_MODELS_DIR"),
-        ("EXO_NATIVE_MTP", "EXO_NATIVE_MTP_ENABLED"),
+        ("EXO_NATIVE_MTP_ENABLE", "EXO_NATIVE_MTP_ENABLED"),
         ("EXO_PEERS", "EXO_PEER"),
         ("EXO_TRACING_ENABLED", None),
     ],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from exo_node.mtp.stats import StatsCollector
-from exo_node.mtp.types import Forward, GenerationStats, Round, Sampling
+from exo_node.mtp.types import TRACE_LENGTH, Forward, GenerationStats, Round, Sampling
 
 Counted = tuple[int, int, int]
 """(tokens, drafted, accepted) of one round."""
@@ -38,7 +38,11 @@ def collected(
         clock.now += each
     clock.now += 1000  # what the reader does with the last round is not decoding
     return collector.finish(
-        prompt_tokens=10, sampling=sampling or Sampling(), k=k, reason="" if k else "because"
+        prompt_tokens=10,
+        rule=(sampling or Sampling()).acceptance_rule,
+        policy="fixed" if k else "none",
+        k=k,
+        reason="" if k else "because",
     )
 
 
@@ -123,3 +127,26 @@ def test_tokens_are_counted_while_the_answer_goes_on() -> None:
     for tokens in (1, 4, 2):
         collector.add(Round((7,) * tokens, 3, tokens - 1, Forward(0, 4)))
     assert collector.completion_tokens == 7
+
+
+def test_acceptance_is_a_share_of_the_proposed_and_of_the_emitted() -> None:
+    stats = collected([FIRST, (1, 3, 0), (4, 3, 3), (2, 3, 1)])
+    assert stats.acceptance_rate == pytest.approx(4 / 9)
+    assert stats.accepted_share_of_output == pytest.approx(4 / 8)
+
+
+def test_without_drafts_there_is_no_acceptance() -> None:
+    stats = collected([FIRST, (1, 0, 0)], k=0)
+    assert (stats.acceptance_rate, stats.accepted_share_of_output) == (None, None)
+
+
+def test_the_trace_lists_depths_in_order_with_how_often_each_came_in_a_row() -> None:
+    rounds = [FIRST, (1, 2, 0), (2, 2, 1), (1, 0, 0), (1, 0, 0), (1, 0, 0), (2, 1, 1)]
+    assert collected(rounds).draft_k_trace == ((2, 2), (0, 3), (1, 1))
+
+
+def test_a_long_trace_keeps_its_end() -> None:
+    rounds = [FIRST] + [(1, k, 0) for _ in range(TRACE_LENGTH) for k in (1, 2)] + [(1, 3, 0)]
+    trace = collected(rounds).draft_k_trace
+    assert len(trace) == TRACE_LENGTH
+    assert trace[-2:] == ((2, 1), (3, 1))

@@ -1,0 +1,84 @@
+"""Seconds of rounds by how many tokens they draft and how long the context is, as measured."""
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+RECENT = 15
+"""Measurements that count for one cell; their median is its figure."""
+ENOUGH = 3
+SHORTEST_BUCKET = 512
+
+
+def bucket_of(position: int) -> int:
+    """Contexts below 512 rows are bucket 0, below 1,024 bucket 1, and so on by doubling."""
+    return (position // SHORTEST_BUCKET).bit_length()
+
+
+class RoundCosts:
+    """One model on one machine. `k` = 0 is a plain token, evaluated ahead as plain decoding does.
+
+    A cell that was not measured is estimated from the nearest context that was, scaled by how the
+    depths measured in both differ; before any, from `probed`, which is measured at load.
+    """
+
+    def __init__(
+        self,
+        probed: Sequence[float] = (),
+        cells: Mapping[tuple[int, int], Sequence[float]] | None = None,
+    ) -> None:
+        """`probed[k]`: seconds of a round of k drafts; `cells`: recent ones by (bucket, k)."""
+        self._probed = tuple(probed)
+        self._cells: dict[tuple[int, int], deque[float]] = {
+            cell: deque(seconds, RECENT) for cell, seconds in (cells or {}).items()
+        }
+
+    def add(self, position: int, k: int, seconds: float) -> None:
+        cell = (bucket_of(position), k)
+        self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
+
+    def seconds(self, position: int, k: int) -> float | None:
+        """The figure for a round of `k` drafts behind `position` rows; None where nothing tells."""
+        bucket = bucket_of(position)
+        if (measured := self._measured(bucket, k)) is not None:
+            return measured
+        for near in self._buckets_from(bucket):
+            if (there := self._measured(near, k)) is not None:
+                return there * self._scale(near, bucket)
+        if k < len(self._probed):
+            return self._probed[k] * self._probe_scale(bucket)
+        return None
+
+    def known(self, position: int, k: int) -> bool:
+        """Whether a round of `k` drafts was measured behind about that many rows."""
+        return self._measured(bucket_of(position), k) is not None
+
+    def cells(self) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+        """(bucket, k, recent seconds), for whoever saves them."""
+        for (bucket, k), seconds in sorted(self._cells.items()):
+            yield bucket, k, tuple(seconds)
+
+    @property
+    def probed(self) -> tuple[float, ...]:
+        return self._probed
+
+    def _measured(self, bucket: int, k: int) -> float | None:
+        seconds = self._cells.get((bucket, k))
+        return statistics.median(seconds) if seconds and len(seconds) >= ENOUGH else None
+
+    def _buckets_from(self, bucket: int) -> list[int]:
+        return sorted({b for b, _ in self._cells} - {bucket}, key=lambda b: (abs(b - bucket), b))
+
+    def _scale(self, near: int, bucket: int) -> float:
+        """How much slower `bucket` is than `near`, by the first depth that is known in both."""
+        for _, k in sorted(self._cells):
+            here, there = self._measured(bucket, k), self._measured(near, k)
+            if here is not None and there is not None:
+                return here / there
+        return 1.0
+
+    def _probe_scale(self, bucket: int) -> float:
+        for k, probed in enumerate(self._probed):
+            if (here := self._measured(bucket, k)) is not None:
+                return here / probed
+        return 1.0

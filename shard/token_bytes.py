@@ -1,0 +1,55 @@
+"""The bytes that one token stands for: what log-probabilities name tokens by."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+TokenBytes = Callable[[int], bytes]
+_SPACE = "\u2581"
+
+
+def token_bytes(tokenizer: TokenizerWrapper) -> TokenBytes:
+    """How this tokenizer's ids become bytes; control tokens and unknown ids become none.
+
+    Byte-level vocabularies spell each byte as one character, SentencePiece ones a space as U+2581
+    and a lone byte as <0x..>. Of any other kind a token is decoded by itself, so that a part of a
+    character becomes U+FFFD.
+    """
+    control = frozenset(int(token) for token in tokenizer.all_special_ids)
+    detokenizer: Any = tokenizer.detokenizer
+    match detokenizer:
+        case BPEStreamingDetokenizer():
+            spell = _byte_level
+        case SPMStreamingDetokenizer():
+            spell = _sentence_piece
+        case _:
+            return lambda token: b"" if token in control else tokenizer.decode([token]).encode()
+    names = tokenizer.convert_ids_to_tokens
+
+    def of(token: int) -> bytes:
+        name: str | None = None if token in control else names(token)
+        return b"" if name is None else spell(name)
+
+    return of
+
+
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def _byte_level(name: str) -> bytes:
+    # Added tokens are spelled as themselves, outside the table.
+    if any(character not in _BYTES for character in name):
+        return name.encode()
+    return bytes(_BYTES[character] for character in name)
+
+
+def _sentence_piece(name: str) -> bytes:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes.fromhex(name[3:5])
+    return name.replace(_SPACE, " ").encode()
