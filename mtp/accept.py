@@ -1,10 +1,11 @@
 """Which drafts stand, and what follows them. Pure on arrays; nothing here synchronises."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .sampling import ACCEPT, RESIDUAL, Noise
+from .sampling import ACCEPT, RESIDUAL, Distribution, Noise, draw
 from .seams import as_ids
 
 
@@ -18,6 +19,10 @@ class Verdict(NamedTuple):
         """The round's one synchronisation: (accepted, the ids that may be emitted)."""
         accepted, *tokens = as_ids(mx.concatenate([self.accepted[None], self.tokens]))
         return accepted, tokens[: accepted + 1]
+
+
+Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], Verdict]
+"""(target of K+1 rows, draft of K, drafts (K,), noise, the first draft's position)."""
 
 
 def _prefix(matches: mx.array) -> mx.array:
@@ -36,26 +41,80 @@ def accept_matching(targets: mx.array, drafts: mx.array) -> Verdict:
 
 
 def accept_by_ratio(
-    target: mx.array, draft: mx.array, drafts: mx.array, noise: Noise, position: int
+    target: Distribution, draft: Distribution, drafts: mx.array, noise: Noise, position: int
 ) -> Verdict:
     """Accepts draft x with probability min(1, p(x)/q(x)), else draws from norm(max(p - q, 0)).
 
-    `target` (K+1, V) and `draft` (K, V) are log-probabilities, `drafts` (K,) were drawn from
-    `draft`; `position` is that of the first draft. Leviathan et al. 2022 (arXiv 2211.17192),
-    theorem 1: the emitted tokens have the target's distribution.
+    `target` has K+1 rows and `draft` K, from which `drafts` (K,) were drawn; `position` is that of
+    the first draft. Leviathan et al. 2022 (arXiv 2211.17192), theorem 1: the emitted tokens have
+    the target's distribution.
+    """
+    log_ratio = _log_ratio(target, draft, drafts)
+    stands = mx.log(noise.uniform(position, drafts.shape[0], ACCEPT)) < log_ratio
+    weight = mx.ones((drafts.shape[0],))
+    return _verdict(_prefix(stands), weight, target, draft.on(target), drafts, noise, position)
+
+
+def accept_by_block(
+    target: Distribution, draft: Distribution, drafts: mx.array, noise: Noise, position: int
+) -> Verdict:
+    """Accepts the longest block of drafts that stands, where a draft may make up for others.
+
+    As `accept_by_ratio`, but draft by draft the ratios multiply to a weight w_i = min(1, w_{i-1}
+    p/q), and a block of i drafts stands with a probability h_i that also depends on what follows
+    it. In expectation it accepts at least as many: Sun et al. 2024 (arXiv 2403.10444), algorithm 2
+    and theorems 1 and 2. With one draft it is `accept_by_ratio`.
+
+    A shorter block is kept only because longer ones fell, so their drafts and uniform draws are
+    spent: `noise` and that of the drafts must be the round's own (`Noise.of_round`).
     """
     k = drafts.shape[0]
-    chosen = drafts[:, None]
-    log_p = mx.take_along_axis(target[:k], chosen, axis=-1)[:, 0]
-    log_q = mx.take_along_axis(draft, chosen, axis=-1)[:, 0]
-    accepted = _prefix(mx.log(noise.uniform(position, k, ACCEPT)) < log_p - log_q)
-    p, q = mx.exp(target[:k]), mx.exp(draft)
-    residual = mx.maximum(p - q, 0)
+    q = draft.on(target)
+    # log w_i = min(log w_{i-1} + r_i, 0), unrolled: a sum that starts anew at each new maximum.
+    total = mx.cumsum(mx.concatenate([mx.zeros((1,)), _log_ratio(target, draft, drafts)]))
+    log_weight = total - mx.cummax(total)
+    weight = mx.exp(log_weight[:k])
+    # h_i = m / (m + 1 - w_i), m the residual's mass after i drafts; h_K = w_K.
+    mass = mx.maximum(weight[1:, None] * mx.exp(target.log_p[1:k]) - mx.exp(q[1:]), 0).sum(axis=-1)
+    whole = mass - mx.expm1(log_weight[1:k])
+    # 0 / 0: the weight is full and p equals q, so a longer block stands in any case.
+    shorter = mx.where(whole > 0, mass / whole, 1)
+    chance = mx.concatenate([shorter, mx.exp(log_weight[k:])])
+    stands = noise.uniform(position, k, ACCEPT) < chance
+    accepted = (stands * mx.arange(1, k + 1)).max()
+    return _verdict(accepted, weight, target, q, drafts, noise, position)
+
+
+def _log_ratio(target: Distribution, draft: Distribution, drafts: mx.array) -> mx.array:
+    """(K,) log p(x)/q(x) of the drafts x; q(x) > 0, as they were drawn from it."""
+    k, chosen = drafts.shape[0], drafts[:, None]
+    ids = None if target.ids is None else target.ids[:k]
+    log_p = Distribution(target.log_p[:k], ids).of(chosen)
+    return (log_p - draft.of(chosen))[:, 0]
+
+
+def _verdict(
+    accepted: mx.array,
+    weight: mx.array,
+    target: Distribution,
+    log_q: mx.array,
+    drafts: mx.array,
+    noise: Noise,
+    position: int,
+) -> Verdict:
+    """The accepted drafts and a draw from norm(max(w p - q, 0)), or from p after all K drafts.
+
+    `weight` (K,) is w, by the number of accepted drafts; `log_q` (K, n) has the target's columns.
+    Only one row is drawn from, so its noise is the round's and not that of a position.
+    """
+    k = drafts.shape[0]
+    next_ = target.row(accepted)
+    last = mx.minimum(accepted, k - 1)
+    residual = mx.maximum(weight[last] * mx.exp(next_.log_p) - mx.exp(log_q[last]), 0)
     # Equal distributions leave no residual, and rounding may reject all the same: p is right then.
-    residual = mx.where(residual.sum(axis=-1, keepdims=True) > 0, residual, p)
-    weights = mx.concatenate([mx.log(residual), target[k:]])
-    gumbel = noise.gumbel(position, k + 1, target.shape[-1], RESIDUAL)
-    replacements = mx.argmax(weights + gumbel, axis=-1)
+    left = (accepted < k) & (residual.sum() > 0)
+    replacing = Distribution(mx.where(left, mx.log(residual), next_.log_p), next_.ids)
+    replacement = draw(replacing, noise, position, RESIDUAL)
     padded = mx.concatenate([drafts, drafts[-1:]]).astype(mx.int32)
-    tokens = mx.where(mx.arange(k + 1) < accepted, padded, replacements.astype(mx.int32))
+    tokens = mx.where(mx.arange(k + 1) < accepted, padded, replacement)
     return Verdict(accepted.astype(mx.int32), tokens)

@@ -1,19 +1,23 @@
-"""Turns logits into tokens, drafts into verdicts: greedy, by ratio, or coupled by a seed."""
+"""Turns logits into tokens, drafts into verdicts: greedy, by ratio, by block, or coupled."""
 
 from collections.abc import Sequence
 from typing import assert_never
 
 import mlx.core as mx
 
-from .accept import Verdict, accept_by_ratio, accept_matching
+from .accept import Verdict, accept_by_block, accept_by_ratio, accept_matching
 from .processors import Processors
-from .sampling import Noise, TargetDistribution, greedy_token
+from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_token
 from .seams import Drafts
-from .types import AcceptanceRule, Sampling
+from .types import Sampling
 
 
 class Chooser:
-    """One request's way of choosing. `entropy` seeds requests that gave no seed of their own."""
+    """One request's way of choosing. `entropy` seeds requests that gave no seed of their own.
+
+    With a seed, a token is drawn with the noise of its position, whether drafted or not. Without
+    one, each round's drafts and verdict have noise of their own: see `accept_by_block`.
+    """
 
     def __init__(
         self,
@@ -23,9 +27,9 @@ class Chooser:
         prompt: Sequence[int] = (),
     ) -> None:
         """`prompt` is what penalties look at before the first token."""
-        self._rule: AcceptanceRule = sampling.acceptance_rule
-        noise = Noise(entropy if sampling.seed is None else sampling.seed)
-        self._distribution = TargetDistribution(sampling, noise, special_tokens)
+        self._sampling = sampling
+        self._noise = Noise(entropy if sampling.seed is None else sampling.seed)
+        self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
         self._processors = Processors(sampling.penalties, prompt)
 
     def token(self, logits: mx.array, position: int) -> mx.array:
@@ -37,32 +41,46 @@ class Chooser:
         self._processors.commit(tokens)
 
     def draft(self, logits: mx.array, position: int, before: Sequence[Drafts] = ()) -> Drafts:
-        """One drafted token from the draft head's logits (1, V), after the round's earlier ones."""
+        """One drafted token from logits (1, V'), after `before`, all of the round's earlier ones.
+
+        V' may be less than the vocabulary: the ids from V' on are then never drafted.
+        """
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
-        if self._rule == "greedy":
+        if self._sampling.greedy:
             return Drafts(greedy_token(logits).astype(mx.int32), None)
-        log_q = self._distribution.log_probabilities(logits, position)
-        return Drafts(self._distribution.draw(log_q, position).astype(mx.int32), log_q)
+        q = self._distribution(logits, position)
+        if self._sampling.seed is not None:
+            return Drafts(draw(q, self._noise, position), None)
+        noise = self._noise.of_round(position - len(before))
+        return Drafts(draw(q, noise, position), q.log_p, q.ids)
 
     def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
         """The verdict over logits (K+1, V); `position` is that of the first draft."""
         if drafts is None:
             return Verdict(mx.array(0, dtype=mx.int32), self.token(logits, position))
         logits = self._processors.apply(logits, drafts.tokens)
-        match self._rule:
+        match rule := self._sampling.rule_of(drafts.tokens.shape[0]):
             case "greedy" | "coupled":
                 return accept_matching(self._targets(logits, position), drafts.tokens)
-            case "ratio":
+            case "ratio" | "block":
                 assert drafts.log_probabilities is not None
-                log_p = self._distribution.log_probabilities(logits, position)
-                noise = self._distribution.noise
-                log_q = drafts.log_probabilities
-                return accept_by_ratio(log_p, log_q, drafts.tokens, noise, position)
+                p = self._distribution(logits, position)
+                q = Distribution(drafts.log_probabilities, drafts.support)
+                accept = accept_by_ratio if rule == "ratio" else accept_by_block
+                return accept(p, q, drafts.tokens, self._noise.of_round(position), position)
             case _:
-                assert_never(self._rule)
+                assert_never(rule)
+
+    def target_logprobs(self, logits: mx.array, drafts: Drafts | None) -> mx.array:
+        """(n, V) float32 log-probabilities of the target's logits (n, V) that `judge` was given.
+
+        With penalties and bias, before temperature and filters. To be called before `commit`.
+        """
+        given = self._processors.apply(logits, None if drafts is None else drafts.tokens)
+        x = given.astype(mx.float32)
+        return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
     def _targets(self, logits: mx.array, position: int) -> mx.array:
-        if self._rule == "greedy":
+        if self._sampling.greedy:
             return greedy_token(logits)
-        log_p = self._distribution.log_probabilities(logits, position)
-        return self._distribution.draw(log_p, position)
+        return draw(self._distribution(logits, position), self._noise, position)

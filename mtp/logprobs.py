@@ -13,7 +13,7 @@ class Scores(NamedTuple):
 
     chosen: mx.array  # (n,)
     top_ids: mx.array  # (n, top)
-    top: mx.array  # (n, top), best first
+    top: mx.array  # (n, top)
 
     def read(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         """Those of the first rows, whose emitted ids are `tokens`; waits for them."""
@@ -22,9 +22,15 @@ class Scores(NamedTuple):
         ids = cast("list[list[int]]", self.top_ids.tolist())
         top = cast("list[list[float]]", self.top.tolist())
         return tuple(
-            TokenLogprobs(token, chosen[i], tuple(zip(ids[i], top[i], strict=True)))
+            TokenLogprobs(token, chosen[i], _ordered(ids[i], top[i]))
             for i, token in enumerate(tokens)
         )
+
+
+def _ordered(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    """Best first; of equal ones the lower id, which is the one that greedy decoding takes."""
+    pairs = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+    return tuple((id, value) for value, id in pairs)
 
 
 def score(log_probabilities: mx.array, tokens: mx.array, top: int) -> Scores:
@@ -32,8 +38,4 @@ def score(log_probabilities: mx.array, tokens: mx.array, top: int) -> Scores:
     chosen = mx.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]
     top = min(top, log_probabilities.shape[-1])
     best = mx.argpartition(-log_probabilities, kth=max(top - 1, 0), axis=-1)[:, :top]
-    values = mx.take_along_axis(log_probabilities, best, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    return Scores(
-        chosen, mx.take_along_axis(best, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
-    )
+    return Scores(chosen, best, mx.take_along_axis(log_probabilities, best, axis=-1))

@@ -4,7 +4,6 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 - 1 rows: the last token's row is written by the next forward.
 """
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,9 +70,12 @@ class Generation:
         chooser: Chooser,
         ending: Ending,
         depth: DepthPolicy | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`depth` None: every round drafts as many tokens as the drafter's k."""
+        """`depth` None: every round drafts as many tokens as the drafter's k.
+
+        `clock` gives the seconds that an adaptive `depth` learns from; no other one needs it.
+        """
         self._task = task
         self._verifier = verifier
         self._drafter = drafter

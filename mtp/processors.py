@@ -4,44 +4,47 @@ A verify's row i follows the committed tokens and the first i drafts. Processing
 that prefix keeps drafts on under penalties: the target of row i is what plain decoding would see.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from .types import Penalties
 
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""mlx-lm's: (tokens, logits) -> logits, which it may write to."""
+
 
 class Processors:
     """One request's processors and the committed tokens that they look at."""
 
     def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
-        p = penalties
-        self._processors = make_logits_processors(
-            logit_bias=dict(p.logit_bias) or None,
-            repetition_penalty=None if p.repetition == 1 else p.repetition,
-            repetition_context_size=p.context_size,
-            presence_penalty=p.presence,
-            presence_context_size=p.context_size,
-            frequency_penalty=p.frequency,
-            frequency_context_size=p.context_size,
-        )
-        self._window = p.context_size
+        self._penalties = penalties
+        self._processors = _processors(penalties, dict(penalties.logit_bias))
+        self._narrow: dict[int, list[Processor]] = {}
+        self._vocabulary: int | None = None
+        self._window = penalties.context_size
         self._recent = mx.array(list(prompt[-self._window :]), dtype=mx.int32)
 
     def apply(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
         """(rows, V) logits, of which row i follows the committed tokens and `drafts`[:i]."""
         if not self._processors:
             return logits
+        self._vocabulary = logits.shape[-1]
         rows = [self._row(logits[i : i + 1], drafts, i) for i in range(logits.shape[0])]
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def apply_after(self, logits: mx.array, drafts: Sequence[mx.array]) -> mx.array:
-        """(1, V) logits that follow the committed tokens and all of `drafts`, each (1,)."""
+        """(1, V') logits that follow the committed tokens and all of `drafts`, each (1,).
+
+        V' may be less than the vocabulary: a drafter may know its first ids only.
+        """
         if not self._processors:
             return logits
         joined = mx.concatenate(list(drafts)) if drafts else None
-        return self._row(logits, joined, len(drafts))
+        if logits.shape[-1] == self._vocabulary:
+            return self._row(logits[:], joined, len(drafts))
+        return self._narrow_row(logits, joined, len(drafts))
 
     def commit(self, tokens: mx.array) -> None:
         """(n,) tokens became part of the answer."""
@@ -49,9 +52,37 @@ class Processors:
             self._recent = mx.concatenate([self._recent, tokens])[-self._window :]
 
     def _row(self, logits: mx.array, drafts: mx.array | None, count: int) -> mx.array:
-        prefix = self._recent
-        if drafts is not None and count:
-            prefix = mx.concatenate([prefix, drafts[:count]])
-        for processor in self._processors:
-            logits = processor(prefix, logits)
-        return logits
+        return _applied(self._processors, self._prefix(drafts, count), logits)
+
+    def _narrow_row(self, logits: mx.array, drafts: mx.array | None, count: int) -> mx.array:
+        """Ids without a column share one more, which is dropped again."""
+        width = logits.shape[-1]
+        if width not in self._narrow:
+            bias = {i: b for i, b in self._penalties.logit_bias if i < width}
+            self._narrow[width] = _processors(self._penalties, bias)
+        prefix = mx.minimum(self._prefix(drafts, count), width)
+        widened = mx.pad(logits, [(0, 0), (0, 1)])
+        return _applied(self._narrow[width], prefix, widened)[:, :width]
+
+    def _prefix(self, drafts: mx.array | None, count: int) -> mx.array:
+        if drafts is None or not count:
+            return self._recent
+        return mx.concatenate([self._recent, drafts[:count]])
+
+
+def _processors(p: Penalties, bias: dict[int, float]) -> list[Processor]:
+    return make_logits_processors(
+        logit_bias=bias or None,
+        repetition_penalty=None if p.repetition == 1 else p.repetition,
+        repetition_context_size=p.context_size,
+        presence_penalty=p.presence,
+        presence_context_size=p.context_size,
+        frequency_penalty=p.frequency,
+        frequency_context_size=p.context_size,
+    )
+
+
+def _applied(processors: Sequence[Processor], prefix: mx.array, logits: mx.array) -> mx.array:
+    for processor in processors:
+        logits = processor(prefix, logits)
+    return logits

@@ -35,7 +35,8 @@ class Drafts(NamedTuple):
     """K drafted tokens and, where acceptance needs them, the log-probabilities they came from."""
 
     tokens: mx.array  # (K,)
-    log_probabilities: mx.array | None  # (K, vocabulary)
+    log_probabilities: mx.array | None  # (K, n)
+    support: mx.array | None = None  # (K, n) their ids; None: 0, 1, .. n - 1
 
 
 class Verifier(Protocol):

@@ -49,11 +49,6 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
-    def acceptance_rule(self) -> AcceptanceRule:
-        """`rule_of` a single draft."""
-        return self.rule_of(1)
-
     def rule_of(self, k: int) -> AcceptanceRule:
         """How up to `k` drafts a round are accepted: what can be promised about the output.
 

@@ -11,8 +11,8 @@ from ..mtp.chooser import Chooser
 from ..mtp.costs import RoundCosts
 from ..mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ..mtp.drafters import NativeDrafter, NoDrafter
-from ..mtp.family import family_of
-from ..mtp.head import MtpHead
+from ..mtp.family import draft_logits, family_of
+from ..mtp.head import DraftHead
 from ..mtp.loop import Generation, Prefilled, Steps, Task
 from ..mtp.probe import PROMPT_ROWS, Costs, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Verifier, Wait
@@ -85,7 +85,7 @@ class TextEngine:
         context_length: int,
         prefill_chunk: int,
         async_draft_eval: bool,
-        head: MtpHead | None,
+        head: DraftHead | None,
         max_k: int,
         link: Link | None,
         clock: Callable[[], float],
@@ -112,7 +112,8 @@ class TextEngine:
         self._special_tokens = codec.special_tokens
         self._link = link
         self._clock = clock
-        self._family = family_of(stage.model) if link is None else None
+        fed = head.hidden_kind if head is not None else None
+        self._family = family_of(stage.model, fed) if link is None else None
         self._target: Target = (
             WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
         )
@@ -212,7 +213,7 @@ class TextEngine:
             reason = yield from _with_text(steps, stats, text)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
-                rule=request.sampling.acceptance_rule,
+                rule=request.sampling.rule_of(request.k),
                 policy=_policy(request),
                 k=request.k,
                 reason=request.drafting_reason,
@@ -256,7 +257,7 @@ class TextEngine:
         return NativeDrafter(
             self._head,
             self._family.embed,
-            self._family.logits,
+            draft_logits(self._family, self._head),
             chooser,
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,

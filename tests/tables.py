@@ -91,11 +91,14 @@ class TableDrafter:
         token = as_row([self.seen[-1][2]])
         drafts: list[Drafts] = []
         for at in range(position, position + k):
-            drafts.append(self._chooser.draft(self._table[at - 1, token], at))
+            drafts.append(self._chooser.draft(self._table[at - 1, token], at, drafts))
             token = drafts[-1].tokens
         rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
+        ids = [d.support for d in drafts if d.support is not None]
         tokens = mx.concatenate([d.tokens for d in drafts])
-        return Drafts(tokens, mx.concatenate(rows) if rows else None)
+        return Drafts(
+            tokens, mx.concatenate(rows) if rows else None, mx.concatenate(ids) if ids else None
+        )
 
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         assert hidden is not None

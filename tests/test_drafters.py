@@ -17,9 +17,10 @@ from tiny import VOCABULARY, family, row_of_ids, taped_qwen
 
 from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
-from exo_node.mtp.family import Qwen35Family, family_of
+from exo_node.mtp.family import family_of
 from exo_node.mtp.head import MtpHead
 from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.seams import Block, Drafts, Wait, Want, as_ids, as_row
 from exo_node.mtp.types import Round, Sampling
 
@@ -190,12 +191,12 @@ def test_each_draft_follows_from_the_heads_own_output_of_the_one_before(
     chooser = Chooser(sampling, 8)
     drafter = Watched(chooser, 3)
     drafter.observe(hidden_at(0, 1), as_row([2]))
-    hidden, token, cache, wanted = hidden_at(0, 1), as_row([2]), KVCache(), list[int]()
+    hidden, token, cache, wanted = hidden_at(0, 1), as_row([2]), KVCache(), list[Drafts]()
     for position in (2, 3, 4):
         hidden = HEAD(hidden, FAMILY.embed(token[None]), cache)
-        token = chooser.draft(FAMILY.logits(hidden)[0], position).tokens
-        wanted += as_ids(token)
-    assert as_ids(drafter.draft(3, 2).tokens) == wanted
+        wanted.append(chooser.draft(FAMILY.logits(hidden)[0], position, wanted))
+        token = wanted[-1].tokens
+    assert as_ids(drafter.draft(3, 2).tokens) == [as_ids(draft.tokens)[0] for draft in wanted]
 
 
 def test_sampled_drafts_keep_a_row_of_log_probabilities_each() -> None:

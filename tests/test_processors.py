@@ -61,3 +61,25 @@ def test_without_penalties_logits_pass_untouched(penalties: Penalties) -> None:
     block = logits(2)
     assert not penalties.active
     assert Processors(penalties, PROMPT).apply(block, mx.array([1])) is block
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_a_row_over_the_first_ids_is_processed_as_in_the_whole_row(width: int, seen: bool) -> None:
+    """Tokens and biases past its end touch nothing; `seen`: the target's width is known."""
+    whole = Processors(ALL, PROMPT)
+    row, drafts = logits(1), [mx.array([7]), mx.array([2])]
+    wanted = whole.apply_after(row, drafts)[:, :width]
+    given = Processors(ALL, PROMPT)
+    if seen:
+        _ = given.apply(logits(2), mx.array([1]))
+    assert mx.array_equal(given.apply_after(row[:, :width], drafts), wanted)
+
+
+def test_a_drafts_logits_are_not_written_to() -> None:
+    processors, row = Processors(ALL, PROMPT), logits(1)
+    before = mx.array(row)
+    for _ in range(2):
+        _ = processors.apply_after(row, [mx.array([5])])
+        _ = processors.apply(logits(1))
+    assert mx.array_equal(row, before)

@@ -13,17 +13,21 @@ from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 
 from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.drafters import _join  # pyright: ignore[reportPrivateUsage]
 from exo_node.mtp.sampling import (
     ACCEPT,
     RESIDUAL,
     TOKEN,
     XTC,
+    Distribution,
     Noise,
     TargetDistribution,
+    _likeliest,  # pyright: ignore[reportPrivateUsage]
+    draw,
     greedy_token,
 )
 from exo_node.mtp.seams import Drafts, as_ids
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.types import Penalties, Sampling
 
 VOCABULARY = 64
 FILTERS = {
@@ -163,11 +167,131 @@ def test_draft_and_verify_see_the_same_distribution_and_draw(name: str) -> None:
         drafts = [chooser.draft(logits[i : i + 1], 70 + i) for i in range(8)]
         joined = Drafts(mx.concatenate([draft.tokens for draft in drafts]), None)
         assert chooser.judge(logits, joined, 70).accepted.item() == 8
-        log_q = [draft.log_probabilities for draft in drafts]
-        together = TargetDistribution(sampling, Noise(4)).log_probabilities(logits, 70)
-        for row, alone in enumerate(log_q):
-            assert alone is not None
-            assert mx.array_equal(alone[0], together[row])
+        target = TargetDistribution(sampling, Noise(4))
+        together = target(logits, 70)
+        for row in range(8):
+            alone = target(logits[row : row + 1], 70 + row)
+            assert mx.array_equal(alone.log_p[0], together.log_p[row])
+
+
+WHOLE_ROWS = {
+    name: s for name, s in FILTERS.items() if not 0 < s.top_k < VOCABULARY or s.xtc_probability
+}
+FEW_IDS = {name: s for name, s in FILTERS.items() if name not in WHOLE_ROWS} | {
+    "top_k and min_p": Sampling(temperature=1.0, top_k=9, min_p=0.2),
+    "top_k of one": Sampling(temperature=0.5, top_k=1),
+    "top_p below every share": Sampling(temperature=1.0, top_k=6, top_p=1e-6),
+}
+
+
+def whole(given: Distribution, vocabulary: int) -> mx.array:
+    """(rows, vocabulary) log-probabilities, -inf where none is listed."""
+    rows = given.log_p.shape[0]
+    return given.of(mx.broadcast_to(mx.arange(vocabulary, dtype=mx.int32), (rows, vocabulary)))
+
+
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_without_a_small_top_k_whole_rows_are_worked_on(name: str) -> None:
+    assert TargetDistribution(WHOLE_ROWS[name], Noise(0))(random_logits(2, 1), 0).ids is None
+
+
+@pytest.mark.parametrize("vocabulary", [64, 1000, 5000])
+@pytest.mark.parametrize("name", FEW_IDS)
+def test_a_small_top_k_lists_its_ids_alone_with_the_same_probabilities(
+    name: str, vocabulary: int
+) -> None:
+    target = TargetDistribution(FEW_IDS[name], Noise(0))
+    logits = random_logits(30, seed=6, vocabulary=vocabulary)
+    few, wanted = target(logits, 0), target.log_probabilities(logits, 0)
+    assert few.log_p.shape == (30, FEW_IDS[name].top_k)
+    got = whole(few, vocabulary)
+    assert mx.array_equal(mx.isinf(got), mx.isinf(wanted))
+    assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
+
+
+def test_xtc_looks_at_whole_rows_even_under_a_small_top_k() -> None:
+    """It removes likely tokens before top_k counts, so less likely ones move up."""
+    both = replace(XTC_ALWAYS, top_k=4)
+    given = TargetDistribution(both, Noise(0))(random_logits(20, seed=3), 0)
+    assert given.ids is None
+    assert mx.array_equal(mx.isfinite(given.log_p).sum(axis=-1), mx.full((20,), 4))
+
+
+@pytest.mark.parametrize("k", [1, 20, 38, 39, 40, 200])
+def test_the_likeliest_are_found_in_blocks_and_in_what_is_left_over(k: int) -> None:
+    vocabulary = 39 * 128 + 17
+    x = random_logits(8, seed=7, vocabulary=vocabulary)
+    x[0, -1], x[1, 128 * 5 : 128 * 5 + 60] = 50.0, 40.0 + mx.arange(60)
+    values, ids = _likeliest(x, k)
+    assert mx.array_equal(mx.sort(values, axis=-1), mx.sort(x, axis=-1)[:, vocabulary - k :])
+    assert mx.array_equal(mx.take_along_axis(x, ids, axis=-1), values)
+    assert all(len(set(row)) == k for row in [as_ids(row) for row in ids])
+
+
+def test_few_ids_have_the_noise_that_they_have_in_a_whole_row() -> None:
+    noise = Noise(5)
+    row = noise.gumbel(9, 3, 1000, TOKEN)
+    ids = mx.array([[999, 0, 63, 64], [1, 2, 3, 4], [500, 128, 127, 640]], dtype=mx.int32)
+    assert mx.array_equal(noise.gumbel_of(9, ids, TOKEN), mx.take_along_axis(row, ids, axis=-1))
+    assert mx.array_equal(noise.gumbel(9, 3, 70, TOKEN), row[:, :70])
+
+
+def test_noise_is_gumbels_and_no_two_ids_share_it() -> None:
+    row = Noise(5).gumbel(9, 2, 20_000, TOKEN)
+    assert len(set(as_ids(mx.flatten(row)))) > 39_900
+    assert abs(float(row.mean()) - 0.5772) < 0.03
+    assert abs(float(row.var()) - math.pi**2 / 6) < 0.06
+
+
+def test_a_rounds_noise_is_its_own() -> None:
+    noise = Noise(3)
+    draws = [noise, noise.of_round(7), noise.of_round(8), Noise(4).of_round(7)]
+    numbers = [float(given.uniform(8, 1, ACCEPT)) for given in draws]
+    assert len(set(numbers)) == 4
+    assert noise.of_round(7) == Noise(3).of_round(7)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_row_over_the_first_ids_draws_the_seeds_token_where_it_has_it(name: str) -> None:
+    """A drafter of few ids and the target choose alike when the target's choice is among them."""
+    chooser = Chooser(replace(FILTERS[name], seed=4, xtc_probability=0.5), 0, (3, 60))
+    logits = random_logits(60, seed=8)
+    logits[:, 40:] -= 30
+    chosen = [chooser.token(logits[i : i + 1], 70 + i) for i in range(60)]
+    drafted = [chooser.draft(logits[i : i + 1, :40], 70 + i).tokens for i in range(60)]
+    assert [as_ids(ids) for ids in chosen] == [as_ids(ids) for ids in drafted]
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
+    """Every rule: a target that never gives those ids accepts none, one that is sure accepts."""
+    for seed in (None, 3):
+        for s in (replace(FILTERS[name], seed=seed), Sampling()):
+            chooser = Chooser(s, 1)
+            drafts = _join([chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)])
+            never, sure = random_logits(3, 8), random_logits(3, 8)
+            never[:, :40] = -math.inf
+            for row, token in enumerate(as_ids(drafts.tokens)):
+                sure[row, token] = 60.0
+            accepted, [first, *_] = chooser.judge(never, drafts, 5).read()
+            assert (accepted, first >= 40) == (0, True)
+            assert chooser.judge(sure, drafts, 5).read()[0] == 2
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_target_logprobs_are_processed_and_neither_cooled_nor_filtered(drafted: bool) -> None:
+    penalties = Penalties(presence=0.5, logit_bias=((4, 3.0),))
+    chooser = Chooser(Sampling(temperature=0.2, top_k=2, penalties=penalties), 0, prompt=[1, 2])
+    logits = random_logits(3 if drafted else 1, seed=9).astype(mx.bfloat16)
+    drafts = Drafts(mx.array([7, 8]), None) if drafted else None
+    got = chooser.target_logprobs(logits, drafts)
+    assert got.dtype == mx.float32
+    for row in range(logits.shape[0]):
+        wanted = mx.array(logits[row])
+        wanted[mx.array([1, 2, 7, 8][: 2 + row])] -= 0.5
+        wanted[4] += 3.0
+        wanted = wanted.astype(mx.float32)
+        assert mx.allclose(got[row], wanted - mx.logsumexp(wanted), atol=1e-5)
 
 
 @pytest.mark.parametrize("stream", [TOKEN, XTC, ACCEPT, RESIDUAL])
@@ -191,8 +315,7 @@ def test_positions_streams_and_seeds_have_noise_of_their_own() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     p = mx.array([[0.5, 0.3, 0.15, 0.05, 0.0]])
-    target = TargetDistribution(Sampling(temperature=1.0), Noise(6))
-    ids = target.draw(mx.repeat(mx.log(p), 4000, axis=0), 0)
+    ids = draw(Distribution(mx.repeat(mx.log(p), 4000, axis=0)), Noise(6), 0)
     shares = mx.array([int((ids == token).sum()) for token in range(5)]) / 4000
     assert mx.allclose(shares, p[0], rtol=0, atol=0.02)
     assert float(shares[4]) == 0

@@ -39,7 +39,7 @@ def collected(
     clock.now += 1000  # what the reader does with the last round is not decoding
     return collector.finish(
         prompt_tokens=10,
-        rule=(sampling or Sampling()).acceptance_rule,
+        rule=(sampling or Sampling()).rule_of(k),
         policy="fixed" if k else "none",
         k=k,
         reason="" if k else "because",
@@ -106,7 +106,7 @@ def test_an_answer_without_a_round_counts_nothing() -> None:
     [
         (Sampling(), "greedy"),
         (Sampling(seed=3), "greedy"),
-        (Sampling(temperature=0.7), "ratio"),
+        (Sampling(temperature=0.7), "block"),
         (Sampling(temperature=0.7, seed=3), "coupled"),
         (Sampling(temperature=0.7, seed=0), "coupled"),
     ],

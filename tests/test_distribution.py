@@ -1,0 +1,333 @@
+"""The real loop over Markov tables: what it emits has the target's joint distribution.
+
+One long answer for each case. Cut into windows of K + 2 tokens, the windows after a token are
+independent draws of that token's row in the exact joint distribution (numpy, float64), so Pearson's
+chi-square over them, summed over the tokens that they follow, has its usual distribution.
+"""
+
+import itertools
+import math
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tables import PROMPT, Logits, tell
+
+from exo_node.mtp import chooser, sampling
+from exo_node.mtp.accept import Rule, Verdict, accept_by_ratio
+from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
+from exo_node.mtp.types import Sampling
+
+Floats = npt.NDArray[np.float64]
+
+V = 4
+TOKENS = 1500
+SUSPICIOUS = 4.0
+"""Standard deviations: by chance 1 case in 30,000. Entropies are fixed, so a case passes or not."""
+CAUGHT = 6.0
+"""What a seeded fault must reach, so that it does not take luck to see it."""
+
+
+def markov(seed: int, spread: float = 1.0, vocabulary: int = V) -> Logits:
+    """(1, V, V) logits after each token, the same at all positions."""
+    draws = np.random.default_rng(seed).normal(size=(1, vocabulary, vocabulary))
+    return (spread * draws).astype(np.float32)
+
+
+def never(table: Logits, *tokens: int) -> Logits:
+    banned = table.copy()
+    banned[..., list(tokens)] = -np.inf
+    return banned
+
+
+TARGET = markov(11)
+DRAFTS = {
+    "right": TARGET,
+    "near": TARGET + markov(12, spread=0.5),
+    "another": markov(13, spread=2.0),
+    "opposite": -2.0 * TARGET,
+    "blind": never(TARGET, 1),
+    "sure": 30.0 * TARGET,
+}
+WARM = Sampling(temperature=1.0)
+FILTERS = {
+    "cold": Sampling(temperature=0.6),
+    "top_p": Sampling(temperature=1.5, top_p=0.8),
+    "top_k": Sampling(temperature=0.8, top_k=2),
+    "min_p": Sampling(temperature=1.3, min_p=0.2),
+    "top_k, top_p and min_p": Sampling(temperature=0.9, top_k=3, top_p=0.95, min_p=0.05),
+    "xtc": Sampling(temperature=0.9, xtc_probability=0.5, xtc_threshold=0.15),
+    "xtc and top_k": Sampling(temperature=1.1, xtc_probability=0.4, xtc_threshold=0.1, top_k=3),
+}
+
+
+def exact(table: Logits, s: Sampling) -> Floats:
+    """(V, V) probabilities after each token: top_p, min_p, xtc, top_k, then temperature."""
+    x = table[0].astype(np.float64)
+    p = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    order = np.argsort(-p, axis=-1)
+    above = np.empty_like(p)
+    np.put_along_axis(above, order, np.take_along_axis(p, order, -1).cumsum(-1), -1)
+    kept = above - p < s.top_p
+    kept &= p >= s.min_p * p.max(-1, keepdims=True)
+    if not s.xtc_probability:
+        return _cooled(x, _top(x, kept, s.top_k), s.temperature)
+    share = np.where(kept, p, 0) / np.where(kept, p, 0).sum(-1, keepdims=True)
+    least = np.where(share > s.xtc_threshold, share, np.inf).min(-1, keepdims=True)
+    rows = [kept & (share <= least), kept]
+    without, whole = (_cooled(x, _top(x, row, s.top_k), s.temperature) for row in rows)
+    return s.xtc_probability * without + (1 - s.xtc_probability) * whole
+
+
+def _top(x: Floats, kept: npt.NDArray[np.bool_], k: int) -> npt.NDArray[np.bool_]:
+    left = np.where(kept, x, -np.inf)
+    return kept & (left >= np.sort(left, axis=-1)[:, -(k or x.shape[-1]), None])
+
+
+def _cooled(x: Floats, kept: npt.NDArray[np.bool_], temperature: float) -> Floats:
+    weights = np.where(kept, np.exp(x / temperature), 0.0)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def surprise(ids: tuple[int, ...], rows: Floats, length: int) -> float:
+    """Chi-square of the windows of `ids` as standard deviations (Wilson-Hilferty)."""
+    starts = range(0, len(ids) - length, length)
+    seen = Counter(ids[start : start + length + 1] for start in starts)
+    chi, free = 0.0, 0
+    for before in range(rows.shape[0]):
+        paths = [(before, *after) for after in itertools.product(range(V), repeat=length)]
+        chances = {
+            path: math.prod(float(rows[a, b]) for a, b in itertools.pairwise(path))
+            for path in paths
+        }
+        if any(seen[path] and not chances[path] for path in paths):
+            return math.inf
+        cells = pooled(seen, chances)
+        chi += sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+        free += max(len(cells) - 1, 0)
+    assert free >= 2, "too few tokens to tell anything"
+    spread = 2 / (9 * free)
+    return ((chi / free) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+def pooled(
+    seen: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]
+) -> list[tuple[int, float]]:
+    """(seen, expected) with rare windows together, so that each is expected five times at least."""
+    total = sum(seen[path] for path in chances)
+    cells: list[tuple[int, float]] = []
+    count, wanted = 0, 0.0
+    for path in sorted(chances, key=lambda path: chances[path]):
+        count, wanted = count + seen[path], wanted + total * chances[path]
+        if wanted >= 5:
+            cells.append((count, wanted))
+            count, wanted = 0, 0.0
+    return cells
+
+
+def told(target: Logits, draft: Logits, k: int, s: Sampling, tokens: int = TOKENS) -> float:
+    """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
+
+    The longest windows show what a round does to the next one; the short ones are more and show a
+    small bias sooner.
+    """
+    wide = [np.broadcast_to(t, (tokens + 8, *t.shape[1:])) for t in (target, draft)]
+    answer = tell(wide[0], wide[1], k, sampling=s, entropy=k, max_tokens=tokens)
+    rows = exact(target, s)
+    return max(surprise(answer.ids, rows, length) for length in range(1, k + 3))
+
+
+@pytest.fixture
+def by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "accept_by_block", accept_by_ratio)
+
+
+@pytest.mark.parametrize(
+    ("k", "draft"),
+    [(2, "right"), (3, "near"), (2, "another"), (3, "opposite"), (2, "blind"), (3, "sure")],
+)
+def test_block_verification_leaves_the_targets_distribution(k: int, draft: str) -> None:
+    assert told(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
+
+
+@pytest.mark.usefixtures("by_ratio")
+@pytest.mark.parametrize(
+    ("k", "draft"),
+    [(1, "right"), (2, "near"), (3, "another"), (1, "opposite"), (2, "blind"), (1, "sure")],
+)
+def test_ratio_acceptance_leaves_the_targets_distribution(k: int, draft: str) -> None:
+    assert told(TARGET, DRAFTS[draft], k, WARM) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(("k", "name"), [*zip(itertools.cycle([2, 3, 1]), FILTERS, strict=False)])
+def test_the_distribution_holds_under_filters(k: int, name: str) -> None:
+    draft = DRAFTS["near" if k == 3 else "another"]
+    assert told(TARGET, draft, k, FILTERS[name]) < SUSPICIOUS
+
+
+@pytest.mark.usefixtures("by_ratio")
+@pytest.mark.parametrize(("k", "name"), [(3, "top_p"), (2, "top_k"), (2, "xtc")])
+def test_ratio_acceptance_holds_under_filters(k: int, name: str) -> None:
+    assert told(TARGET, DRAFTS["near"], k, FILTERS[name]) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_it_holds_where_every_draft_is_impossible(k: int) -> None:
+    assert told(never(TARGET, 2, 3), never(markov(14), 0, 1), k, WARM) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(("k", "s"), [(1, WARM), (2, FILTERS["top_k"])])
+def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -> None:
+    """A drafter that knows three of four ids, and one that knows as few as top_k keeps."""
+    assert told(TARGET, DRAFTS["near"][..., : 4 - k], k, s) < SUSPICIOUS
+
+
+def test_a_seeds_tokens_have_the_targets_distribution() -> None:
+    seeded = Sampling(temperature=1.0, seed=8)
+    assert told(TARGET, DRAFTS["near"], 2, seeded) < SUSPICIOUS
+
+
+def _ruled(
+    p: Distribution, weights: mx.array, accepted: mx.array, drafts: mx.array, noise: Noise, at: int
+) -> Verdict:
+    """`accepted` drafts, then a draw from `weights` (K, V) or, after all, from p."""
+    logs = mx.concatenate([mx.log(weights), p.log_p[-1:]])[accepted]
+    drawn = mx.argmax(logs + noise.gumbel(at, 1, V, RESIDUAL)[0]).astype(mx.int32)
+    kept = mx.arange(drafts.shape[0] + 1) < accepted
+    return Verdict(accepted, mx.where(kept, mx.concatenate([drafts, drafts[-1:]]), drawn))
+
+
+def by_argmax(p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int) -> Verdict:
+    """A draft stands when it is the target's likeliest token (vllm-mlx#82)."""
+    stands = mx.argmax(p.log_p[:-1], axis=-1) == drafts
+    accepted = mx.cumprod(stands.astype(mx.int32)).sum()
+    return _ruled(p, mx.exp(p.log_p[:-1]), accepted, drafts, noise, at)
+
+
+def residual_of_p(
+    p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+) -> Verdict:
+    """What replaces a rejected draft is drawn from p, not from norm(max(p - q, 0))."""
+    accepted = accept_by_ratio(p, q, drafts, noise, at).accepted
+    return _ruled(p, mx.exp(p.log_p[:-1]), accepted, drafts, noise, at)
+
+
+def without_replacement(
+    p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+) -> Verdict:
+    """A rejected draft is emitted all the same."""
+    verdict = accept_by_ratio(p, q, drafts, noise, at)
+    last = mx.concatenate([drafts, verdict.tokens[-1:]])
+    return Verdict(verdict.accepted, last)
+
+
+def without_quotient(
+    p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+) -> Verdict:
+    """A draft stands with probability p, not min(1, p / q)."""
+    log_p = mx.take_along_axis(p.log_p[:-1], drafts[:, None], axis=-1)[:, 0]
+    stands = mx.log(noise.uniform(at, drafts.shape[0], ACCEPT)) < log_p
+    residual = mx.maximum(mx.exp(p.log_p[:-1]) - mx.exp(q.log_p), 0)
+    return _ruled(p, residual, mx.cumprod(stands.astype(mx.int32)).sum(), drafts, noise, at)
+
+
+def block_by_weight(
+    p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+) -> Verdict:
+    """A block stands with probability w, without regard to what follows it."""
+    k = drafts.shape[0]
+    chosen = drafts[:, None]
+    ratio = mx.take_along_axis(p.log_p[:k] - q.log_p, chosen, axis=-1)[:, 0]
+    total = mx.cumsum(ratio)
+    weight = mx.exp(total - mx.maximum(mx.cummax(total), 0))
+    stands = noise.uniform(at, k, ACCEPT) < weight
+    residual = mx.maximum(mx.exp(p.log_p[:k]) - mx.exp(q.log_p), 0)
+    return _ruled(p, residual, (stands * mx.arange(1, k + 1)).max(), drafts, noise, at)
+
+
+@pytest.mark.parametrize(
+    ("rule", "k", "draft"),
+    [
+        (by_argmax, 2, "near"),
+        (residual_of_p, 2, "opposite"),
+        (without_replacement, 2, "near"),
+        (without_quotient, 2, "near"),
+        (block_by_weight, 3, "blind"),
+    ],
+)
+def test_the_same_check_catches_a_biased_rule(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, k: int, draft: str
+) -> None:
+    monkeypatch.setattr(chooser, "accept_by_block", rule)
+    assert told(TARGET, DRAFTS[draft], k, WARM) > CAUGHT
+
+
+def test_block_verification_needs_noise_that_earlier_rounds_did_not_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round that keeps few drafts has looked at the noise of the positions behind them."""
+
+    def of_position(self: Noise, _position: int) -> Noise:
+        return self
+
+    monkeypatch.setattr(Noise, "of_round", of_position)
+    assert told(TARGET, DRAFTS["sure"], 3, WARM, 2 * TOKENS) > CAUGHT
+
+
+LONG = Sampling(temperature=1.1, top_k=3, seed=5)
+SEEDED = {
+    "whole rows": Sampling(temperature=1.2, seed=5),
+    "top_k": LONG,
+    "xtc": Sampling(temperature=1.0, seed=6, xtc_probability=0.5, xtc_threshold=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_seed_gives_the_same_tokens_at_every_k_with_any_drafter(name: str) -> None:
+    target = np.broadcast_to(TARGET, (64, V, V))
+    drafts = [*DRAFTS.values(), DRAFTS["near"][..., :3], DRAFTS["near"][..., :2]]
+    answers = {
+        tell(
+            target,
+            np.broadcast_to(draft, (64, *draft.shape[1:])) if k else None,
+            k,
+            sampling=SEEDED[name],
+            entropy=k,
+            max_tokens=40,
+        ).ids
+        for k in (0, 1, 2, 3)
+        for draft in (drafts if k else drafts[:1])
+    }
+    [answer] = answers
+    assert len(set(answer)) > 1
+
+
+def test_a_seeds_tokens_are_the_same_by_whole_rows_and_by_top_k(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The noise belongs to ids, whatever the rows that are drawn from list."""
+    target = np.broadcast_to(markov(15, vocabulary=8), (70, 8, 8))
+    sparse = tell(target, sampling=LONG, max_tokens=60).ids
+    monkeypatch.setattr(sampling, "SPARSE_TOP_K", 0)
+    assert tell(target, sampling=LONG, max_tokens=60).ids == sparse
+    assert tell(target, -target[..., :5], 2, sampling=LONG, max_tokens=60).ids == sparse
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_xtc_leaves_each_position_its_own_share(k: int) -> None:
+    """The rows after the first token of many answers, whose draws are of the same positions."""
+    s = FILTERS["xtc"]
+    rows, target = exact(TARGET, s), np.broadcast_to(TARGET, (16, V, V))
+    first = rows[PROMPT[-1]]
+    second = first @ rows
+    counts = np.zeros((2, V))
+    for entropy in range(300):
+        draft = np.broadcast_to(DRAFTS["near"], (16, V, V)) if k else None
+        ids = tell(target, draft, k, sampling=s, entropy=entropy, max_tokens=k + 2).ids
+        counts[0, ids[0]] += 1
+        counts[1, ids[1]] += 1
+    for seen, wanted in zip(counts, 300 * np.stack([first, second]), strict=True):
+        chi = float(((seen - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
+        assert chi < 21.1, "1 in 10,000 at 3 degrees of freedom"
