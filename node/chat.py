@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..mtp.types import Sampling
 from ..placement.card import ModelCard
@@ -14,6 +14,7 @@ from ..placement.drafting import Drafting, EnabledState, HeadState, choose_draft
 from ..placement.errors import PeerLost, QueueFull
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
+from .metrics import AnswerMeter, Metrics
 from .placements import Endpoint, Facts, Placements, Record
 from .requests import (
     Event,
@@ -23,7 +24,9 @@ from .requests import (
     PrefillProgress,
     Started,
     TextDelta,
+    TokenLogprob,
 )
+from .totals import Totals
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +49,18 @@ class ChatService:
     """Answers requests on the head. Counts who runs and who waits, so that nobody waits unseen."""
 
     def __init__(
-        self, placements: Placements, facts: Facts, generators: Generators, totals: "Totals"
+        self,
+        placements: Placements,
+        facts: Facts,
+        generators: Generators,
+        totals: Totals,
+        metrics: Metrics,
     ) -> None:
         self._placements = placements
         self._facts = facts
         self._generators = generators
         self._totals = totals
+        self._metrics = metrics
         self._running = asyncio.Semaphore(MAX_RUNNING)
         self._waiting = 0
 
@@ -63,6 +72,17 @@ class ChatService:
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for its turn and for the placement, then streams; see `requests.Chat`."""
+        card, _ = await self._facts.card(request.model)
+        with self._metrics.answer(card.id) as meter:
+            # Closing this generator must close those inside it now, not when they are collected.
+            async with aclosing(self._in_turn(request, card, meter)) as events:
+                async for event in events:
+                    meter.saw(event)
+                    yield event
+
+    async def _in_turn(
+        self, request: GenerationRequest, card: ModelCard, meter: AnswerMeter
+    ) -> AsyncGenerator[Event, None]:
         if self._waiting >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} requests are waiting already; try again shortly")
         self._waiting += 1
@@ -71,15 +91,15 @@ class ChatService:
         finally:
             self._waiting -= 1
         try:
-            # Closing this generator must close those inside it now, not when they are collected.
-            async with aclosing(self._answer(request)) as events:
+            async with aclosing(self._answer(request, card, meter)) as events:
                 async for event in events:
                     yield event
         finally:
             self._running.release()
 
-    async def _answer(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        card, _ = await self._facts.card(request.model)
+    async def _answer(
+        self, request: GenerationRequest, card: ModelCard, meter: AnswerMeter
+    ) -> AsyncGenerator[Event, None]:
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
         for tries_left in (1, 0):
@@ -91,6 +111,7 @@ class ChatService:
                 if not loading.done():
                     loading.cancel()  # of this waiter; the load itself is shielded
             record, begun = loading.result(), False
+            meter.running()
             try:
                 async with aclosing(self._generate(request, record)) as events:
                     async for event in events:
@@ -107,10 +128,10 @@ class ChatService:
     async def _generate(
         self, request: GenerationRequest, record: Record
     ) -> AsyncGenerator[Event, None]:
-        drafting = self._drafting(record.card, record, request)
+        settings = self._facts.stage_settings(record.generator.node, record.card)
+        drafting = self._drafting(record.card, record, request, adaptive=settings.adaptive_draft)
         wire = _to_wire(request, record, drafting)
-        generator = record.generator.node
-        _, wire.async_draft_eval = self._facts.stage_settings(generator, record.card)
+        wire.async_draft_eval = settings.async_draft_eval
         record.begin()
         try:
             async with aclosing(self._generators.generate(record.generator, wire)) as events:
@@ -123,51 +144,31 @@ class ChatService:
             record.end()
 
     def _drafting(
-        self, card: ModelCard, record: Record | None, request: GenerationRequest
+        self,
+        card: ModelCard,
+        record: Record | None,
+        request: GenerationRequest,
+        *,
+        adaptive: bool = False,
     ) -> Drafting:
         if record is None:
             stages, head, enabled = 1, HeadState(True), EnabledState(True)
         else:
             stages, head = len(record.plan.stages), record.head
             enabled = self._facts.mtp_switch(record.generator.node)
-        return choose_drafting(card, stages, head, enabled, request.num_draft_tokens)
+        return choose_drafting(
+            card,
+            stages,
+            head,
+            enabled,
+            request.num_draft_tokens,
+            request.draft_policy,
+            adaptive=adaptive,
+        )
 
     def _loading_step(self, model: ModelId) -> str:
         steps = [r.progress for r in self._placements.records if r.card.id == model]
         return steps[0] if steps and steps[0] else "loading"
-
-
-class Totals:
-    """Sums of the final stats by model since the node started."""
-
-    def __init__(self) -> None:
-        self._by_model: dict[ModelId, dict[str, int]] = {}
-
-    def add(self, model: ModelId, completion_tokens: int, stats: Mapping[str, Any]) -> None:
-        totals = self._by_model.setdefault(model, dict.fromkeys(_SUMMED, 0))
-        totals["requests"] += 1
-        totals["drafted_requests"] += stats["drafter_kind"] == "native_mtp"
-        totals["completion_tokens"] += completion_tokens
-        for name in _COUNTS:
-            totals[name] += int(stats[name])
-
-    def snapshot(self) -> dict[str, dict[str, int | float | None]]:
-        """Sums and the two usual shares: of proposed drafts, and of emitted tokens."""
-        return {str(model): _with_shares(totals) for model, totals in self._by_model.items()}
-
-
-_COUNTS = ("spec_decode_rounds", "proposed_draft_tokens", "accepted_draft_tokens")
-_SUMMED = ("requests", "drafted_requests", "completion_tokens", *_COUNTS)
-
-
-def _with_shares(totals: Mapping[str, int]) -> dict[str, int | float | None]:
-    accepted = totals["accepted_draft_tokens"]
-    proposed, emitted = totals["proposed_draft_tokens"], totals["completion_tokens"]
-    return {
-        **totals,
-        "acceptance_rate": accepted / proposed if proposed else None,
-        "accepted_share_of_output": accepted / emitted if emitted else None,
-    }
 
 
 async def _events(
@@ -180,7 +181,7 @@ async def _events(
             case "prefill":
                 yield PrefillProgress(event.prefill.done, event.prefill.total)
             case "delta":
-                yield TextDelta(event.delta.text, tuple(event.delta.round.tokens))
+                yield _delta(event.delta)
             case "finished":
                 if event.finished.text:
                     yield TextDelta(event.finished.text, ())
@@ -189,6 +190,18 @@ async def _events(
             case None:
                 raise PeerLost("the generator sent an event of a kind this node does not know")
     raise PeerLost("the generator's stream ended before its answer did")
+
+
+def _delta(delta: pb.Delta) -> TextDelta:
+    logprobs = tuple(
+        TokenLogprob(one.id, one.bytes, one.logprob, tuple(_likely(each) for each in one.top))
+        for one in delta.logprobs
+    )
+    return TextDelta(delta.text, tuple(delta.round.tokens), logprobs)
+
+
+def _likely(one: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(one.id, one.bytes, one.logprob)
 
 
 def _finished(finished: pb.Finished, record: Record) -> Finished:
@@ -234,6 +247,8 @@ def _to_wire(request: GenerationRequest, record: Record, drafting: Drafting) -> 
         max_tokens=request.max_tokens or 0,
         stop=request.stop,
         num_draft_tokens=drafting.k,
+        adaptive_draft=drafting.adaptive,
         drafting_reason="" if drafting.kind == "native_mtp" else drafting.reason,
         ignore_eos=request.ignore_eos,
+        top_logprobs=request.top_logprobs,
     )

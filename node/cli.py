@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..placement.errors import ExoNodeError, InvalidSettings
+from .cli_bench import bench
 
 if TYPE_CHECKING:
     from .cli_client import Endpoint
@@ -59,6 +60,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -89,7 +91,9 @@ def _root(
 
 _VARIABLES: Final = (
     "By variable only: EXO_API_KEY (clients must show it), EXO_CLUSTER_KEY, "
-    "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0."
+    "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
+    "card's K), EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
+    "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0."
 )
 
 DataDir = Annotated[
@@ -307,6 +311,43 @@ def models(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     from . import cli_output
 
     print(cli_output.models(listed.get("data", [])))
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A model's id, or a checkpoint's folder.")
+    ] = _DEMO,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, metavar="K", help="Most drafts a round; default: the card's."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16. [EXO_DTYPE]"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer prompts, tokens and samples.")
+    ] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the report to send to us; - prints it instead."
+        ),
+    ] = None,
+    models_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A folder of model folders. [EXO_MODELS_DIR]")
+    ] = None,
+) -> None:
+    """Check that drafts change no answer of a model on this machine.
+
+    Exit status 1 where they do by more than rounding explains. No node has to run.
+    """
+    from .cli_verify import run_verify
+
+    raise typer.Exit(
+        run_verify(model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir)
+    )
 
 
 @app.command()

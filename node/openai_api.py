@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, TypeVar, assert_never
@@ -25,6 +25,7 @@ from .requests import (
     PrefillProgress,
     Started,
     TextDelta,
+    TokenLogprob,
 )
 from .sse import DONE, EventStream, attended, comment, data
 
@@ -37,6 +38,9 @@ _SAMPLING_FIELDS: Final = (
     "xtc_threshold",
     "seed",
 )
+
+_LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
 
 Number = TypeVar("Number", int, float)
 
@@ -68,6 +72,8 @@ async def generation_request(
         max_tokens=older if newer is None else newer,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
+        draft_policy=body.draft_policy,
+        top_logprobs=body.wanted_logprobs,
     )
 
 
@@ -105,6 +111,7 @@ class _Answer:
 
     def __init__(self, body: ChatBody, request_id: RequestId) -> None:
         self._with_ids = bool(body.return_token_ids)
+        self._with_logprobs = bool(body.logprobs)
         options = body.stream_options
         self._with_usage = options is None or options.include_usage is not False
         self._head = {
@@ -119,26 +126,30 @@ class _Answer:
         """The body of an answer that is not streamed."""
         texts: list[str] = []
         ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
         async for event in events:
             match event:
                 case None | Loading() | PrefillProgress():
                     pass
                 case Started(prompt_ids):
                     self._prompt_ids = prompt_ids
-                case TextDelta(text, token_ids):
-                    texts.append(text)
-                    ids.extend(token_ids)
+                case TextDelta():
+                    texts.append(event.text)
+                    ids.extend(event.token_ids)
+                    logprobs.extend(event.logprobs)
                 case Finished():
-                    return self._body("".join(texts), ids, event)
+                    return self._body("".join(texts), ids, logprobs, event)
                 case _:
                     assert_never(event)
         raise _unfinished()
 
-    def _body(self, text: str, ids: list[int], end: Finished) -> dict[str, Any]:
+    def _body(
+        self, text: str, ids: list[int], logprobs: list[TokenLogprob], end: Finished
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
+            "logprobs": _logprobs(logprobs) if self._with_logprobs else None,
             "finish_reason": end.reason,
         }
         body = {**self._head, "object": "chat.completion", "choices": [choice], **_statistics(end)}
@@ -175,14 +186,19 @@ class _Answer:
             case Started(prompt_ids):
                 self._prompt_ids = prompt_ids
                 return self._beginning()
-            case TextDelta("", token_ids) if not (token_ids and self._with_ids):
-                return []
-            case TextDelta(text, token_ids):
-                return [*self._beginning(), self._chunk({"content": text}, token_ids, None)]
+            case TextDelta():
+                return self._spoken(event)
             case Finished():
-                return [*self._beginning(), self._chunk({}, (), event.reason), *self._end(event)]
+                end = self._chunk({}, TextDelta("", ()), event.reason)
+                return [*self._beginning(), end, *self._end(event)]
             case _:
                 assert_never(event)
+
+    def _spoken(self, delta: TextDelta) -> list[bytes]:
+        tells = delta.text or delta.logprobs or (delta.token_ids and self._with_ids)
+        if not tells:
+            return []
+        return [*self._beginning(), self._chunk({"content": delta.text}, delta, None)]
 
     def _beginning(self) -> list[bytes]:
         """The first chunk, once: it names the role and, where asked for, the prompt's ids."""
@@ -190,23 +206,24 @@ class _Answer:
             return []
         self._has_begun = True
         extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._with_ids else {}
-        return [self._chunk({"role": "assistant", "content": ""}, (), None, **extra)]
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(role, TextDelta("", ()), None, **extra)]
 
     def _chunk(
         self,
         delta: dict[str, str],
-        token_ids: tuple[int, ...],
+        spoken: TextDelta,
         finish_reason: str | None,
         **extra: Any,
     ) -> bytes:
         choice: dict[str, Any] = {
             "index": 0,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": _logprobs(spoken.logprobs) if spoken.logprobs else None,
             "finish_reason": finish_reason,
         }
         if self._with_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = spoken.token_ids
         head = {**self._head, "object": "chat.completion.chunk"}
         return data({**head, "choices": [choice], **extra})
 
@@ -215,6 +232,19 @@ class _Answer:
             return [DONE]
         head = {**self._head, "object": "chat.completion.chunk"}
         return [data({**head, "choices": [], **_statistics(end)}), DONE]
+
+
+def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+    content = [{**_token(one), "top_logprobs": [_token(t) for t in one.top]} for one in entries]
+    return {"content": content, "refusal": None}
+
+
+def _token(one: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": one.raw.decode(errors="replace"),
+        "logprob": max(one.logprob, _LEAST_LOGPROB),
+        "bytes": list(one.raw) or None,
+    }
 
 
 def _statistics(end: Finished) -> dict[str, Any]:

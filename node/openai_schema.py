@@ -26,7 +26,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
@@ -37,7 +36,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "web_search_options": (),
 }
 
@@ -217,7 +215,11 @@ class ChatBody(StrictBody):
     logit_bias: Annotated[
         dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
     ] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    draft_policy: Literal["adaptive", "fixed"] | None = None
+    """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
     return_token_ids: bool | None = None
 
     user: str | None = None
@@ -233,6 +235,20 @@ class ChatBody(StrictBody):
     @classmethod
     def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return _without_neutral(fields)
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs_at_all(self) -> "ChatBody":
+        """0 asks for nothing, so it may stand without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "without_logprobs", 'needs "logprobs": true beside it', {"at": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens come with each emitted one; None: nothing at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @classmethod
     def known_fields(cls) -> list[str]:

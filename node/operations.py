@@ -1,18 +1,22 @@
 """What the node tells of itself over HTTP, and what a person may change there."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, InvalidRequest
 from ..placement.ids import ModelId, PlacementId
-from .chat import Totals
 from .cluster import Cluster
 from .facts import NodeFactsSource
+from .membership import Status as NodeStatus
+from .metrics import CONTENT_TYPE, Metrics, NodeState, RunnerMemory
 from .models import KnownModel, ModelLibrary
 from .placements import Placements, Record
+from .placements import Status as PlacementStatus
 from .switches import Switches, SwitchName
+from .totals import Totals
 
 
 class NodeOperations:
@@ -26,6 +30,7 @@ class NodeOperations:
         facts: NodeFactsSource,
         switches: Switches,
         totals: Totals,
+        metrics: Metrics,
         version: str,
         created: int,
     ) -> None:
@@ -35,6 +40,7 @@ class NodeOperations:
         self._facts = facts
         self._switches = switches
         self._totals = totals
+        self._metrics = metrics
         self._version = version
         self._created = created
 
@@ -65,14 +71,7 @@ class NodeOperations:
     async def settings(self) -> dict[str, Any]:
         return self._switches.describe()
 
-    async def change_settings(
-        self, native_mtp_enabled: bool | None, native_mtp_async_draft_eval: bool | None
-    ) -> dict[str, Any]:
-        given: Mapping[SwitchName, bool | None] = {
-            "native_mtp_enabled": native_mtp_enabled,
-            "native_mtp_async_draft_eval": native_mtp_async_draft_eval,
-        }
-        wanted: dict[SwitchName, bool] = {n: v for n, v in given.items() if v is not None}
+    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> dict[str, Any]:
         if not wanted:
             raise InvalidRequest("name a setting to change", param="native_mtp_enabled")
         self._switches.change(wanted)
@@ -86,7 +85,10 @@ class NodeOperations:
         return True, ""
 
     async def mtp_stats(self) -> dict[str, Any]:
-        return {"models": self._totals.snapshot()}
+        return {"models": self._totals.describe()}
+
+    async def metrics(self) -> tuple[bytes, str]:
+        return self._metrics.render(self._state()), CONTENT_TYPE
 
     async def version(self) -> dict[str, Any]:
         return {"name": "exo-node", "version": self._version}
@@ -126,7 +128,30 @@ class NodeOperations:
             "weights": "found" if found.loaded else "missing",
             "enabled": drafting.kind == "native_mtp",
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
+            "greedy_identity": None if record is None else record.identity,
         }
+
+    def _state(self) -> NodeState:
+        nodes = self._cluster.describe(self._version)["nodes"]
+        seen = Counter(str(node["status"]) for node in nodes)
+        held = Counter(record.status for record in self._placements.records)
+        return NodeState(
+            version=self._version,
+            nodes={status: seen[status] for status in get_args(NodeStatus)},
+            placements={status: held[status] for status in get_args(PlacementStatus)},
+            runners=[
+                RunnerMemory(
+                    model=stage["model"],
+                    stage=stage["stage"],
+                    weights=stage["weight_bytes"],
+                    cache=stage["cache_bytes"],
+                    peak=stage["peak_memory_bytes"],
+                )
+                for node in nodes
+                if node["self"]
+                for stage in node["stages"]
+            ],
+        )
 
     def _placement(self, record: Record) -> dict[str, Any]:
         stages: list[dict[str, Any]] = [
@@ -155,13 +180,18 @@ class NodeOperations:
 
     def _drafting(self, record: Record) -> dict[str, Any]:
         if not record.endpoints:
-            return {"drafter_kind": "none", "num_draft_tokens": 0, "reason": "not loaded"}
+            nothing = {"drafter_kind": "none", "num_draft_tokens": 0, "draft_policy": "none"}
+            return {**nothing, "reason": "not loaded"}
         switch = self._facts.mtp_switch(record.generator.node)
         stages = len(record.plan.stages)
-        drafting = choose_drafting(record.card, stages, record.head, switch, None)
-        reason = "" if drafting.kind == "native_mtp" else drafting.reason
+        settings = self._facts.stage_settings(record.generator.node, record.card)
+        drafting = choose_drafting(
+            record.card, stages, record.head, switch, None, adaptive=settings.adaptive_draft
+        )
+        drafts = drafting.kind == "native_mtp"
         return {
             "drafter_kind": drafting.kind,
             "num_draft_tokens": drafting.k,
-            "reason": reason,
+            "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
+            "reason": "" if drafts else drafting.reason,
         }

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from ..placement.errors import InvalidRequest, ModelNotFound
 from .body_schema import StrictBody, read_body
 from .http_errors import JsonResponse
+from .switches import VARIABLES, SwitchName
 
 Json = Mapping[str, Any]
 
@@ -44,10 +45,8 @@ class Operations(Protocol):
         """Per name: `value`, `source`, `writable`, `reason`."""
         ...
 
-    async def change_settings(
-        self, native_mtp_enabled: bool | None, native_mtp_async_draft_eval: bool | None
-    ) -> Json:
-        """Sets those that are not None for new requests; all settings afterwards.
+    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> Json:
+        """Sets them for new requests; all settings afterwards.
 
         Raises InvalidRequest where an environment variable has fixed one.
         """
@@ -63,6 +62,10 @@ class Operations(Protocol):
         """Totals per model since the node started."""
         ...
 
+    async def metrics(self) -> tuple[bytes, str]:
+        """What Prometheus reads, and its content type."""
+        ...
+
 
 class PlacementBody(StrictBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -74,9 +77,10 @@ class SettingsBody(StrictBody):
 
     native_mtp_enabled: bool = False
     native_mtp_async_draft_eval: bool = False
+    native_mtp_adaptive: bool = False
 
-    def given(self) -> dict[str, bool]:
-        return self.model_dump(include=self.model_fields_set)
+    def given(self) -> dict[SwitchName, bool]:
+        return {name: getattr(self, name) for name in VARIABLES if name in self.model_fields_set}
 
 
 class OperationsApi:
@@ -90,6 +94,7 @@ class OperationsApi:
             Route("/health/live", self.live, methods=["GET"]),
             Route("/health/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
             Route("/v1/mtp/stats", self.mtp_stats, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.model, methods=["GET"]),
@@ -114,6 +119,11 @@ class OperationsApi:
 
     async def mtp_stats(self, _: Request) -> Response:
         return JsonResponse(await self._operations.mtp_stats())
+
+    async def metrics(self, _: Request) -> Response:
+        """Of this node alone: it is not forwarded to the head."""
+        content, content_type = await self._operations.metrics()
+        return Response(content, headers={"Content-Type": content_type})
 
     async def version(self, _: Request) -> Response:
         return JsonResponse(await self._operations.version())
@@ -154,7 +164,4 @@ class OperationsApi:
         if not given:
             names = ", ".join(SettingsBody.known_fields())
             raise InvalidRequest(f"the body names no setting; give one of {names}", param="body")
-        changed = await self._operations.change_settings(
-            given.get("native_mtp_enabled"), given.get("native_mtp_async_draft_eval")
-        )
-        return JsonResponse(changed)
+        return JsonResponse(await self._operations.change_settings(given))

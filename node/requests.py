@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..mtp.types import FinishReason, Sampling
+from ..placement.drafting import DraftPolicy
 from ..placement.ids import ModelId, RequestId
 
 
@@ -13,7 +14,8 @@ class GenerationRequest:
     """A validated request; `sampling` already holds the card's defaults.
 
     `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
-    up to the end of the context.
+    up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
+    setting. `top_logprobs` None asks for no log-probabilities, 0 for the emitted tokens' only.
     """
 
     id: RequestId
@@ -23,6 +25,8 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     num_draft_tokens: int | None = None
+    draft_policy: DraftPolicy | None = None
+    top_logprobs: int | None = None
     ignore_eos: bool = False
 
 
@@ -49,11 +53,31 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token under the model's distribution, before temperature and filters.
+
+    `raw` is what it decodes to by itself, part of a character at times; empty for a control token.
+    `logprob` is natural. `top` has the most likely tokens there, best first, without a `top` of
+    their own.
+    """
+
+    id: int
+    raw: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text (may be empty) and the ids emitted since the last delta."""
+    """New text (may be empty) and the ids emitted since the last delta.
+
+    `logprobs` has an entry for each id where the request asked for them. The text of an id may come
+    with a later delta: it waits for a whole character, and until it is known to be no stop string.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

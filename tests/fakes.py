@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exo_node.mtp.types import Sampling
+from exo_node.node.placements import Endpoint, StageSettings
 from exo_node.node.requests import (
     Event,
     Finished,
@@ -15,8 +16,14 @@ from exo_node.node.requests import (
     Started,
     TextDelta,
 )
+from exo_node.node.switches import SwitchName
+from exo_node.placement.card import ModelCard
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.drafting import EnabledState
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PlacementNotFound
-from exo_node.placement.ids import ModelId
+from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.library import packaged_cards
+from exo_node.proto import peer_pb2 as pb
 
 Script = Callable[[], AsyncIterator[Event]]
 Json = dict[str, Any]
@@ -146,16 +153,14 @@ class FakeOperations:
         return {
             "native_mtp_enabled": {"value": self.enabled, "writable": True},
             "native_mtp_async_draft_eval": {"value": True, "writable": False},
+            "native_mtp_adaptive": {"value": True, "writable": True},
         }
 
-    async def change_settings(
-        self, native_mtp_enabled: bool | None, native_mtp_async_draft_eval: bool | None
-    ) -> Json:
-        if native_mtp_async_draft_eval is not None:
-            name = "native_mtp_async_draft_eval"
+    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> Json:
+        name = "native_mtp_async_draft_eval"
+        if name in wanted:
             raise InvalidRequest(f"{name} is fixed by a variable", param=name)
-        if native_mtp_enabled is not None:
-            self.enabled = native_mtp_enabled
+        self.enabled = wanted.get("native_mtp_enabled", self.enabled)
         return await self.settings()
 
     async def ready(self) -> tuple[bool, str]:
@@ -164,5 +169,74 @@ class FakeOperations:
     async def mtp_stats(self) -> Json:
         return {"models": {}}
 
+    async def metrics(self) -> tuple[bytes, str]:
+        return b"exo_node_up 1\n", "text/plain"
+
     async def version(self) -> Json:
         return {"name": "exo-node", "version": "0.0.0"}
+
+
+NODE = NodeId("a" * 20)
+
+
+@dataclass
+class FakeFacts:
+    """One node that knows the packaged models; `adaptive` is its setting."""
+
+    adaptive: bool = True
+
+    def view(self, placing: ModelId) -> ClusterView:
+        return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
+
+    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
+        if model not in packaged_cards():
+            raise ModelNotFound(f"there is no model '{model}'", param="model")
+        return packaged_cards()[model], ""
+
+    def mtp_switch(self, generator: NodeId) -> EnabledState:
+        return EnabledState(True)
+
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+        return StageSettings("float32", adaptive_draft=self.adaptive)
+
+
+@dataclass
+class FakeStages:
+    """Stages that are loaded at once, with their MTP head; loads wait while `held` is not set."""
+
+    held: asyncio.Event | None = None
+
+    async def load(
+        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady:
+        if self.held is not None:
+            _ = await self.held.wait()
+        return pb.LoadReady(mtp_head="loaded", greedy_identity="bitwise")
+
+    async def unload(self, node: NodeId, placement: PlacementId, stage: int) -> None:
+        pass
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        pass
+
+    async def forget(self, stage: Endpoint) -> None:
+        pass
+
+
+@dataclass
+class FakeGenerators:
+    """Runners that send `events`, then raise `fault` where there is one, else never end."""
+
+    events: Sequence[pb.GenerateEvent]
+    fault: Exception | None = None
+    requests: list[pb.GenerateRequest] = field(default_factory=list[pb.GenerateRequest])
+
+    async def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        self.requests.append(request)
+        for event in self.events:
+            yield event
+        if self.fault is not None:
+            raise self.fault
+        _ = await asyncio.Event().wait()

@@ -28,7 +28,7 @@ MODULES = {
 }
 """Where only some modules of the other folder may be imported: those that are free of mlx."""
 
-_MLX_FREE = ("mtp/types.py", "shard/checkpoint.py", "shard/download.py", "shard/head_tensors.py")
+_MLX_FREE = ("mtp/types.py", "shard/checkpoint.py", "shard/download.py", "shard/head_*.py")
 _GRPC = (
     "proto/*_pb2_grpc.py",
     "shard/links.py",
@@ -45,8 +45,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("shard/download.py",),
     "httpx2": ("shard/download.py", "shard/fetch.py"),
     "jinja2": ("shard/text.py",),
-    "typer": ("node/cli.py",),
+    "typer": ("node/cli.py", "node/cli_bench.py"),
+    "matplotlib": ("shard/bench_plot.py",),
     "starlette": ("node/*",),
+    "prometheus_client": ("node/metrics.py",),
     "uvicorn": ("node/http_server.py", "node/http_connection.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }
@@ -208,6 +210,7 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/cluster.py", "from zeroconf import Zeroconf", "imports zeroconf"),
         ("node/models.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
         ("node/models.py", "import httpx2", "imports httpx2"),
+        ("node/chat.py", "from prometheus_client import Counter", "imports prometheus_client"),
         ("node/chat.py", "import os\nos.environ['A']", "reads the environment"),
         ("shard/load.py", "import os as system\nsystem.getenv('A')", "reads the environment"),
         ("shard/load.py", "from os import environ", "reads the environment"),

@@ -1,6 +1,7 @@
 """The chat endpoint over a real server: its frames, its statistics, its errors, its ends."""
 
 import json
+import math
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,14 @@ from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
 from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 
 from exo_node.mtp.types import Sampling
-from exo_node.node.requests import Finished, Loading, PrefillProgress, Started, TextDelta
+from exo_node.node.requests import (
+    Finished,
+    Loading,
+    PrefillProgress,
+    Started,
+    TextDelta,
+    TokenLogprob,
+)
 from exo_node.placement.errors import (
     ContextLengthExceeded,
     DownloadFailed,
@@ -116,6 +124,78 @@ def test_token_ids_come_on_request_in_each_chunk(node: Node) -> None:
     spoken = [chunk for chunk in chunks(reply) if chunk["choices"]]
     assert [chunk.get("prompt_token_ids") for chunk in spoken] == [[7, 8, 9], *[None] * 4]
     assert [chunk["choices"][0]["token_ids"] for chunk in spoken] == [[], [10], [11], [12], []]
+
+
+# "hé" from two tokens of which the first holds half of the é, then the end token.
+SPOKEN = (
+    Started((7,)),
+    TextDelta(
+        "h",
+        (10,),
+        (TokenLogprob(10, b"h\xc3", -0.5, (TokenLogprob(10, b"h\xc3", -0.5),)),),
+    ),
+    TextDelta("", (11,), (TokenLogprob(11, b"\xa9", -math.inf),)),
+    TextDelta("", (12,), (TokenLogprob(12, b"", -0.25, (TokenLogprob(13, b"!", -0.1),)),)),
+    TextDelta("é", ()),
+    FINISHED,
+)
+ENTRIES: list[dict[str, Any]] = [
+    {
+        "token": "h\ufffd",
+        "logprob": -0.5,
+        "bytes": [104, 195],
+        "top_logprobs": [{"token": "h\ufffd", "logprob": -0.5, "bytes": [104, 195]}],
+    },
+    {"token": "\ufffd", "logprob": -9999.0, "bytes": [169], "top_logprobs": []},
+    {
+        "token": "",
+        "logprob": -0.25,
+        "bytes": None,
+        "top_logprobs": [{"token": "!", "logprob": -0.1, "bytes": [33]}],
+    },
+]
+
+
+def test_logprobs_have_an_entry_for_each_token_of_the_answer(node: Node) -> None:
+    node.chat.scripts["demo"] = says(*SPOKEN)
+    body = node.chat_reply(logprobs=True, top_logprobs=1, return_token_ids=True).json
+    (choice,) = body["choices"]
+    assert choice["logprobs"] == {"content": ENTRIES, "refusal": None}
+    assert len(choice["token_ids"]) == len(ENTRIES) == body["usage"]["completion_tokens"]
+    whole = b"".join(bytes(entry["bytes"] or ()) for entry in choice["logprobs"]["content"])
+    assert whole.decode() == choice["message"]["content"] == "hé"
+
+
+def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
+    node: Node,
+) -> None:
+    node.chat.scripts["demo"] = says(*SPOKEN)
+    spoken = [c["choices"][0] for c in chunks(node.chat_reply(logprobs=True, stream=True))[:-1]]
+    assert [(c["delta"].get("content"), c["logprobs"]) for c in spoken] == [
+        ("", None),
+        ("h", {"content": ENTRIES[:1], "refusal": None}),
+        ("", {"content": ENTRIES[1:2], "refusal": None}),
+        ("", {"content": ENTRIES[2:], "refusal": None}),
+        ("é", None),
+        (None, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (None, None)),
+        ({"logprobs": True}, (0, None)),
+        ({"logprobs": True, "top_logprobs": 5, "draft_policy": "fixed"}, (5, "fixed")),
+        ({"draft_policy": "adaptive"}, (None, "adaptive")),
+    ],
+)
+def test_logprobs_and_draft_policy_reach_the_chat_service(
+    node: Node, fields: dict[str, object], expected: tuple[object, object]
+) -> None:
+    node.chat_reply(**fields)
+    (request,) = node.chat.requests
+    assert (request.top_logprobs, request.draft_policy) == expected
 
 
 def test_the_request_reaches_the_chat_service_over_the_cards_sampling(node: Node) -> None:
@@ -315,6 +395,27 @@ class TestOpenAiClient:
             )
             assert "".join(c.choices[0].delta.content or "" for c in spoken) == "héllo"
             assert last.usage.total_tokens == 6
+
+    def test_logprobs(self, node: Node) -> None:
+        from openai import BadRequestError
+        from openai.types.chat import ChatCompletionTokenLogprob
+
+        node.chat.scripts["demo"] = says(*SPOKEN)
+        asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        asked |= {"logprobs": True, "top_logprobs": 1}
+        with self.client(node) as client:
+            create = client.chat.completions.create
+            content = create(**asked).choices[0].logprobs.content
+            assert [(one.token, one.bytes, one.logprob) for one in content] == [
+                (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
+            ]
+            assert content[0].top_logprobs[0].bytes == [104, 195]
+            spoken = [chunk.choices[0] for chunk in create(**asked, stream=True) if chunk.choices]
+            streamed = [one for c in spoken if c.logprobs for one in c.logprobs.content]
+            assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
+            with pytest.raises(BadRequestError) as refused:
+                create(**(asked | {"logprobs": False}))
+            assert refused.value.param == "top_logprobs"
 
     def test_models(self, node: Node) -> None:
         with self.client(node) as client:

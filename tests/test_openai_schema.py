@@ -47,7 +47,9 @@ HONOURED: dict[str, object] = {
     "xtc_threshold": 0.1,
     "seed": 2**64 - 1,
     "stop": ["a", "b"],
+    "logprobs": True,
     "num_draft_tokens": 0,
+    "draft_policy": "adaptive",
     "return_token_ids": True,
 }
 
@@ -57,6 +59,24 @@ def test_an_honoured_field_reaches_the_model(name: str) -> None:
     value = parsed(**{name: HONOURED[name]}).model_dump()[name]
     expected = HONOURED[name]
     assert {**value, **expected} == value if isinstance(expected, dict) else value == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": None, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+    ids=str,
+)
+def test_logprobs_are_wanted_for_emitted_tokens_and_as_many_others(
+    fields: dict[str, object], wanted: int | None
+) -> None:
+    assert parsed(**fields).wanted_logprobs == wanted
 
 
 @pytest.mark.parametrize(
@@ -110,9 +130,6 @@ def test_null_counts_as_not_given(name: str) -> None:
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
-    ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"top_logprobs": 5}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
@@ -198,6 +215,15 @@ INVALID: list[tuple[dict[str, object], str]] = [
     ({"stop": ["a"] * 1000}, "stop"),
     ({"stop": "a" * 257}, "stop[0]"),
     ({"stop": 5}, "stop"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+    ({"draft_policy": "none"}, "draft_policy"),
+    ({"draft_policy": True}, "draft_policy"),
     ({"num_draft_tokens": -1}, "num_draft_tokens"),
     ({"num_draft_tokens": True}, "num_draft_tokens"),
     ({"return_token_ids": 1}, "return_token_ids"),

@@ -14,6 +14,11 @@ const SWITCHES = [
     title: "Overlapped drafting",
     text: "Computes the drafts while the verify pass is being built.",
   },
+  {
+    name: "native_mtp_adaptive",
+    title: "Adaptive drafting",
+    text: "Each round drafts as many tokens as pay here, none among them, up to the card's number.",
+  },
 ];
 
 const SOURCES = {

@@ -1,0 +1,118 @@
+"""The chat service over fakes: what it asks of a runner, and what it makes of the answer."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
+
+import pytest
+from fakes import FakeFacts, FakeGenerators, FakeStages
+
+from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.node.chat import ChatService
+from exo_node.node.metrics import Metrics
+from exo_node.node.placements import Placements
+from exo_node.node.requests import Event, Finished, GenerationRequest, TextDelta, TokenLogprob
+from exo_node.node.totals import Totals
+from exo_node.placement.drafting import DraftPolicy
+from exo_node.placement.errors import InvalidRequest, ModelNotFound
+from exo_node.placement.ids import ModelId, RequestId
+from exo_node.proto import peer_pb2 as pb
+
+STATS = GenerationStats("native_mtp", 2, "", "greedy", prompt_tokens=3, completion_tokens=3)
+ENDED = pb.GenerateEvent(
+    finished=pb.Finished(
+        reason="stop", stats_json=json.dumps({**asdict(STATS), "greedy_identity": "bitwise"})
+    )
+)
+STARTED = pb.GenerateEvent(started=pb.Started(prompt_ids=[7, 8, 9]))
+REQUEST = GenerationRequest(RequestId("r"), ModelId("demo"), ({"role": "user"},), Sampling())
+
+
+def spoken(text: str, *ids: int, logprobs: Sequence[pb.TokenLogprob] = ()) -> pb.GenerateEvent:
+    return pb.GenerateEvent(
+        delta=pb.Delta(round=pb.Round(tokens=ids), text=text, logprobs=logprobs)
+    )
+
+
+def answered(
+    request: GenerationRequest, *events: pb.GenerateEvent, adaptive: bool = True
+) -> tuple[list[Event], pb.GenerateRequest]:
+    """The events of the answer, and what the runner was asked."""
+
+    async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
+        facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events), Totals()
+        placements = Placements(FakeStages(), facts)
+        chat = ChatService(placements, facts, generators, totals, Metrics(totals))
+        async with aclosing(chat.stream(request)) as stream:
+            got = [event async for event in stream]
+        await placements.close()
+        return got, generators.requests[0]
+
+    return asyncio.run(scenario())
+
+
+def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
+    likely = [pb.TokenLogprob(id=5, bytes=b"a", logprob=-0.5), pb.TokenLogprob(id=6, logprob=-2)]
+    entry = pb.TokenLogprob(id=6, bytes=b"\xc3", logprob=-2, top=likely)
+    events, asked = answered(
+        replace(REQUEST, top_logprobs=2), STARTED, spoken("", 6, logprobs=[entry]), ENDED
+    )
+    assert asked.HasField("top_logprobs") and asked.top_logprobs == 2
+    top = (TokenLogprob(5, b"a", -0.5), TokenLogprob(6, b"", -2))
+    assert TextDelta("", (6,), (TokenLogprob(6, b"\xc3", -2, top),)) in events
+
+
+@pytest.mark.parametrize("wanted", [None, 0, 20])
+def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(wanted: int | None) -> None:
+    _, asked = answered(replace(REQUEST, top_logprobs=wanted), STARTED, ENDED)
+    assert (asked.top_logprobs if asked.HasField("top_logprobs") else None) == wanted
+
+
+POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
+    (None, None, True, (2, True)),
+    (None, None, False, (2, False)),
+    (3, None, True, (3, False)),
+    (3, "adaptive", False, (3, True)),
+    (None, "adaptive", False, (2, True)),
+    (None, "fixed", True, (2, False)),
+    (3, "fixed", True, (3, False)),
+    (0, "adaptive", True, (0, False)),
+]
+"""(num_draft_tokens, draft_policy, the node's setting, (K, adaptive) of the runner's request)."""
+
+
+@pytest.mark.parametrize(("k", "policy", "setting", "expected"), POLICIES)
+def test_request_and_setting_decide_k_and_whether_it_adapts(
+    k: int | None, policy: DraftPolicy | None, setting: bool, expected: tuple[int, bool]
+) -> None:
+    request = replace(REQUEST, num_draft_tokens=k, draft_policy=policy)
+    _, asked = answered(request, STARTED, ENDED, adaptive=setting)
+    assert (asked.num_draft_tokens, asked.adaptive_draft) == expected
+
+
+def test_what_was_held_back_comes_without_ids_before_the_end() -> None:
+    end = pb.GenerateEvent()
+    end.CopyFrom(ENDED)
+    end.finished.text = "EN"
+    events, _ = answered(REQUEST, STARTED, spoken("a", 1, 2), end)
+    assert [event for event in events if isinstance(event, TextDelta)] == [
+        TextDelta("a", (1, 2)),
+        TextDelta("EN", ()),
+    ]
+    assert isinstance(events[-1], Finished)
+
+
+@pytest.mark.parametrize(
+    ("request_", "fault"),
+    [
+        (replace(REQUEST, model=ModelId("nope")), ModelNotFound),
+        (replace(REQUEST, num_draft_tokens=9), InvalidRequest),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
+    request_: GenerationRequest, fault: type[Exception]
+) -> None:
+    with pytest.raises(fault):
+        _ = answered(request_, STARTED, ENDED)

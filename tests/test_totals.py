@@ -1,0 +1,41 @@
+"""Final stats in, their sums out."""
+
+from samples import PLAIN, stats_of
+
+from exo_node.node.totals import Totals
+from exo_node.placement.ids import ModelId
+
+DEMO = ModelId("demo")
+
+
+def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> None:
+    totals = Totals()
+    totals.add(DEMO, 7, stats_of(7))
+    totals.add(DEMO, 9, stats_of(9, accepted_per_position=(2, 1, 1), draft_k_histogram=(1, 0, 2)))
+    totals.add(DEMO, 4, stats_of(4, acceptance_rule="coupled", draft_policy="adaptive"))
+    totals.add(DEMO, 6, stats_of(6, **PLAIN))
+    assert totals.describe() == {
+        "demo": {
+            "requests": 4,
+            "drafted_requests": 3,
+            "completion_tokens": 26,
+            "spec_decode_rounds": 9,
+            "proposed_draft_tokens": 18,
+            "accepted_draft_tokens": 12,
+            "accepted_per_position": [8, 3, 1],
+            "draft_k_histogram": [7, 0, 8],
+            "acceptance_rate": 12 / 18,
+            "accepted_share_of_output": 12 / 26,
+            "requests_by_draft_policy": {"fixed": 2, "adaptive": 1, "none": 1},
+            "requests_by_acceptance_rule": {"greedy": 3, "coupled": 1},
+            "greedy_identity": "bitwise",
+        }
+    }
+
+
+def test_totals_without_drafts_have_no_shares_and_no_identity() -> None:
+    totals = Totals()
+    totals.add(DEMO, 6, stats_of(6, **PLAIN))
+    described = totals.describe()["demo"]
+    shares = ("acceptance_rate", "accepted_share_of_output", "greedy_identity")
+    assert [described[name] for name in shares] == [None, None, None]
