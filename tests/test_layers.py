@@ -28,7 +28,14 @@ MODULES = {
 }
 """Where only some modules of the other folder may be imported: those that are free of mlx."""
 
-_MLX_FREE = ("mtp/types.py", "shard/checkpoint.py", "shard/download.py", "shard/head_*.py")
+_MLX_FREE = (
+    "mtp/types.py",
+    "shard/checkpoint.py",
+    "shard/download.py",
+    "shard/head_layouts.py",
+    "shard/head_storage.py",
+    "shard/head_tensors.py",
+)
 _GRPC = (
     "proto/*_pb2_grpc.py",
     "shard/links.py",
