@@ -1,9 +1,12 @@
-"""Decoding speed on the demo model in one run: ours with K = 0..3 against mlx-lm's stream_generate.
+"""Decoding speed on the demo model in one run: ours with K = 0..3 and adaptive against mlx-lm.
 
-    python bench/decode.py [--repeats 15] [--dtype bfloat16] [--model FOLDER]
+    python bench/decode.py [--repeats 15] [--dtype bfloat16] [--model FOLDER] [--sets demo,low]
 
 Every repeat runs all arms once, in an order that rotates, so that a machine whose speed drifts
 slows all of them; figures are medians of the ratios within a repeat. Nothing is averaged over runs.
+
+Sets: `demo` (what the model was trained on, greedy), `temperature-1` (the same prompts, sampled),
+`low` (words in no order under a repetition penalty: little for a draft head to foresee).
 """
 
 import argparse
@@ -11,26 +14,51 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import stream_generate
+from mlx_lm.generate import generate_step, stream_generate
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load as load_mlx_lm
 
 from exo_node.mtp.loop import Prefilled
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.types import GenerationStats, Penalties, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import Delta, Done, EngineRequest, TextEngine
 from exo_node.shard.load import load
 from exo_node.shard.wire import DTYPES
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
-PROMPTS = ("Tell me a story.", "Who are you?", "Count from 5 to 15.", "What does ocean mean?")
 MAX_TOKENS = 160
+ADAPTIVE_CEILING = 3
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts and how they are answered; `ignore_end` makes sampled answers equally long."""
+
+    prompts: tuple[str, ...]
+    sampling: Sampling = GREEDY
+    ignore_end: bool = False
+
+
+DEMO_PROMPTS = ("Tell me a story.", "Who are you?", "Count from 5 to 15.", "What does ocean mean?")
+LOW_PROMPTS = tuple((Path(__file__).parent / "low.txt").read_text().splitlines())
+SETS: Mapping[str, PromptSet] = {
+    "demo": PromptSet(DEMO_PROMPTS),
+    "temperature-1": PromptSet(DEMO_PROMPTS, Sampling(temperature=1.0), ignore_end=True),
+    "low": PromptSet(LOW_PROMPTS, Sampling(penalties=Penalties(1.5, context_size=256)), True),
+}
 
 Arm = Callable[[Sequence[int]], tuple[int, float, dict[str, int]]]
 """A prompt's ids -> (tokens after the first, seconds they took, counts)."""
@@ -39,22 +67,34 @@ Arm = Callable[[Sequence[int]], tuple[int, float, dict[str, int]]]
 def main() -> None:
     options = _options()
     engine, k_max = _engine(options.model, options.dtype)
-    prompts = [engine.encode([{"role": "user", "content": text}]) for text in PROMPTS]
-    arms: dict[str, Arm] = {"mlx-lm": _mlx_lm(options.model, options.dtype)}
+    baseline = MlxLm(options.model, options.dtype)
+    for name in options.sets:
+        _bench(options, engine, k_max, baseline, name)
+    prompt = engine.encode([{"role": "user", "content": DEMO_PROMPTS[0]}])
+    _report_costs(engine, prompt, k_max, options.repeats)
+
+
+def _bench(
+    options: argparse.Namespace, engine: TextEngine, k_max: int, baseline: "MlxLm", name: str
+) -> None:
+    chosen = SETS[name]
+    prompts = [engine.encode([{"role": "user", "content": text}]) for text in chosen.prompts]
+    arms: dict[str, Arm] = {"mlx-lm": baseline.arm(chosen)}
     for k in range(k_max + 1):
-        arms[f"K={k}"] = _ours(engine, k)
+        arms[f"K={k}"] = _ours(engine, chosen, k)
+    if k_max:
+        arms["adaptive"] = _ours(engine, chosen, min(k_max, ADAPTIVE_CEILING), adaptive=True)
     for arm in arms.values():
-        _ = [arm(prompt) for prompt in prompts]  # warm-up, not counted
-    rates: dict[str, list[float]] = {name: [] for name in arms}
-    counts: dict[str, dict[str, int]] = {}
+        _ = arm(prompts[0])  # warm-up, not counted
+    rates: dict[str, list[float]] = {arm: [] for arm in arms}
+    counts: dict[str, Counter[str]] = {arm: Counter() for arm in arms}
     names = list(arms)
     for repeat in range(options.repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            rate, counted = _run(arms[name], prompts)
-            rates[name].append(rate)
-            counts[name] = counted
-    _report(options, rates, counts)
-    _report_costs(engine, prompts[0], k_max, options.repeats)
+        for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            rate, counted = _run(arms[arm], prompts)
+            rates[arm].append(rate)
+            counts[arm].update(counted)
+    _report(options, name, rates, counts)
 
 
 def _report_costs(engine: TextEngine, prompt: Sequence[int], k_max: int, repeats: int) -> None:
@@ -80,33 +120,59 @@ def _run(arm: Arm, prompts: Sequence[Sequence[int]]) -> tuple[float, dict[str, i
     return tokens / seconds, total
 
 
-def _mlx_lm(folder: Path, dtype: str) -> Arm:
-    model, tokenizer = load_mlx_lm(str(folder))[:2]
-    model.set_dtype(DTYPES[dtype])
-    mx.eval(model.parameters())
+class MlxLm:
+    """mlx-lm's own stream_generate on the same weights."""
 
-    def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
-        tokens, first, last = 0, 0.0, 0.0
-        for _ in stream_generate(model, tokenizer, list(prompt), max_tokens=MAX_TOKENS):
-            last = time.perf_counter()
-            first = first or last
-            tokens += 1
-        return tokens - 1, last - first, {}
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._model, self._tokenizer = load_mlx_lm(str(folder))[:2]
+        self._model.set_dtype(DTYPES[dtype])
+        mx.eval(self._model.parameters())
 
-    return arm
+    def arm(self, chosen: PromptSet) -> Arm:
+        s = chosen.sampling
+        penalty = s.penalties.repetition
+        processors = make_logits_processors(
+            repetition_penalty=None if penalty == 1 else penalty,
+            repetition_context_size=s.penalties.context_size,
+        )
+        # Without end tokens there is no text to follow: its bare loop, to its advantage.
+        step = partial(generate_step, model=self._model)
+        if not chosen.ignore_end:
+            step = partial(_stream, self._model, self._tokenizer)
+
+        def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
+            tokens, first, last = 0, 0.0, 0.0
+            for _ in step(
+                prompt=mx.array(list(prompt)),
+                max_tokens=MAX_TOKENS,
+                sampler=make_sampler(temp=s.temperature),
+                logits_processors=processors,
+            ):
+                last = time.perf_counter()
+                first = first or last
+                tokens += 1
+            return tokens - 1, last - first, {}
+
+        return arm
 
 
-def _ours(engine: TextEngine, k: int) -> Arm:
+def _stream(model: Any, tokenizer: Any, **options: Any) -> Iterator[Any]:
+    return stream_generate(model, tokenizer, **options)
+
+
+def _ours(engine: TextEngine, chosen: PromptSet, k: int, *, adaptive: bool = False) -> Arm:
     def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
         request = EngineRequest(
             request="bench",
             attempt=1,
             prompt=prompt,
-            sampling=Sampling(),
+            sampling=chosen.sampling,
             max_tokens=MAX_TOKENS,
             stop=(),
             k=k,
             drafting_reason="" if k else "the benchmark's plain arm",
+            ignore_end=chosen.ignore_end,
+            adaptive=adaptive,
         )
         tokens, first, last = 0, 0.0, 0.0
         counted: dict[str, int] = {}
@@ -119,17 +185,21 @@ def _ours(engine: TextEngine, k: int) -> Arm:
                     else:
                         tokens += len(event.round.tokens)
                 case Done():
-                    s = event.stats
-                    counted = {
-                        "rounds": s.spec_decode_rounds,
-                        "proposed": s.proposed_draft_tokens,
-                        "accepted": s.accepted_draft_tokens,
-                    }
+                    counted = _counts(event.stats)
                 case Prefilled() | _:
                     pass
         return tokens, last - first, counted
 
     return arm
+
+
+def _counts(stats: GenerationStats) -> dict[str, int]:
+    by_depth = {f"K={k}": rounds for k, rounds in enumerate(stats.draft_k_histogram)}
+    return by_depth | {
+        "rounds": stats.spec_decode_rounds,
+        "proposed": stats.proposed_draft_tokens,
+        "accepted": stats.accepted_draft_tokens,
+    }
 
 
 def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
@@ -168,32 +238,38 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
 
 
 def _report(
-    options: argparse.Namespace, rates: dict[str, list[float]], counts: dict[str, dict[str, int]]
+    options: argparse.Namespace,
+    name: str,
+    rates: dict[str, list[float]],
+    counts: dict[str, Counter[str]],
 ) -> None:
     def ratio(of: str, to: str) -> float:
         return statistics.median(a / b for a, b in zip(rates[of], rates[to], strict=True))
 
-    print(f"{platform.machine()} {platform.system()}, {mx.default_device()}", end=", ")
+    print(f"\n{platform.machine()} {platform.system()}, {mx.default_device()}", end=", ")
     print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, Python {platform.python_version()}")
-    print(f"{options.model.name}, {options.dtype}, greedy, {len(PROMPTS)} prompts", end=", ")
-    print(f"{options.repeats} repeats, medians (least to most)\n")
+    print(f"{options.model.name}, {options.dtype}, set {name}: {len(SETS[name].prompts)} prompts")
+    print(f"of up to {MAX_TOKENS} tokens, {options.repeats} repeats, medians (least to most)\n")
     print("| arm | tok/s | vs mlx-lm | vs K=0 | accepted | tokens/round | round, in plain steps |")
     print("|---|---|---|---|---|---|---|")
-    for name, row in rates.items():
+    for arm, row in rates.items():
         spread = f"{statistics.median(row):.1f} ({min(row):.1f}-{max(row):.1f})"
-        line = f"| {name} | {spread} | {ratio(name, 'mlx-lm'):.3f} | {ratio(name, 'K=0'):.3f} |"
-        if (c := counts[name]) and c["rounds"]:
+        line = f"| {arm} | {spread} | {ratio(arm, 'mlx-lm'):.3f} | {ratio(arm, 'K=0'):.3f} |"
+        if (c := counts[arm])["rounds"]:
             # A round emits its accepted drafts and one token more; what it costs follows from both.
             per_round = 1 + c["accepted"] / c["rounds"]
-            cost = per_round / ratio(name, "K=0")
-            line += f" {c['accepted'] / c['proposed']:.1%} | {per_round:.2f} | {cost:.2f} |"
+            cost = "" if arm == "adaptive" else f"{per_round / ratio(arm, 'K=0'):.2f}"
+            line += f" {c['accepted'] / c['proposed']:.1%} | {per_round:.2f} | {cost} |"
         else:
             line += " | | |"
         print(line)
-    print(
-        "\nA round pays when it emits more tokens than it costs plain steps: the last column is "
-        "the break-even number of tokens a round."
-    )
+    fixed = [arm for arm in rates if arm.startswith("K=")]
+    best = max(fixed, key=lambda arm: ratio(arm, "K=0"))
+    if "adaptive" in rates:
+        c = counts["adaptive"]
+        depths = ", ".join(f"{c[k]} at {k}" for k in fixed)
+        print(f"\nadaptive is {ratio('adaptive', best):.3f} of the best fixed K ({best}); ", end="")
+        print(f"its rounds: {depths}")
 
 
 def _options() -> argparse.Namespace:
@@ -201,6 +277,7 @@ def _options() -> argparse.Namespace:
     _ = parser.add_argument("--repeats", type=int, default=15)
     _ = parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     _ = parser.add_argument("--model", type=Path, default=DEMO)
+    _ = parser.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS))
     return parser.parse_args()
 
 

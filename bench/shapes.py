@@ -25,9 +25,10 @@ from mlx_lm.models import qwen3_5
 from exo_node.mtp.accept import Verdict
 from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
-from exo_node.mtp.family import Qwen35Family
+from exo_node.mtp.family import prepare
 from exo_node.mtp.loop import Generation, Prefilled, Task
-from exo_node.mtp.rollback import tape_recurrent_layers, with_tapes
+from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.local import FamilyTarget, LocalVerifier
@@ -184,7 +185,7 @@ def _build(name: str, bits: int) -> tuple[qwen3_5.Model, Qwen35Family, Any]:
         _quantize(model, bits)
     model.eval()
     _evaluate_by_layer(model)
-    tape_recurrent_layers(model)
+    prepare(model)
     family = Qwen35Family(model)
     head = family.make_head()
     head.set_dtype(mx.bfloat16)

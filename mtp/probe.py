@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
 
-from .rollback import rollback
+from .fixed_rows import PADDING_ID
+from .rollback import cache_arrays, rollback
 from .sampling import greedy_token
 from .seams import Block, Drafter, Want, as_row
 
@@ -52,6 +54,81 @@ def greedy_identity(
         same &= mx.array_equal(wanted[start + 1], again)
         mx.eval(same)
     return "bitwise" if same.item() else "near_tie"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRowsCheck:
+    """Whether strict mode is exact on this backend."""
+
+    holds: bool
+    reason: str = ""
+    """Why drafts must stay off in strict mode, with the remedy; empty where it holds."""
+
+
+def fixed_rows_identity(
+    forward: Forward, make_caches: Callable[[], list[Any]], vocabulary: int, rows: int
+) -> FixedRowsCheck:
+    """Whether, with `rows` rows in every forward, a row's numbers do not depend on how many of them
+    are real: logits, and what is left in the caches with and without rejected rows.
+
+    Measured behind a prompt of PROMPT_ROWS rows; a backend that changes kernels at some length of
+    the context is not seen to do so.
+    """
+    plain, mixed = make_caches(), make_caches()
+    ids = [(7 * i + 3) % vocabulary for i in range(PROMPT_ROWS + rows * (rows + 3))]
+    for caches in (plain, mixed):
+        mx.eval(forward(as_row(ids[:PROMPT_ROWS]), caches, want="last").logits)
+    at, wanted, got = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
+    for real in range(1, rows + 1):
+        for kept in sorted({1, real}):
+            logits = _padded(forward, ids[at : at + real], mixed, rows, kept)
+            got += [(real, at + i, logits[i]) for i in range(real)]
+            for i in range(at, at + kept):
+                wanted[i] = _padded(forward, ids[i : i + 1], plain, rows, 1)[0]
+            at += kept
+            if not _equal(live_arrays(plain), live_arrays(mixed)):
+                return FixedRowsCheck(False, _refusal("what it writes into the caches", real, rows))
+    for real, position, logits in got:
+        if position in wanted and not mx.array_equal(wanted[position], logits).item():
+            return FixedRowsCheck(False, _refusal("a row's logits", real, rows))
+    return FixedRowsCheck(True)
+
+
+def live_arrays(caches: Sequence[object]) -> list[mx.array]:
+    """What caches hold, without the rows of attention that were rolled back."""
+    arrays: list[mx.array] = []
+    for cache in caches:
+        if isinstance(cache, ArraysCache):
+            arrays += cache_arrays([cache])
+        elif isinstance(cache, KVCache) and cache.keys is not None and cache.values is not None:
+            arrays += [held[..., : cache.offset, :] for held in (cache.keys, cache.values)]
+    return arrays
+
+
+def _padded(
+    forward: Forward, ids: Sequence[int], caches: list[Any], rows: int, kept: int
+) -> mx.array:
+    """Logits of a forward of `rows` rows, of which `ids` are real and `kept` stay in the caches."""
+    padding = [PADDING_ID] * (rows - len(ids))
+    logits = forward(as_row([*ids, *padding]), caches, want="all").logits
+    if kept < rows:
+        rollback(caches, rows - kept)
+    mx.eval(logits)
+    return logits
+
+
+def _equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    return len(some) == len(others) and all(
+        mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True)
+    )
+
+
+def _refusal(what: str, real: int, rows: int) -> str:
+    return (
+        f"in strict mode every forward has {rows} rows, and on this backend {what} still depend on "
+        f"whether {real} or 1 of them are real, so drafts could change the answer; unset "
+        "EXO_NATIVE_MTP_STRICT to draft all the same, and `exo-node verify` shows by how much"
+    )
 
 
 @dataclass(frozen=True, slots=True)

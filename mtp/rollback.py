@@ -5,18 +5,22 @@ records the inputs of its recurrence (the tape), and the first m rows are replay
 before. The recurrence is sequential in float32, so the replay repeats the same operations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
 
 Restore = Callable[[int], list[mx.array | None]]
+
+
+Swaps = Mapping[type[nn.Module], type[nn.Module]]
+"""Layer classes of mlx-lm, and what stands in for them so that a verify can be taken back."""
 
 
 class TapedCache(ArraysCache):
@@ -43,18 +47,39 @@ class TapedCache(ArraysCache):
         self._tape = None
 
 
-class TapedGatedDeltaNet(GatedDeltaNet):
-    """mlx-lm's layer, unchanged in its numbers, that records a tape where its cache takes one."""
+class TapedGatedDelta(nn.Module):
+    """Mixed into a gated-delta layer of mlx-lm: the same numbers, and a tape for a `TapedCache`.
+
+    A family's class lists it before mlx-lm's and says how that layer projects its inputs.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    conv_dim: int
+    conv_kernel_size: int
+    A_log: mx.array
+    dt_bias: mx.array
+    conv1d: nn.Conv1d
+    norm: Callable[[mx.array, mx.array], mx.array]
+    out_proj: nn.Linear
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""
+        raise NotImplementedError
 
     def __call__(
         self, inputs: mx.array, mask: mx.array | None = None, cache: ArraysCache | None = None
     ) -> mx.array:
+        stock = cast(Any, super()).__call__
         if not isinstance(cache, TapedCache):
-            return super().__call__(inputs, mask, cache)
+            return stock(inputs, mask, cache)
         rows = inputs.shape[1]
         if rows == 1 or rows > MAX_TAPE_ROWS:
             before = list(cache.cache)
-            out = super().__call__(inputs, mask, cache)
+            out = stock(inputs, mask, cache)
             if rows == 1:
                 cache.record(1, lambda _kept: before)
             else:
@@ -65,9 +90,7 @@ class TapedGatedDeltaNet(GatedDeltaNet):
     def _taped(self, inputs: mx.array, cache: TapedCache) -> mx.array:
         batch, rows, _ = inputs.shape
         width = self.conv_kernel_size - 1
-        qkv = self.in_proj_qkv(inputs)
-        z = self.in_proj_z(inputs).reshape(batch, rows, self.num_v_heads, self.head_v_dim)
-        b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
+        qkv, z, b, a = self.project(inputs)
         conv_state, state = cache[0], cache[1]
         if conv_state is None:
             conv_state = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
@@ -110,25 +133,28 @@ class TapedGatedDeltaNet(GatedDeltaNet):
         return q, k, v
 
 
-def tape_recurrent_layers(model: nn.Module) -> None:
-    """Makes every gated-delta layer of a loaded model able to roll back; weights stay as they are.
-
-    Instances change class rather than the class its methods: another model in the process, or
-    another patch, is not touched.
-    """
-    for _, module in model.named_modules():
-        if type(module) is GatedDeltaNet:
-            module.__class__ = TapedGatedDeltaNet
+def takes_tapes(model: nn.Module) -> bool:
+    """Whether the model's recurrent layers, if it has any, record tapes."""
+    return any(isinstance(module, TapedGatedDelta) for _, module in model.named_modules())
 
 
 def with_tapes(caches: Sequence[object]) -> list[object]:
-    """A fresh cache list in which the recurrent entries take tapes."""
+    """A fresh cache list in which the recurrent entries take tapes, for a model that `takes_tapes`.
+
+    Under layers that record none, rows could not be taken back and nothing would say so.
+    """
     return [TapedCache(len(c.cache)) if type(c) is ArraysCache else c for c in caches]
+
+
+def fixed_kinds(caches: Sequence[object]) -> list[str]:
+    """Names of the kinds of cache that rows cannot be taken back from, each once."""
+    kinds = (type(c) for c in caches if not isinstance(c, TapedCache) and type(c) is not KVCache)
+    return sorted({kind.__name__ for kind in kinds})
 
 
 def can_roll_back(caches: Sequence[object]) -> bool:
     """Whether every layer's cache is of a kind that `rollback` takes rows back from."""
-    return all(isinstance(cache, TapedCache) or type(cache) is KVCache for cache in caches)
+    return not fixed_kinds(caches)
 
 
 def rollback(caches: Sequence[object], rows: int) -> None:

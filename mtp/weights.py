@@ -1,20 +1,21 @@
-"""Fills a draft head from a checkpoint's tensors: norm shift, experts, quantisation, dtype."""
+"""Fills a draft head with what its family makes of a checkpoint's tensors."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models.switch_layers import SwitchLinear
 
-from .head import MtpHead
-
-_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)")
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
-_NORM = re.compile(r"(^|[._])(norm|layernorm|pre_fc_norm_\w+)\.weight$")
+_AS_STORED = ("A_log", "e_score_correction_bias")
+"""Parameters that mlx-lm leaves in float32 when it converts a model, and so computes with."""
+
+H_co = TypeVar("H_co", bound=nn.Module, covariant=True)
+H = TypeVar("H", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,93 +37,61 @@ class HeadUnusable:
     reason: str
 
 
-def load_head(
-    head: MtpHead,
-    source: HeadSource,
-    dtype: mx.Dtype | None,
-) -> MtpHead | HeadUnusable:
-    """Loads `source` into `head` and evaluates it; `dtype` None keeps the checkpoint's.
+class HeadMaker(Protocol[H_co]):
+    """The part of a family that loading a head needs."""
+
+    def make_head(self) -> H_co:
+        """A head of the family's shape, weights not yet loaded."""
+        ...
+
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
+        """The checkpoint's tensors as the head's parameters; quantised ones as mlx packs them."""
+        ...
+
+
+def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) -> H | HeadUnusable:
+    """Loads `source` into a head and evaluates it; `dtype` None keeps the checkpoint's.
 
     Layers that are stored quantised stay so, each with the bits and group size that its shapes say:
     publishers mix them within a head, and config.json gives one for all.
     """
-    raw = norms_are_raw(source)
-    if isinstance(raw, HeadUnusable):
-        return raw
-    weights = _stack_experts(_split_fused_experts(dict(source.tensors)))
+    weights = family.head_parameters(source)
     if isinstance(weights, HeadUnusable):
         return weights
-    if raw:
-        weights = {k: v + 1.0 if _NORM.search(k) else v for k, v in weights.items()}
+    head = family.make_head()
     if problem := _quantize_as_stored(head, weights):
         return HeadUnusable(problem)
     wanted = {name: value.shape for name, value in _flat(head)}
     if problem := _mismatch(wanted, weights):
         return HeadUnusable(problem)
     head.load_weights([(name, weights[name]) for name in wanted])
+    if _gathers_on_cpu(head):
+        dtype = mx.float32
     if dtype is not None:
-        head.set_dtype(dtype)
+        cast_parameters(head, dtype)
     head.eval()
     mx.eval(head.parameters())
     return head
 
 
-def norms_are_raw(source: HeadSource) -> bool | HeadUnusable:
-    """Whether RMSNorm weights are stored as w - 1, as the original repositories do.
+def cast_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
+    """As `nn.Module.set_dtype`, but for the parameters that models compute with in float32."""
 
-    The backbone decides where head and backbone share a file; else the means do: raw weights lie
-    around 0, shifted ones around 1.
-    """
-    if source.backbone_is_raw is not None:
-        return source.backbone_is_raw
-    norms = [v for k, v in source.tensors.items() if _NORM.search(k)]
-    if not norms:
-        return False  # what is missing is named when the head is filled
-    mean = float(mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean())
-    if mean < 0.4:
-        return True
-    if mean > 0.6:
+    def converted(path: str, value: mx.array) -> mx.array:
+        floats = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floats and not path.endswith(_AS_STORED) else value
+
+    module.update(tree_map_with_path(converted, module.parameters()))
+
+
+def _gathers_on_cpu(head: nn.Module) -> bool:
+    """MLX gathers unquantised experts on CPUs in float32 only, whatever the backbone's dtype."""
+    if mx.default_device() != mx.Device(mx.DeviceType.cpu):
         return False
-    return HeadUnusable(
-        f"the MTP head's norm weights average {mean:.2f}: neither the original layout (near 0) nor "
-        "a converted one (near 1); use the original repository's head"
-    )
+    return any(isinstance(module, SwitchLinear) for _, module in head.named_modules())
 
 
-def _split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Qwen3.6: `experts.gate_up_proj` (E, 2I, H) and `experts.down_proj` (E, H, I)."""
-    for name in [name for name in weights if name.endswith(".mlp.experts.gate_up_proj")]:
-        prefix = name.removesuffix(".experts.gate_up_proj") + ".switch_mlp"
-        fused = weights.pop(name)
-        middle = fused.shape[-2] // 2
-        weights[f"{prefix}.gate_proj.weight"] = fused[..., :middle, :]
-        weights[f"{prefix}.up_proj.weight"] = fused[..., middle:, :]
-        down = name.removesuffix("gate_up_proj") + "down_proj"
-        if down in weights:
-            weights[f"{prefix}.down_proj.weight"] = weights.pop(down)
-    return weights
-
-
-def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array] | HeadUnusable:
-    """Qwen3.5: one tensor for each expert, stacked to (E, …) as mlx-lm's switch layers want."""
-    experts: dict[str, dict[int, mx.array]] = {}
-    for name in list(weights):
-        if match := _EXPERT.fullmatch(name):
-            prefix, index, part, rest = match.groups()
-            stacked = experts.setdefault(f"{prefix}.switch_mlp.{part}_proj.{rest}", {})
-            stacked[int(index)] = weights.pop(name)
-    for name, parts in experts.items():
-        shapes = {part.shape for part in parts.values()}
-        if len(shapes) > 1:
-            return HeadUnusable(
-                f"the MTP head's experts have tensors of {len(shapes)} shapes for {name}, the "
-                f"first two {sorted(shapes)[:2]}; use a checkpoint whose experts are stored alike"
-            )
-        weights[name] = mx.stack([parts[index] for index in sorted(parts)])
-    return weights
-
-
-def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array]) -> str | None:
+def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> str | None:
     """Quantises the layers that have scales in `weights`; says what fits no quantisation."""
     sizes: dict[str, dict[str, int]] = {}
     for path, module in head.named_modules():
@@ -143,7 +112,7 @@ def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array]) -> str |
     return None
 
 
-def _flat(head: MtpHead) -> list[tuple[str, mx.array]]:
+def _flat(head: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
 
 

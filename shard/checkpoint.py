@@ -28,8 +28,17 @@ from .headers import (
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
 
-HEAD_FILES = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
-"""Where converters put a native MTP head that is not in the backbone's shards."""
+HEAD_FILES = (
+    "mtp.safetensors",
+    "model-mtp.safetensors",
+    "mtp/weights.safetensors",
+    "optiq/mtp.safetensors",
+)
+"""Where a native MTP head is that is not in the backbone's shards.
+
+GLM-4.6 and 4.7, MTPLX and MLX OptiQ use the first, vllm-mlx the second, MTPLX the third, and OptiQ
+at times the fourth.
+"""
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -12,9 +12,10 @@ from ..mtp.costs import RoundCosts
 from ..mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ..mtp.drafters import NativeDrafter, NoDrafter
 from ..mtp.family import draft_logits, family_of
+from ..mtp.fixed_rows import FixedRows
 from ..mtp.head import DraftHead
 from ..mtp.loop import Generation, Prefilled, Steps, Task
-from ..mtp.probe import PROMPT_ROWS, Costs, greedy_identity, measure_costs
+from ..mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
@@ -119,6 +120,8 @@ class TextEngine:
         )
         self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
         self.identity = "off"
+        self.head_off = ""
+        """Why the draft head was loaded and is not used all the same."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""
@@ -159,14 +162,29 @@ class TextEngine:
         if not self._max_k:
             return
         forward, caches = self._target.forward, self._stage.make_caches
-        self.identity = greedy_identity(forward, caches, self._vocabulary, self._max_k)
+        if not self._hold_rows():
+            return
+        if not self._fixed_rows:
+            self.identity = greedy_identity(forward, caches, self._vocabulary, self._max_k)
         if not self._profile.costs.probed:
             ids = [(11 * i + 5) % self._vocabulary for i in range(PROMPT_ROWS)]
             costs = self.measure_costs(ids, self._max_k, PROBE_REPEATS)
-            drafts = (0.0, *costs.draft)
-            self._profile.costs = RoundCosts(
-                [a + b for a, b in zip(costs.verify, drafts, strict=True)]
-            )
+            # In strict mode a plain step has as many rows as the largest verify.
+            verify = [costs.verify[-1]] * len(costs.verify) if self._fixed_rows else costs.verify
+            rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]
+            self._profile.costs = RoundCosts(rounds)
+
+    def _hold_rows(self) -> bool:
+        """In strict mode: whether fixed rows give what they are for; drafts are off if not."""
+        if not self._fixed_rows:
+            return True
+        forward, caches = self._target.forward, self._stage.make_caches
+        check = fixed_rows_identity(forward, caches, self._vocabulary, self._fixed_rows)
+        if check.holds:
+            self.identity = "bitwise"
+        else:
+            self._max_k, self._fixed_rows, self.head_off = 0, 0, check.reason
+        return check.holds
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
@@ -197,7 +215,8 @@ class TextEngine:
         chooser = Chooser(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        verifier = self._verifier(request)
+        inner = self._verifier(request)
+        verifier = FixedRows(inner, self._fixed_rows) if self._fixed_rows else inner
         drafter = self._drafter(chooser, request)
         task = Task(
             request.prompt,
@@ -208,7 +227,8 @@ class TextEngine:
         )
         depth = self._depth(request)
         steps = Generation(task, verifier, drafter, chooser, text, depth, self._clock).steps()
-        self._live[key] = lambda: verifier.arrays() + drafter.arrays()
+        # Of `inner`: asking must not settle what strict mode leaves open until the next forward.
+        self._live[key] = lambda: inner.arrays() + drafter.arrays()
         try:
             reason = yield from _with_text(steps, stats, text)
             final = stats.finish(

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import psutil
+from mlx import nn
 from mlx.utils import tree_flatten
 
-from ..mtp.family import family_of
-from ..mtp.head import MtpHead
+from ..mtp.family import Family, family_of
+from ..mtp.rollback import fixed_kinds
 from ..mtp.weights import HeadSource, HeadUnusable, load_head
 from ..placement.errors import InvalidCheckpoint
 from ..proto import peer_pb2 as pb
@@ -32,7 +33,8 @@ class Loaded:
     expected: Expectation
     vocabulary: int
     codec: TextCodec | None
-    head: MtpHead | None
+    head: Any
+    """A `mtp.head.DraftHead`, or None."""
     head_state: str
     weight_bytes: int
     head_bytes: int
@@ -93,23 +95,40 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
 
 def _load_head(
     spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
-) -> tuple[MtpHead | None, str]:
-    family = family_of(stage.model)
-    if family is None:
-        return None, f"no draft head is implemented for {type(stage.model).__module__}"
-    if spec.mtp_hidden != family.hidden_kind:
-        return None, (
-            f"the card's native_mtp.hidden is {spec.mtp_hidden!r} but this family's head is fed "
-            f"{family.hidden_kind!r}; correct the card"
-        )
+) -> tuple[Any, str]:
+    """The draft head, and "loaded" or why there is none."""
+    family = _family(spec, stage)
+    if isinstance(family, str):
+        return None, family
     found = find_head(checkpoint)
     if isinstance(found, HeadMissing):
         return None, found.reason
     source = HeadSource(_head_arrays(checkpoint, found), _backbone_is_raw(checkpoint, found))
-    head = load_head(family.make_head(), source, dtype)
+    head = load_head(family, source, dtype)
     if isinstance(head, HeadUnusable):
         return None, head.reason
     return head, "loaded"
+
+
+def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
+    """The model's family as the card wants it fed, or why it cannot draft."""
+    usual = family_of(stage.model)
+    if usual is None:
+        return f"no draft head is implemented for {type(stage.model).__module__}"
+    if spec.mtp_hidden not in usual.hidden_kinds:
+        kinds = " or ".join(repr(kind) for kind in usual.hidden_kinds)
+        return (
+            f"the card's native_mtp.hidden is {spec.mtp_hidden!r} but this family's head is fed "
+            f"{kinds}; correct the card"
+        )
+    if kinds := fixed_kinds(stage.make_caches()):
+        return (
+            f"rows cannot be taken back from this model's caches ({', '.join(kinds)}), so drafts "
+            "cannot be verified; remove [native_mtp] from the card"
+        )
+    family = family_of(stage.model, spec.mtp_hidden)
+    assert family is not None
+    return family
 
 
 def _head_arrays(checkpoint: Checkpoint, found: HeadFound) -> dict[str, mx.array]:
@@ -145,7 +164,7 @@ def _expectation(spec: pb.StageSpec, sizes: Mapping[str, Any]) -> Expectation:
     )
 
 
-def _parameters(head: MtpHead) -> list[mx.array]:
+def _parameters(head: nn.Module) -> list[mx.array]:
     return [cast("mx.array", parameter) for _, parameter in tree_flatten(head.parameters())]
 
 

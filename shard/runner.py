@@ -99,8 +99,7 @@ class Runner:
         watch = await self._serve(server, loaded, following)
         port = server.add_secure_port(f"{self._start.host}:0", self._server_credentials())
         await server.start()
-        identity = watch.identity if isinstance(watch, TextEngine) else "off"
-        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port, identity)))
+        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port, watch)))
         reporter = asyncio.create_task(self._report_state(watch))
         _ = await self._stop.wait()
         reporter.cancel()
@@ -169,7 +168,10 @@ class Runner:
     def _report(self, progress: pb.LoadProgress) -> None:
         self._parent.send(pb.FromRunner(progress=progress))
 
-    def _ready(self, loaded: Loaded, port: int, identity: str) -> pb.LoadReady:
+    def _ready(self, loaded: Loaded, port: int, watch: TextEngine | StageWorker) -> pb.LoadReady:
+        identity, head_state = "off", loaded.head_state
+        if isinstance(watch, TextEngine):
+            identity, head_state = watch.identity, watch.head_off or head_state
         return pb.LoadReady(
             host=self._start.host,
             port=port,
@@ -178,7 +180,7 @@ class Runner:
             checkpoint_bytes_read=loaded.checkpoint_bytes_read,
             first_layer=self._spec.first_layer,
             end_layer=self._spec.end_layer,
-            mtp_head=loaded.head_state,
+            mtp_head=head_state,
             greedy_identity=identity,
         )
 

@@ -7,6 +7,7 @@ is lazy and never evaluated unless this stage needs it.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +16,14 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import (
+    _get_classes,  # pyright: ignore[reportPrivateUsage]
+    load_model,
+)
 
-from ..mtp.rollback import tape_recurrent_layers, with_tapes
+from ..mtp.family import prepare
+from ..mtp.rollback import takes_tapes, with_tapes
+from ..mtp.weights import cast_parameters
 from ..placement.errors import InvalidCheckpoint, LoadFailed
 
 _MODEL_FAULTS = (
@@ -34,6 +40,12 @@ _MODEL_FAULTS = (
 
 Progress = Callable[[int, int], None]
 """Bytes of weights in memory so far, and in all."""
+
+
+_HEAD = re.compile(
+    r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?(?:mtp\.|layers\.(?P<layer>\d{1,6})\.)"
+)
+"""A tensor of a draft head, or of a layer, which may be one."""
 
 
 class _Slot:
@@ -92,6 +104,7 @@ class StageModel:
         self.end = end
         self._owner, self._key, self._layers = _find_layers(model)
         self.num_layers = len(self._layers)
+        self._takes_tapes = takes_tapes(model)
         self._slot = _Slot()
         self._body = self._view(first, end)
         self._tail = self._view(self.num_layers, self.num_layers)
@@ -102,7 +115,9 @@ class StageModel:
         The entries of other stages' layers are aliases of own ones of the same kind: models take
         a mask's offset from the first attention layer, which may not be here.
         """
-        caches: list[Any] = with_tapes(make_prompt_cache(self.model))
+        caches: list[Any] = make_prompt_cache(self.model)
+        if self._takes_tapes:
+            caches = with_tapes(caches)
         if len(caches) != self.num_layers:
             return caches
         own = range(self.first, self.end)
@@ -190,7 +205,7 @@ def load_whole_or_stage(
     `dtype` None keeps the checkpoint's. Raises InvalidCheckpoint.
     """
     try:
-        model, _ = load_model(folder, lazy=True, model_config=_renamed(folder))
+        model = _load_backbone(folder)
     except _MODEL_FAULTS as fault:
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
@@ -198,8 +213,8 @@ def load_whole_or_stage(
         ) from fault
     model.eval()
     if dtype is not None:
-        _ = model.set_dtype(dtype)
-    tape_recurrent_layers(model)
+        cast_parameters(model, dtype)
+    prepare(model)
     layers = _find_layers(model)[2]
     if not 0 <= first < end <= len(layers):
         raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {len(layers)}")
@@ -214,6 +229,48 @@ def load_whole_or_stage(
         done += sum(p.nbytes for p in part)
         progress(done, total)
     return model, total
+
+
+def _load_backbone(folder: Path) -> nn.Module:
+    """mlx-lm's model without the tensors of a draft head, which not every class of it drops.
+
+    Its deepseek_v3 knows layer 61 as the one too many, and qwen3_next keeps `mtp.*` of converted
+    checkpoints; both then refuse what they do not know.
+    """
+    stock: list[type[nn.Module]] = []
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        found, arguments = _get_classes(config)
+        stock.append(found)
+        return _without_head(found), arguments
+
+    model, _ = load_model(
+        folder, lazy=True, model_config=_renamed(folder), get_model_classes=classes
+    )
+    model.__class__ = stock[0]
+    return model
+
+
+def _without_head(model_class: type[nn.Module]) -> type[nn.Module]:
+    class Backbone(model_class):
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            kept = _backbone_only(weights, len(cast(Any, self).layers))
+            stock = getattr(super(), "sanitize", None)
+            return kept if stock is None else stock(kept)
+
+    return Backbone
+
+
+def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.array]:
+    """Layers past the last are a head's if they say so, else a config's mistake."""
+    matches = {name: match for name in weights if (match := _HEAD.match(name))}
+    heads = {m["layer"] for m in matches.values() if m.string.endswith(".eh_proj.weight")}
+    dropped = {
+        name
+        for name, match in matches.items()
+        if (layer := match["layer"]) is None or (layer in heads and int(layer) >= layers)
+    }
+    return {name: value for name, value in weights.items() if name not in dropped}
 
 
 def _parameters(module: nn.Module) -> list[mx.array]:

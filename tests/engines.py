@@ -81,6 +81,7 @@ def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = 
         max_k=wanted.max_draft_tokens,
         link=link,
         clock=time.perf_counter,
+        fixed_rows=wanted.fixed_rows,
     )
 
 

@@ -15,11 +15,17 @@ from mlx.utils import tree_flatten
 
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
 
-Family = Literal["qwen3_5", "qwen3_5_moe", "qwen3", "llama"]
+Family = Literal[
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3", "llama"
+]
 Experts = Literal["fused", "unfused"]
 Weights = dict[str, mx.array]
 
-_HYBRID = ("qwen3_5", "qwen3_5_moe")
+GROUP_SIZE = 32
+_QWEN_35 = ("qwen3_5", "qwen3_5_moe")
+_HYBRID = (*_QWEN_35, "qwen3_next")
+_NEXTN = ("deepseek_v3", "glm4_moe")
+_FLOAT32 = ("A_log", "e_score_correction_bias")
 
 
 def make_checkpoint(
@@ -32,6 +38,8 @@ def make_checkpoint(
     vocab: int = 512,
     mtp: bool = True,
     raw: bool = True,
+    bits: int = 0,
+    head_bits: int = 0,
     experts: Experts = "fused",
     tied: bool = False,
     shards: int = 1,
@@ -39,26 +47,39 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint into `folder`, which is made, and return it.
 
-    For the qwen3_5 families `raw` is the original repositories' layout: `model.language_model.*`,
-    norms stored as w - 1, conv1d as (C, 1, K), `experts.gate_up_proj`, the head as `mtp.*` with
-    its experts as `experts` says. `raw=False` is mlx-lm's layout with the head, if any, as
-    `language_model.mtp.*`. Other families have one layout and no head. More `shards` than one
-    come with an index. A vocabulary of 4096 brings the demo's tokenizer with it.
+    `raw` is the original repositories' layout. Qwen: norms stored as w - 1, conv1d as (C, 1, K),
+    the head as `mtp.*`; Qwen3-Next's experts are one tensor each, Qwen3.5's fused, and its head's
+    as `experts` says. DeepSeek-V3 and GLM: the head is the layer past the last, with copies of
+    embeddings and lm_head; one tensor for each expert; DeepSeek's `kv_b_proj` whole.
+
+    `raw=False` is mlx-lm's layout, with the head, if any, where a converter that keeps it puts it.
+    There backbone and head may be quantised, with `bits` and `head_bits`, in groups of GROUP_SIZE.
+    Qwen3 and Llama have one layout and no head. More `shards` than one come with an index. A
+    vocabulary of 4096 brings the demo's tokenizer with it.
     """
+    assert not (raw and (bits or head_bits)), "only mlx-lm's layout is quantised here"
     mx.random.seed(seed)
     config = _config(family, dtype, layers, hidden, vocab, mtp=mtp, tied=tied)
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    weights = _random_parameters(module.Model(module.ModelArgs.from_dict(config)))
-    if family in _HYBRID:
-        if mtp:
-            weights |= {f"language_model.mtp.{k}": v for k, v in _head(config, hidden).items()}
-        if raw:
-            weights = _to_raw(weights, experts)
-    kept = {
-        k: v if k.endswith("A_log") else v.astype(getattr(mx, dtype)) for k, v in weights.items()
-    }
+    model = module.Model(module.ModelArgs.from_dict(config))
+    weights = _random_parameters(model)
+    head = _head(family, config, weights) if mtp and family in (*_HYBRID, *_NEXTN) else {}
+    if bits:
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits}
+        paths = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")}
+        weights = _quantized(weights, bits, paths)
+    if head_bits:
+        # DeepSeek's and GLM's router is no layer that mlx quantises.
+        unpacked = "mlp.gate" if family in _NEXTN else ""
+        paths = {k.removesuffix(".weight") for k, v in head.items() if v.ndim > 1} - {unpacked}
+        head = _quantized(head, head_bits, paths)
+    weights |= {f"{_head_prefix(family, layers)}{name}": value for name, value in head.items()}
+    if raw and family in _HYBRID:
+        weights = _to_raw(weights, family, experts)
+    if raw and family in _NEXTN:
+        weights = _to_raw_nextn(weights, config)
     folder.mkdir(parents=True)
-    _save(folder, kept, shards, "pt" if raw else "mlx")
+    _save(folder, _typed(weights, dtype), shards, "pt" if raw else "mlx")
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     if vocab == 4096:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -85,66 +106,183 @@ def _config(
         "tie_word_embeddings": tied,
     }
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
+    if family in _NEXTN:
+        return text | eos | _nextn_fields(family, hidden, mtp=mtp)
     if family not in _HYBRID:
         return text | eos
     text |= {
-        "model_type": f"{family}_text",
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
         "full_attention_interval": 4,
-        "mtp_num_hidden_layers": int(mtp),
     }
-    if family == "qwen3_5_moe":
+    if family != "qwen3_5":
         text |= {
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": hidden,
             "shared_expert_intermediate_size": hidden,
         }
+    if family == "qwen3_next":
+        text |= {
+            "partial_rotary_factor": 0.25,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": int(mtp),
+        }
+        return text | eos
+    text |= {"model_type": f"{family}_text", "mtp_num_hidden_layers": int(mtp)}
     return {"model_type": family, "tie_word_embeddings": tied, "text_config": text} | eos
+
+
+def _nextn_fields(family: Family, hidden: int, *, mtp: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "moe_intermediate_size": hidden,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "rope_scaling": None,
+        "num_nextn_predict_layers": int(mtp),
+        "tie_word_embeddings": False,
+    }
+    if family == "glm4_moe":
+        return fields | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        }
+    return fields | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "head_dim": 16,
+        "attention_bias": False,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
 
 
 def _random_parameters(model: nn.Module) -> Weights:
     """MLX's own random start, with norms spread around 1 so that a lost shift shows."""
-    return {
-        name: value + 0.1 * mx.random.normal(value.shape) if _is_norm(name) else value
-        for name, value in dict(tree_flatten(model.parameters())).items()
-    }
+    return {name: _spread(name, value) for name, value in _flat(model).items()}
+
+
+def _flat(model: nn.Module) -> Weights:
+    return dict(tree_flatten(model.parameters()))
+
+
+def _spread(name: str, value: mx.array) -> mx.array:
+    noise = mx.random.normal(value.shape)
+    if _is_norm(name):
+        return value + 0.1 * noise
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * mx.abs(noise)
+    if name.endswith("mlp.gate.weight"):  # zeros in some classes: every expert the same
+        return noise / value.shape[-1] ** 0.5
+    return value
 
 
 def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight") or "norm_" in name
 
 
-def _head(config: dict[str, Any], hidden: int) -> Weights:
-    """A head in mlx's layout: one decoder layer with full attention, as mlx-lm builds it."""
-    qwen = importlib.import_module("mlx_lm.models.qwen3_5")
-    args = qwen.TextModelArgs.from_dict(config["text_config"])
-    layer = qwen.DecoderLayer(args, layer_idx=args.full_attention_interval - 1)
+def _head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
+    """A head in mlx's layout: one decoder layer with attention, as mlx-lm builds it."""
+    module = importlib.import_module(f"mlx_lm.models.{family}".removesuffix("_moe"))
+    if family in _NEXTN:
+        return _nextn_head(family, config, weights)
+    if family == "qwen3_next":
+        args, kind = module.ModelArgs.from_dict(config), module.Qwen3NextDecoderLayer
+    else:
+        args, kind = module.TextModelArgs.from_dict(config["text_config"]), module.DecoderLayer
+    layer = kind(args, layer_idx=args.full_attention_interval - 1)
     head = {f"layers.0.{name}": value for name, value in _random_parameters(layer).items()}
-    head["fc.weight"] = nn.Linear(2 * hidden, hidden, bias=False).weight
-    for name in ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm"):
-        head[f"{name}.weight"] = 1.0 + 0.1 * mx.random.normal((hidden,))
-    return head
+    head["fc.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
+    return head | _norms(args.hidden_size, "pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
 
 
-def _to_raw(weights: Weights, experts: Experts) -> Weights:
+def _nextn_head(family: Family, config: dict[str, Any], weights: Weights) -> Weights:
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    kind = module.DeepseekV3DecoderLayer if family == "deepseek_v3" else module.DecoderLayer
+    args = module.ModelArgs.from_dict(config)
+    head = _random_parameters(kind(args, args.num_hidden_layers))
+    head["eh_proj.weight"] = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=False).weight
+    head |= _norms(args.hidden_size, "enorm", "hnorm", "shared_head.norm")
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    return head | {f"{to}.weight": weights[f"{name}.weight"] for to, name in copies.items()}
+
+
+def _norms(hidden: int, *names: str) -> Weights:
+    return {f"{name}.weight": 1.0 + 0.1 * mx.random.normal((hidden,)) for name in names}
+
+
+def _head_prefix(family: Family, layers: int) -> str:
+    if family in _NEXTN:
+        return f"model.layers.{layers}."
+    return "language_model.mtp." if family in _QWEN_35 else "mtp."
+
+
+def _quantized(weights: Weights, bits: int, paths: set[str]) -> Weights:
+    packed: Weights = {}
+    for name, value in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem == name or stem not in paths:
+            packed[name] = value
+            continue
+        parts = mx.quantize(value, group_size=GROUP_SIZE, bits=bits)
+        packed |= zip((name, f"{stem}.scales", f"{stem}.biases"), parts, strict=True)
+    return packed
+
+
+def _typed(weights: Weights, dtype: str) -> Weights:
+    return {
+        name: value
+        if name.endswith(_FLOAT32) or value.dtype == mx.uint32
+        else value.astype(getattr(mx, dtype))
+        for name, value in weights.items()
+    }
+
+
+def _to_raw(weights: Weights, family: Family, experts: Experts) -> Weights:
     raw: Weights = {}
     for name, value in weights.items():
-        if ".mtp." in name:
+        if "mtp." in name:
             name, layout = name.removeprefix("language_model."), experts
         else:
             name, layout = name.replace("language_model.model.", "model.language_model."), "fused"
             name = name.removeprefix("language_model.")
+        if family == "qwen3_next":
+            layout = "unfused"
         if name.endswith("conv1d.weight"):
             value = value.moveaxis(1, 2)
         if _is_shifted(name):
             value = value - 1.0
         raw |= _raw_experts(name, value, layout) if ".switch_mlp." in name else {name: value}
     return _fuse_gate_and_up(raw)
+
+
+def _to_raw_nextn(weights: Weights, config: dict[str, Any]) -> Weights:
+    raw: Weights = {}
+    for name, value in weights.items():
+        raw |= _raw_experts(name, value, "unfused") if ".switch_mlp." in name else {name: value}
+    for name in [name for name in raw if name.endswith(".embed_q.weight")]:
+        stem = name.removesuffix("embed_q.weight")
+        keys = raw.pop(name).swapaxes(-1, -2)
+        values = raw.pop(f"{stem}unembed_out.weight")
+        both = mx.concatenate([keys, values], axis=1)
+        raw[f"{stem}kv_b_proj.weight"] = both.reshape(-1, config["kv_lora_rank"])
+    return raw
 
 
 def _is_shifted(name: str) -> bool:

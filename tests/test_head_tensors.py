@@ -4,14 +4,18 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from models import DEMO, Experts, make_checkpoint
 
-from exo_node.shard.checkpoint import read_checkpoint
+from exo_node.mtp.family import family_of
+from exo_node.mtp.weights import HeadSource, load_head
+from exo_node.shard.checkpoint import HEAD_FILES, read_checkpoint
 from exo_node.shard.head_tensors import HeadFound, HeadMissing, find_head
+
+ORACLE = Path(__file__).parent / "oracle"
 
 Weights = dict[str, mx.array]
 
@@ -90,7 +94,7 @@ def test_the_demos_head_has_fifteen_tensors_in_the_backbones_last_file() -> None
 )
 @pytest.mark.parametrize(
     "file",
-    ["model.safetensors", "mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors"],
+    ["model.safetensors", *HEAD_FILES],
 )
 def test_a_head_is_found_under_each_prefix_in_each_file(
     prefix: str, file: str, dense: Path
@@ -181,7 +185,7 @@ NAMES = [
 def test_a_partial_head_names_what_is_missing(name: str, moe: Path) -> None:
     rewrite(moe, lambda w: w.pop(f"mtp.{name}.weight"))
     text = reason(moe)
-    assert f"incomplete: {name}.weight, expected in shape (" in text
+    assert f"incomplete: mtp.{name}.weight, expected in shape (" in text
     assert "Use the original repository" in text
 
 
@@ -254,3 +258,52 @@ def test_a_config_of_zeros_is_a_reason_and_no_crash(dense: Path) -> None:
     (dense / "config.json").write_text(json.dumps(config))
     rewrite(dense, lambda w: w.update({"mtp.fc.weight": mx.zeros((0, 1), mx.uint32)}))
     assert "fc.weight has shape (0, 1)" in reason(dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "count"),
+    [
+        ("qwen3_5", "qwen", 15),
+        ("qwen3_5_moe", "qwen", 13 + 4 + 4 * 3),
+        ("qwen3_next", "qwen", 13 + 4 + 4 * 3),
+        ("deepseek_v3", "nextn", 30),
+        ("glm4_moe", "nextn", 32),
+    ],
+)
+def test_the_heads_that_transformers_wrote_are_found(family: str, layout: str, count: int) -> None:
+    head = found(ORACLE / family)
+    assert (head.layout, len(head.tensors)) == (layout, count)
+
+
+@pytest.mark.parametrize("experts", ["fused", "unfused", "stacked"])
+def test_a_head_of_mixed_bits_is_loaded_as_it_is_found(experts: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        tmp_path / "m", "qwen3_5_moe", raw=experts != "stacked", experts=cast(Any, experts)
+    )
+    rewrite(folder, quantise_mixed)
+    head = found(folder)
+    assert set(head.bits.values()) == {3, 4, 5, 6, 8}
+    files = {file: load(folder / file) for file in head.files}
+    arrays = {key: files[tensor.file][tensor.name] for key, tensor in head.tensors.items()}
+    model = importlib.import_module("mlx_lm.utils").load_model(folder)[0]
+    loaded: Any = load_head(
+        family_of(model) or pytest.fail("no family"),
+        HeadSource(arrays, backbone_is_raw=experts != "stacked"),
+        None,
+    )
+    bits = {path: module.bits for path, module in loaded.named_modules() if "bits" in vars(module)}
+    assert bits["layers.0.self_attn.v_proj"] == head.bits["layers.0.self_attn.v_proj.weight"] == 5
+    assert bits["layers.0.mlp.switch_mlp.up_proj"] == 8
+    assert bits["layers.0.mlp.gate"] == head.bits["layers.0.mlp.gate.weight"] == 6
+
+
+def quantise_mixed(weights: Weights) -> None:
+    """Every matrix but fc, each kind with its own bits; fused experts get the suffix of OptiQ's."""
+    kinds = {"q_proj": 3, "k_proj": 4, "v_proj": 5, "o_proj": 3, "shared_expert": 4, ".gate.": 6}
+    for name in [n for n in weights if "mtp.layers" in n and weights[n].ndim > 1]:
+        bits = next((bits for part, bits in kinds.items() if part in name), 8)
+        stem = name.removesuffix(".weight")
+        packed: Any = mx.quantize(weights.pop(name), group_size=64, bits=bits)
+        weights |= dict(
+            zip((f"{stem}.{p}" for p in ("weight", "scales", "biases")), packed, strict=True)
+        )

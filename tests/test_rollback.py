@@ -8,20 +8,23 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import mamba
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, Model
 from tiny import row_of_ids, taped_qwen, tiny_qwen
 
+from exo_node.mtp.family import prepare
+from exo_node.mtp.qwen35 import TapedGatedDeltaNet
 from exo_node.mtp.rollback import (
     MAX_TAPE_ROWS,
     TapedCache,
-    TapedGatedDeltaNet,
     cache_arrays,
     can_roll_back,
     rollback,
-    tape_recurrent_layers,
+    takes_tapes,
     with_tapes,
 )
+from exo_node.shard.stage_model import StageModel
 
 KINDS = {
     "float32": {"dtype": "float32"},
@@ -162,6 +165,25 @@ def test_the_caches_of_a_taped_model_can_be_rolled_back(taped: Model) -> None:
     assert not can_roll_back(taped.make_cache())
 
 
+def test_layers_that_record_no_tape_get_no_cache_that_wants_one() -> None:
+    """Else plain decoding would run ahead of itself and could not go back."""
+    args = mamba.ModelArgs(
+        model_type="mamba",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        state_size=4,
+        num_hidden_layers=4,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        time_step_rank=4,
+    )
+    for model, taped in ((mamba.Model(args), False), (tiny_qwen(), False), (taped_qwen(), True)):
+        assert takes_tapes(model) == taped
+        assert can_roll_back(StageModel(model, 0, 4).make_caches()) == taped
+
+
 def test_a_taped_model_takes_stock_caches_too(taped: Model) -> None:
     """A cache without a tape is written as mlx-lm writes it."""
     ids = row_of_ids(4)
@@ -173,7 +195,7 @@ def test_a_taped_model_takes_stock_caches_too(taped: Model) -> None:
 def test_only_the_given_models_instances_change_class() -> None:
     before = dict(vars(GatedDeltaNet))
     model, other = tiny_qwen(), tiny_qwen()
-    tape_recurrent_layers(model)
+    prepare(model)
     assert recurrent_classes(model) == [TapedGatedDeltaNet] * 3
     assert recurrent_classes(other) == [GatedDeltaNet] * 3
     assert dict(vars(GatedDeltaNet)) == before

@@ -12,11 +12,11 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
-from tiny import family
+from tiny import family, tiny_qwen
 
-from exo_node.mtp.family import Qwen35Family
 from exo_node.mtp.head import MtpHead
-from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.weights import HeadSource, HeadUnusable, cast_parameters, load_head
 
 Tensors = dict[str, mx.array]
 NORMS = {
@@ -33,8 +33,8 @@ SWITCH = "layers.0.mlp.switch_mlp."
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def tensors_of(head: MtpHead) -> Tensors:
-    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters())))
+def tensors_of(module: nn.Module) -> Tensors:
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
 
 
 def spread_norms(head: MtpHead) -> MtpHead:
@@ -68,7 +68,7 @@ def raw(tensors: Mapping[str, mx.array]) -> Tensors:
 def assert_loads(
     kind: Qwen35Family, tensors: Tensors, wanted: MtpHead, backbone_is_raw: bool | None = False
 ) -> MtpHead:
-    head = load_head(kind.make_head(), HeadSource(tensors, backbone_is_raw), None)
+    head = load_head(kind, HeadSource(tensors, backbone_is_raw), None)
     assert isinstance(head, MtpHead), head
     expected = tensors_of(wanted)
     got = tensors_of(head)
@@ -80,7 +80,7 @@ def assert_loads(
 
 
 def refusal(kind: Qwen35Family, tensors: Tensors, backbone_is_raw: bool | None = False) -> str:
-    unusable = load_head(kind.make_head(), HeadSource(tensors, backbone_is_raw), None)
+    unusable = load_head(kind, HeadSource(tensors, backbone_is_raw), None)
     assert isinstance(unusable, HeadUnusable)
     return unusable.reason
 
@@ -120,7 +120,7 @@ def test_norms_between_the_layouts_are_refused_where_only_means_could_tell(
     head = spread_norms(dense.make_head())
     between = {k: v - 0.5 if k in NORMS else v for k, v in tensors_of(head).items()}
     assert "norm weights average 0.49" in refusal(dense, between, None)
-    assert isinstance(load_head(dense.make_head(), HeadSource(between, True), None), MtpHead)
+    assert isinstance(load_head(dense, HeadSource(between, True), None), MtpHead)
 
 
 def fused(tensors: Tensors) -> Tensors:
@@ -254,7 +254,17 @@ def test_the_head_takes_the_wanted_dtype_packed_weights_aside(
     dense: Qwen35Family, dtype: mx.Dtype | None
 ) -> None:
     head = quantised(spread_norms(dense.make_head()), lambda _: {"bits": 4, "group_size": 32})
-    loaded = load_head(dense.make_head(), HeadSource(tensors_of(head), False), dtype)
+    loaded = load_head(dense, HeadSource(tensors_of(head), False), dtype)
     assert isinstance(loaded, MtpHead)
     dtypes = {value.dtype for value in tensors_of(loaded).values()}
     assert dtypes == {mx.uint32, dtype or mx.float32}
+
+
+def test_what_models_compute_with_in_float32_is_not_cast() -> None:
+    """As mlx-lm converts models: a rounded decay or routing bias is another model's."""
+    model = tiny_qwen()
+    before = tensors_of(model)
+    cast_parameters(model, mx.bfloat16)
+    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    assert kept == {name for name in before if name.endswith("A_log")}
+    assert len(kept) == 3

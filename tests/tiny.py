@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
-from exo_node.mtp.family import Qwen35Family
-from exo_node.mtp.rollback import tape_recurrent_layers
+from exo_node.mtp.family import prepare
+from exo_node.mtp.qwen35 import Qwen35Family
 
 VOCABULARY = 64
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -59,7 +59,7 @@ def tiny_qwen(
 def taped_qwen(dtype: str = "float32", bits: int = 0, **changes: Any) -> qwen3_5.Model:
     """The same weights as `tiny_qwen`, its recurrent layers able to roll back."""
     model = tiny_qwen(dtype, bits, **changes)
-    tape_recurrent_layers(model)
+    prepare(model)
     return model
 
 

@@ -1,0 +1,143 @@
+"""The draft head of DeepSeek-V3 and GLM-4.x-MoE: one layer more than the backbone has.
+
+For row i, with the target's hidden H_i and the next token t: x = eh_proj([enorm(embed(t));
+hnorm(H_i)]), one decoder layer of the family. The shared lm_head of shared_head.norm(x) predicts
+the token after t. The order of the concatenation is that of transformers' MtpModel, vLLM's
+deepseek_mtp and SGLang's glm4_moe_nextn. Publishers repeat lm_head and embeddings in the head, as
+`shared_head.head` and `embed_tokens`; these copies are not loaded.
+
+Which hidden is fed, and so which output takes its place for the next depth, is not agreed on.
+transformers and SGLang take both after their norms. vLLM takes the first after, and changed the
+second from before to after (its pull request 47448); llama.cpp's 24025 says before. hnorm
+normalises again, so only the weights of the norm between make a difference: no test can say which
+a checkpoint was trained with, but its acceptance can. The card decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from .head import HiddenKind
+from .rollback import Swaps
+from .weights import HeadSource, HeadUnusable
+
+_OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
+
+
+class SharedHead(nn.Module):
+    """`shared_head` of the checkpoint without its copy of the lm_head."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+
+
+class NextnHead(nn.Module):
+    """Parameter names are the checkpoint's behind its layer's number, the layer's in `layer`."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden_size: int,
+        eps: float,
+        hidden_kind: HiddenKind,
+        *,
+        array_mask: bool,
+    ) -> None:
+        """`layer` takes (x, mask, cache); `array_mask`: its mask has to be an array."""
+        super().__init__()
+        self.enorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.hnorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layer = layer
+        self.shared_head = SharedHead(hidden_size, eps)
+        self.hidden_kind: HiddenKind = hidden_kind
+        self._array_mask = array_mask
+
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
+        dtype = self.enorm.weight.dtype  # float32 on CPUs for unquantised experts
+        e, h = embedding.astype(dtype), hidden.astype(dtype)
+        x = self.eh_proj(mx.concatenate([self.enorm(e), self.hnorm(h)], axis=-1))
+        mask = create_attention_mask(x, cache, return_array=self._array_mask)
+        x = cast(Any, self.layer)(x, mask, cache)
+        if self.hidden_kind == "post_norm":
+            x = self.shared_head.norm(x)
+        return x.astype(hidden.dtype)
+
+    def read_out(self, output: mx.array) -> mx.array:
+        return output if self.hidden_kind == "post_norm" else self.shared_head.norm(output)
+
+
+class NextnFamily:
+    """A backbone with such a head; a subclass for each family names its decoder layer."""
+
+    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm", "pre_norm")
+    swaps: ClassVar[Swaps] = {}
+    array_mask: ClassVar[bool] = False
+    """Whether the family's layers want masks as arrays."""
+
+    def __init__(self, model: nn.Module, hidden_kind: HiddenKind) -> None:
+        self.hidden_kind: HiddenKind = hidden_kind
+        self._model: Any = model
+        self._body: Any = self._model.model
+
+    def make_layer(self, index: int) -> nn.Module:
+        """A decoder layer as it would stand at `index` of the backbone."""
+        raise NotImplementedError
+
+    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        if self.hidden_kind == "post_norm":
+            return self._body(tokens, caches)
+        x = self._body.embed_tokens(tokens)
+        mask = create_attention_mask(x, caches[0], return_array=self.array_mask)
+        for layer, cache in zip(self._body.layers, caches, strict=True):
+            x = layer(x, mask, cache)
+        return x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.lm_head(hidden if self.hidden_kind == "post_norm" else self._body.norm(hidden))
+
+    def lm_head(self, normed: mx.array) -> mx.array:
+        return self._model.lm_head(normed)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self._body.embed_tokens(tokens)
+
+    def make_head(self) -> NextnHead:
+        args = self._model.args
+        return NextnHead(
+            self.make_layer(args.num_hidden_layers),
+            args.hidden_size,
+            args.rms_norm_eps,
+            self.hidden_kind,
+            array_mask=self.array_mask,
+        )
+
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
+        """The model class itself stacks experts, splits projections and dequantises.
+
+        For that the head's tensors go by the names of the backbone's last layer.
+        """
+        prefix = f"model.layers.{self._model.args.num_hidden_layers - 1}."
+        named = {prefix + name: tensor for name, tensor in source.tensors.items()}
+        try:
+            clean: Mapping[str, mx.array] = self._model.sanitize(named)
+        except KeyError as missing:
+            name = str(missing.args[0]).removeprefix(prefix)
+            return HeadUnusable(
+                f"the MTP head lacks {name}; use the original repository's checkpoint"
+            )
+        except ValueError as fault:
+            return HeadUnusable(
+                f"the MTP head's tensors do not fit together ({fault}); use the original "
+                "repository's checkpoint"
+            )
+        return dict(_placed(name.removeprefix(prefix), value) for name, value in clean.items())
+
+
+def _placed(name: str, value: mx.array) -> tuple[str, mx.array]:
+    return (name if name.startswith(_OWN) else f"layer.{name}"), value

@@ -1,0 +1,121 @@
+"""What the Qwen families have in common: where their parts are, and how their heads are stored."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx import nn
+
+from .head import HiddenKind, MtpHead
+from .rollback import Swaps
+from .weights import HeadSource, HeadUnusable
+
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)")
+_FUSED = re.compile(r"(.*\.mlp)\.experts\.gate_up_proj(\.weight|\.scales|\.biases)?")
+_NORM = re.compile(r"(^|[._])(norm|layernorm|pre_fc_norm_\w+)\.weight$")
+
+
+class QwenFamily:
+    """A text model of mlx-lm with a head in Qwen's layout; subclasses name its decoder layer."""
+
+    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
+    hidden_kind: HiddenKind = "post_norm"
+    swaps: ClassVar[Swaps] = {}
+
+    def __init__(self, text: Any) -> None:
+        """`text` holds the body as `model`, its arguments as `args`, and the lm_head if untied."""
+        self._text = text
+        self._body = text.model
+
+    def make_layer(self, index: int) -> nn.Module:
+        """A decoder layer as it would stand at `index` of the backbone."""
+        raise NotImplementedError
+
+    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        return self._body(tokens, cache=caches)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.lm_head(hidden)
+
+    def lm_head(self, normed: mx.array) -> mx.array:
+        if self._text.args.tie_word_embeddings:
+            return self._body.embed_tokens.as_linear(normed)
+        return self._text.lm_head(normed)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self._body.embed_tokens(tokens)
+
+    def make_head(self) -> MtpHead:
+        args = self._text.args
+        # The index of a layer that has full attention: the head has no recurrence.
+        layer = self.make_layer(args.full_attention_interval - 1)
+        return MtpHead(layer, args.hidden_size, args.rms_norm_eps)
+
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
+        raw = norms_are_raw(source)
+        if isinstance(raw, HeadUnusable):
+            return raw
+        weights = _stack_experts(_split_fused_experts(dict(source.tensors)))
+        if isinstance(weights, HeadUnusable) or not raw:
+            return weights
+        return {k: v + 1.0 if _NORM.search(k) else v for k, v in weights.items()}
+
+
+def norms_are_raw(source: HeadSource) -> bool | HeadUnusable:
+    """Whether RMSNorm weights are stored as w - 1, as the original repositories do.
+
+    The backbone decides where head and backbone share a file; else the means do: raw weights lie
+    around 0, shifted ones around 1.
+    """
+    if source.backbone_is_raw is not None:
+        return source.backbone_is_raw
+    norms = [v for k, v in source.tensors.items() if _NORM.search(k)]
+    if not norms:
+        return False  # what is missing is named when the head is filled
+    mean = float(mx.concatenate([norm.astype(mx.float32) for norm in norms]).mean())
+    if mean < 0.4:
+        return True
+    if mean > 0.6:
+        return False
+    return HeadUnusable(
+        f"the MTP head's norm weights average {mean:.2f}: neither the original layout (near 0) nor "
+        "a converted one (near 1); use the original repository's head"
+    )
+
+
+def _split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Qwen3.6: `experts.gate_up_proj` (E, 2I, H) and `experts.down_proj` (E, H, I).
+
+    MLX OptiQ quantises them as they are, as `.weight`, `.scales` and `.biases`: rows stay rows.
+    """
+    for name in list(weights):
+        if match := _FUSED.fullmatch(name):
+            stem, part = f"{match.group(1)}.switch_mlp", match.group(2) or ".weight"
+            fused = weights.pop(name)
+            middle = fused.shape[-2] // 2
+            weights[f"{stem}.gate_proj{part}"] = fused[..., :middle, :]
+            weights[f"{stem}.up_proj{part}"] = fused[..., middle:, :]
+            down = name.replace("gate_up_proj", "down_proj")
+            if down in weights:
+                weights[f"{stem}.down_proj{part}"] = weights.pop(down)
+    return weights
+
+
+def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array] | HeadUnusable:
+    """Qwen3-Next and 3.5: a tensor for each expert, stacked to (E, …) as switch layers want."""
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name in list(weights):
+        if match := _EXPERT.fullmatch(name):
+            prefix, index, part, rest = match.groups()
+            stacked = experts.setdefault(f"{prefix}.switch_mlp.{part}_proj.{rest}", {})
+            stacked[int(index)] = weights.pop(name)
+    for name, parts in experts.items():
+        shapes = {part.shape for part in parts.values()}
+        if len(shapes) > 1:
+            return HeadUnusable(
+                f"the MTP head's experts have tensors of {len(shapes)} shapes for {name}, the "
+                f"first two {sorted(shapes)[:2]}; use a checkpoint whose experts are stored alike"
+            )
+        weights[name] = mx.stack([parts[index] for index in sorted(parts)])
+    return weights

@@ -1,0 +1,32 @@
+"""Qwen3.5 and 3.6, dense and mixture of experts: mlx-lm's qwen3_5 and qwen3_5_moe."""
+
+from typing import ClassVar
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import qwen3_5
+
+from .head import HiddenKind
+from .qwen import QwenFamily
+from .rollback import Swaps, TapedGatedDelta
+
+
+class TapedGatedDeltaNet(TapedGatedDelta, qwen3_5.GatedDeltaNet):
+    """mlx-lm's layer with a tape."""
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        z = self.in_proj_z(inputs)
+        z = z.reshape(*z.shape[:2], self.num_v_heads, self.head_v_dim)
+        return self.in_proj_qkv(inputs), z, self.in_proj_b(inputs), self.in_proj_a(inputs)
+
+
+class Qwen35Family(QwenFamily):
+    """The language model of a checkpoint that may have a vision tower."""
+
+    swaps: ClassVar[Swaps] = {qwen3_5.GatedDeltaNet: TapedGatedDeltaNet}
+
+    def __init__(self, model: qwen3_5.Model, _kind: HiddenKind = "post_norm") -> None:
+        super().__init__(model.language_model)
+
+    def make_layer(self, index: int) -> nn.Module:
+        return qwen3_5.DecoderLayer(self._text.args, layer_idx=index)

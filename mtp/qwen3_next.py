@@ -1,0 +1,34 @@
+"""Qwen3-Next: mlx-lm's qwen3_next."""
+
+from typing import ClassVar
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import qwen3_next
+
+from .head import HiddenKind
+from .qwen import QwenFamily
+from .rollback import Swaps, TapedGatedDelta
+
+
+class TapedQwen3NextGatedDeltaNet(TapedGatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
+    """mlx-lm's layer with a tape; its projections are interleaved by key head."""
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(
+            self.in_proj_qkvz(inputs), self.in_proj_ba(inputs)
+        )
+        flat = [part.reshape(*inputs.shape[:2], -1) for part in (q, k, v)]
+        return mx.concatenate(flat, axis=-1), z, b, a
+
+
+class Qwen3NextFamily(QwenFamily):
+    """The whole model is the text model here."""
+
+    swaps: ClassVar[Swaps] = {qwen3_next.Qwen3NextGatedDeltaNet: TapedQwen3NextGatedDeltaNet}
+
+    def __init__(self, model: qwen3_next.Model, _kind: HiddenKind = "post_norm") -> None:
+        super().__init__(model)
+
+    def make_layer(self, index: int) -> nn.Module:
+        return qwen3_next.Qwen3NextDecoderLayer(self._text.args, layer_idx=index)

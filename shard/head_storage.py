@@ -1,0 +1,89 @@
+"""How one tensor of an MTP head may be stored: plain, packed by mlx, or in FP8 blocks."""
+
+from dataclasses import dataclass
+
+from .head_layouts import Found, Shape
+from .headers import Tensor
+
+ORIGINAL = "Use the original repository: conversions by mlx_lm.convert drop these tensors."
+READABLE = "Use a repository whose head is in bfloat16 or quantised by mlx in its affine mode."
+
+_FLOATS = ("BF16", "F16", "F32")
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (32, 64, 128)
+_FP8_BLOCK = 128
+"""Rows and columns to a scale, as DeepSeek-V3 has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that can be read: its scales and biases, and its bits where mlx packed it."""
+
+    companions: tuple[str, ...] = ()
+    bits: int | None = None
+
+
+def stored(name: str, shape: Shape, found: Found, *, fp8: bool) -> Stored | str:
+    """How `name`, predicted in `shape`, is stored; or what is wrong with it, and the remedy."""
+    tensor = found[name]
+    if len(shape) > 1 and name.endswith(".weight"):
+        if tensor.dtype == "U32":
+            return _packed(name, shape, found)
+        if tensor.dtype == "F8_E4M3" and fp8:
+            return _blocks(name, shape, found)
+    if tensor.dtype not in _FLOATS:
+        return f"the MTP head's {tensor.name} is stored as {tensor.dtype}, not read. {READABLE}"
+    return _of_shape(tensor, shape) or Stored()
+
+
+def _of_shape(tensor: Tensor, shape: Shape) -> str | None:
+    if tensor.shape == shape:
+        return None
+    return f"the MTP head's {tensor.name} has shape {tensor.shape}, expected {shape}. {ORIGINAL}"
+
+
+def _packed(name: str, shape: Shape, found: Found) -> Stored | str:
+    """mlx packs inputs of `bits` each into uint32; a scale and a bias for each group of inputs."""
+    packed, stem = found[name], name.removesuffix("weight")
+    *outer, inputs = shape
+    bits, rest = divmod(packed.shape[-1] * 32, inputs) if packed.shape and inputs else (0, 1)
+    if list(packed.shape[:-1]) != outer or rest or bits not in _BITS:
+        return (
+            f"the MTP head's quantised {packed.name} has shape {packed.shape}, "
+            f"which no bits give for {shape}. {ORIGINAL}"
+        )
+    scales = found.get(f"{stem}scales")
+    if scales is not None and scales.dtype not in _FLOATS:
+        return (
+            f"the MTP head's {packed.name} is quantised with scales of {scales.dtype} (an mx or nv "
+            f"format), which is not read. {READABLE}"
+        )
+    groups = {(*outer, inputs // group) for group in _GROUPS if inputs % group == 0}
+    for part in ("scales", "biases"):
+        tensor = found.get(f"{stem}{part}")
+        if tensor is None:
+            return _without(packed, f"{packed.name.removesuffix('weight')}{part}")
+        if tensor.shape not in groups or tensor.dtype not in _FLOATS:
+            return (
+                f"the MTP head's {tensor.name} has shape {tensor.shape} of {tensor.dtype}, which "
+                f"does not fit {packed.name} of {shape}. {ORIGINAL}"
+            )
+        groups = {tensor.shape}
+    return Stored((f"{stem}scales", f"{stem}biases"), bits)
+
+
+def _blocks(name: str, shape: Shape, found: Found) -> Stored | str:
+    weight = found[name]
+    if problem := _of_shape(weight, shape):
+        return problem
+    scale = found.get(f"{name}_scale_inv")
+    if scale is None:
+        return _without(weight, f"{weight.name}_scale_inv")
+    if scale.dtype not in _FLOATS:
+        return f"the MTP head's {scale.name} is stored as {scale.dtype}, not read. {READABLE}"
+    blocks = tuple(-(-length // _FP8_BLOCK) for length in shape)
+    return _of_shape(scale, blocks) or Stored((f"{name}_scale_inv",))
+
+
+def _without(tensor: Tensor, name: str) -> str:
+    return f"the MTP head's {tensor.name} is quantised but {name} is missing. {ORIGINAL}"

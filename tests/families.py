@@ -1,0 +1,84 @@
+"""Families with their oracle's checkpoints and numbers, as a runner holds them."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from models import Family as Name
+
+from exo_node.mtp.family import Family, family_of
+from exo_node.mtp.head import HiddenKind
+from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+
+ORACLE = Path(__file__).parent / "oracle"
+FED: dict[str, tuple[HiddenKind, ...]] = {
+    "qwen3_5": ("post_norm",),
+    "qwen3_5_moe": ("post_norm",),
+    "qwen3_next": ("post_norm",),
+    "deepseek_v3": ("post_norm", "pre_norm"),
+    "glm4_moe": ("post_norm", "pre_norm"),
+}
+CASES = [(name, fed) for name, kinds in FED.items() for fed in kinds]
+NEXTN: tuple[Name, ...] = ("deepseek_v3", "glm4_moe")
+ATOL = 5e-5
+"""Of logits up to 30 in float32, added up in another order than transformers does."""
+
+Tensors = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint as a runner holds it, and its expected numbers."""
+
+    stage: StageModel
+    family: Family
+    head: Any
+    prompts: Sequence[list[int]]
+    expected: Sequence[Mapping[str, Any]]
+
+
+def head_tensors(folder: Path) -> Tensors:
+    """The head's tensors by what stands behind their prefix, whichever of the two it has."""
+    weights = cast(Tensors, mx.load(str(folder / "model.safetensors")))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    nextn = f"model.layers.{config.get('num_hidden_layers')}."
+    prefixes = ("mtp.", "language_model.mtp.", nextn)
+    return {k.removeprefix(p): v for k, v in weights.items() for p in prefixes if k.startswith(p)}
+
+
+def stage_of(folder: Path, layers: int, dtype: mx.Dtype = mx.float32) -> StageModel:
+    model, _ = load_whole_or_stage(
+        folder, 0, layers, dtype, outer=True, progress=lambda _done, _total: None
+    )
+    return StageModel(model, 0, layers)
+
+
+def made_family(stage: StageModel, fed: HiddenKind) -> Family:
+    family = family_of(stage.model, fed)
+    assert family is not None
+    return family
+
+
+@functools.cache
+def opened(name: str, fed: HiddenKind) -> Opened:
+    folder = ORACLE / name
+    oracle: dict[str, Any] = json.loads((folder / "oracle.json").read_text())
+    layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    stage = stage_of(folder, layers)
+    family = made_family(stage, fed)
+    head = load_head(family, HeadSource(head_tensors(folder), True), mx.float32)
+    assert not isinstance(head, HeadUnusable), head
+    return Opened(stage, family, head, oracle["prompts"], oracle[fed])
+
+
+def row(ids: Sequence[int]) -> mx.array:
+    return mx.array([list(ids)])

@@ -1,0 +1,341 @@
+"""Writes the tiny checkpoints and their expected numbers beside this file, with transformers.
+
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors
+    VENV/bin/python tests/oracle/generate.py [FAMILY ...]
+
+Not run by the tests, which need no torch. Each FAMILY folder gets `config.json` and
+`model.safetensors` in the layout of its original repository, and `oracle.json`. Weights are random,
+but such that a token's own embedding decides most of what follows it: so the text does not settle
+on one token, and the head, which sees that embedding too, is often right and sometimes not.
+
+Everything is float32 and without caches: each draft computes the whole sequence anew, so that
+nothing of ours (caches, rollback, priming) has a counterpart here.
+"""
+
+# torch is no dependency of the project, so that nothing of it is typed here.
+# pyright: basic, reportMissingImports=false
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+HERE = Path(__file__).parent
+VOCABULARY, HIDDEN, LAYERS = 64, 32, 3
+TOKENS = 48
+MAX_K = 3
+PROMPTS = ([3, 14, 15, 9, 26, 5], [58, 1, 33], list(range(40, 8, -1)))
+PICKED = {
+    "deepseek_v3": (9, 0.6),
+    "glm4_moe": (8, 0.5),
+    "qwen3_5": (7, 0.4),
+    "qwen3_5_moe": (8, 0.4),
+    "qwen3_next": (8, 0.4),
+}
+"""Seed and gain, the share that layers have in the residual stream: with less of it the head is
+right more often and the text repeats itself sooner."""
+LOGIT_ROWS = 2
+"""The last rows of teacher forcing whose logits are kept; of all others the argmax."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+NEXTN = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": None,
+}
+QWEN = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": COMMON
+    | NEXTN
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "attention_bias": False,
+    },
+    "glm4_moe": COMMON
+    | NEXTN
+    | {
+        "model_type": "glm4_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "n_group": 1,
+        "attention_bias": True,
+    },
+    "qwen3_5": COMMON
+    | QWEN
+    | {"model_type": "qwen3_5_text", "rope_parameters": ROPE, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": COMMON
+    | QWEN
+    | QWEN_EXPERTS
+    | {"model_type": "qwen3_5_moe_text", "rope_parameters": ROPE, "mtp_num_hidden_layers": 1},
+    "qwen3_next": COMMON
+    | QWEN
+    | QWEN_EXPERTS
+    | {
+        "model_type": "qwen3_next",
+        "num_nextn_predict_layers": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+    },
+}
+FED = {"deepseek_v3": ("post_norm", "pre_norm"), "glm4_moe": ("post_norm", "pre_norm")}
+
+
+def main(families: list[str]) -> None:
+    torch.set_num_threads(1)
+    for family in families or CONFIGS:
+        folder = HERE / family
+        folder.mkdir(exist_ok=True)
+        write_checkpoint(folder, CONFIGS[family], *PICKED[family])
+        with torch.no_grad():
+            facts = {fed: expected(folder, fed) for fed in FED.get(family, ("post_norm",))}
+        text = json.dumps({"prompts": PROMPTS, **facts}, separators=(",", ":"))
+        _ = (folder / "oracle.json").write_text(text + "\n")
+        for fed, fact in facts.items():
+            counts = [answer["K"] for answer in fact]
+            distinct = [len(set(answer["greedy_ids"])) for answer in fact]
+            print(f"{family} {fed}: {distinct} distinct tokens, {counts}")
+
+
+# Checkpoints
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, gain: float) -> None:
+    """Names and shapes are those that transformers saves; the head's are its last layer's.
+
+    Qwen3.5's repositories hold the backbone's experts fused, as transformers has them in memory.
+    """
+    _ = (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder / "shapes", max_shard_size="1GB")
+    shapes = {k: v.shape for k, v in load_file(folder / "shapes" / "model.safetensors").items()}
+    for file in (folder / "shapes").iterdir():
+        file.unlink()
+    (folder / "shapes").rmdir()
+    head = head_shapes(shapes, nextn="first_k_dense_replace" in config)
+    if config["model_type"] == "qwen3_5_moe_text":
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+    shapes |= head
+    generator = torch.Generator().manual_seed(seed)
+    zero_centred = "first_k_dense_replace" not in config
+    tensors = {k: filled(k, shapes[k], generator, zero_centred) for k in sorted(shapes)}
+    for name in tensors:
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            tensors[name] *= gain
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def head_shapes(shapes: dict[str, torch.Size], *, nextn: bool) -> dict[str, torch.Size]:
+    last = max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
+    layer = {
+        name.removeprefix(f"model.layers.{last}."): shape
+        for name, shape in shapes.items()
+        if name.startswith(f"model.layers.{last}.")
+    }
+    vector, fusion = torch.Size([HIDDEN]), torch.Size([HIDDEN, 2 * HIDDEN])
+    if not nextn:
+        own = {"fc": fusion, "pre_fc_norm_embedding": vector}
+        own |= {"pre_fc_norm_hidden": vector, "norm": vector}
+        head = {f"mtp.{name}.weight": shape for name, shape in own.items()}
+        return head | {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
+    own = {"eh_proj": fusion, "enorm": vector, "hnorm": vector, "shared_head.norm": vector}
+    layer |= {f"{name}.weight": shape for name, shape in own.items()}
+    return {f"model.layers.{last + 1}.{name}": shape for name, shape in layer.items()}
+
+
+def filled(
+    name: str, shape: torch.Size, generator: torch.Generator, zero_centred: bool
+) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        return noise.abs().add(0.5).log()
+    if name.endswith("e_score_correction_bias"):
+        # Positive: where it outweighs a score, mlx-lm and transformers mask groups differently.
+        return 0.1 * noise.abs()
+    return drawn(name, noise, zero_centred).to(torch.bfloat16)
+
+
+def drawn(name: str, noise: torch.Tensor, zero_centred: bool) -> torch.Tensor:
+    if "norm" in name:
+        # In steps that bfloat16 has between 1 and 2 too: mlx-lm adds the 1 before it converts.
+        steps = (0.2 * noise).clamp(-0.5, 0.5).mul(128).round() / 128
+        return steps + (0.0 if zero_centred and "linear_attn.norm" not in name else 1.0)
+    if noise.ndim == 1:
+        return 0.1 * noise
+    if "embed_tokens" in name or "lm_head" in name:
+        return noise
+    scaled = noise / noise.shape[-1] ** 0.5
+    if "eh_proj" in name or name == "mtp.fc.weight":
+        embedding, hidden = scaled.split(HIDDEN, dim=-1)
+        return torch.cat([torch.eye(HIDDEN) + 0.1 * embedding, 0.3 * hidden], dim=-1)
+    return scaled
+
+
+# Expected numbers
+
+
+@dataclass
+class Target:
+    """The backbone and its head, as pure functions of whole sequences."""
+
+    model: Any
+    mtp: Any
+    pre_norm: bool
+
+    def run(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, V) logits, and (n, H) of the hidden that feeds the head."""
+        before: list[torch.Tensor] = []
+        hook = self.model.model.norm.register_forward_hook(lambda _m, x, _y: before.append(x[0]))
+        out = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        hook.remove()
+        return out.logits[0], (before[0] if self.pre_norm else out.hidden_states[-1])[0]
+
+    def draft(
+        self, hidden: torch.Tensor, following: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, V) draft logits and (n, H) of the head's output, for rows (hidden, next token)."""
+        positions = torch.arange(1, len(following) + 1)[None]
+        layer = self.mtp.layers[0]
+        layer.use_post_norm = not self.pre_norm
+        out = self.mtp.forward_layer(
+            0, hidden[None], positions, None, input_ids=torch.tensor([following])
+        )
+        read = layer.post_norm(out) if self.pre_norm else out
+        return self.mtp._project_to_logits(read)[0], out[0]
+
+    def drafts(self, ids: list[int], hidden: torch.Tensor) -> list[int]:
+        """Drafts after `ids`; `hidden` has a row for each of them but the last."""
+        following, made = ids[1:], []
+        for _ in range(MAX_K):
+            logits, out = self.draft(hidden, following)
+            made.append(int(logits[-1].argmax()))
+            hidden = torch.cat([hidden, out[-1:]])
+            following = [*following, made[-1]]
+        return made
+
+
+def expected(folder: Path, fed: str) -> list[dict[str, Any]]:
+    target = opened(folder, pre_norm=fed == "pre_norm")
+    return [one_answer(target, prompt) for prompt in PROMPTS]
+
+
+def opened(folder: Path, *, pre_norm: bool) -> Target:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    if not hasattr(model.config, "num_mtp_layers"):  # transformers ignores the Qwen heads
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    elif "first_k_dense_replace" in CONFIGS[folder.name]:  # it knows the published depths only
+        layers = model.config.num_hidden_layers
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
+    return Target(model, MtpModel.from_pretrained(model).eval(), pre_norm)
+
+
+def one_answer(target: Target, prompt: list[int]) -> dict[str, Any]:
+    ids = list(prompt)
+    for _ in range(TOKENS):
+        ids.append(int(target.run(ids)[0][-1].argmax()))
+    logits, hidden = target.run(ids[:-1])
+    drafted, _ = target.draft(hidden, ids[1:])
+    # By what is emitted before a round: how many of its first drafts are the greedy tokens.
+    right = [
+        next(mismatches(target.drafts(ids[:end], hidden[: end - 1]), ids[end:]), MAX_K)
+        for end in range(len(prompt) + 1, len(ids))
+    ]
+    return {
+        "greedy_ids": ids[len(prompt) :],
+        "logits": rounded(logits[-LOGIT_ROWS:]),
+        "hidden": rounded(hidden[-LOGIT_ROWS:]),
+        "draft_ids": drafted.argmax(-1).tolist(),
+        "draft_logits": rounded(drafted[-LOGIT_ROWS:]),
+        "K": {str(k): counts(right, k) for k in range(1, MAX_K + 1)},
+    }
+
+
+def counts(right: list[int], k: int) -> dict[str, int]:
+    """Rounds of `k` drafts, each verified against the greedy ids, until all of them are emitted.
+
+    `drafted` and `accepted` as the stats count them: every draft that was verified, and those that
+    were emitted. Near the end a round drafts no more than may still be emitted before its last
+    token, which the verify itself gives.
+    """
+    found = {"rounds": 0, "drafted": 0, "accepted": 0}
+    emitted = 1  # the first token comes from the prefill
+    while emitted < TOKENS:
+        depth = min(k, TOKENS - emitted - 1)
+        if depth:
+            accepted = min(right[emitted - 1], depth)
+            found["rounds"] += 1
+            found["drafted"] += depth
+            found["accepted"] += accepted
+            emitted += accepted
+        emitted += 1
+    return found
+
+
+def mismatches(made: list[int], wanted: list[int]) -> Iterator[int]:
+    """Where the drafts stop being right; one past the end of the answer counts as right."""
+    return (i for i, (token, want) in enumerate(zip(made, wanted, strict=False)) if token != want)
+
+
+def rounded(rows: torch.Tensor) -> list[list[float]]:
+    return [[round(x, 6) for x in row] for row in rows.tolist()]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,187 @@
+"""The engine's modes on the demo: adaptive depth, strict rows, log-probabilities."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec, whole_engine
+from shims import by_contents, by_rows, perturb
+
+from exo_node.mtp.costs import RoundCosts
+from exo_node.mtp.depth import Prior
+from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import InvalidRequest
+from exo_node.shard.engine import Done, TextEngine
+from exo_node.shard.profile import Profile, ProfileKey
+
+KEY = ProfileKey("a test", "", "float32", "", 0, 0)
+STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
+
+
+@pytest.fixture(scope="module")
+def engine() -> TextEngine:
+    return whole_engine(DEMO)
+
+
+def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> TextEngine:
+    """An engine that believes rounds cost so many seconds, on a clock that says nothing else."""
+    wanted = spec(native_mtp=True)
+    loaded = load_quietly(wanted)
+    assert loaded.codec is not None
+    clock = itertools.count(0.0, 1e-9)  # far less than `probed`, so the estimates stay
+    profile = Profile(KEY, None, lambda: next(clock), RoundCosts(probed))
+    if seen:
+        profile.prior = Prior([seen] * 3, [accepted] * 3)
+    return TextEngine(
+        loaded.codec,
+        loaded.model,
+        dtype="float32",
+        vocabulary=loaded.vocabulary,
+        context_length=4096,
+        prefill_chunk=256,
+        async_draft_eval=True,
+        head=loaded.head,
+        max_k=3,
+        link=None,
+        clock=lambda: next(clock),
+        profile=profile,
+    )
+
+
+# ---------------------------------------------------------------- adaptive
+
+
+@pytest.mark.parametrize(("probed", "parked"), [((1, 9, 9, 9), True), ((1, 1.1, 1.2, 1.3), False)])
+def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
+    probed: tuple[float, ...], parked: bool
+) -> None:
+    got = answer(
+        with_costs(*probed, seen=90, accepted=81), request(STORY["prompt_ids"], 3, 300, adaptive=True)
+    )
+    assert list(got.ids) == STORY["greedy_ids"]
+    plain, *drafted = got.stats.draft_k_histogram
+    assert (plain > sum(drafted)) is parked
+    assert got.stats.draft_policy == "adaptive"
+    assert got.stats.num_draft_tokens == 3
+
+
+def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
+    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(STORY["prompt_ids"], 2, 300))
+    rounds = STORY["K"]["2"]
+    assert got.stats.draft_policy == "fixed"
+    assert got.stats.spec_decode_rounds == rounds["rounds"]
+
+
+def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
+    """Rows that plain decoding commits reach the head's cache before it drafts again."""
+    engine = with_costs(1, 9, 9, 9, seen=90, accepted=1)
+    wanted = request(STORY["prompt_ids"], 1, 200, adaptive=True, ignore_end=True)
+    got = answer(engine, wanted)
+    looks = [r for r in got.rounds if r.drafted]
+    assert looks
+    assert sum(r.accepted for r in looks) > len(looks) / 2
+
+
+def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
+    sampling = Sampling(temperature=0.9, seed=11)
+    plain = answer(engine, request(STORY["prompt_ids"], 0, 60, sampling=sampling, ignore_end=True))
+    other = with_costs(1, 1.5, 1.2, 9, seen=90, accepted=60)
+    wanted = request(STORY["prompt_ids"], 3, 60, sampling=sampling, ignore_end=True, adaptive=True)
+    assert answer(other, wanted).ids == plain.ids
+
+
+def test_loading_measures_what_rounds_cost() -> None:
+    engine = whole_engine(DEMO)
+    engine.probe()
+    got = answer(engine, request(STORY["prompt_ids"], 2, 40, adaptive=True))
+    assert list(got.ids) == STORY["greedy_ids"][:40]
+    assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1
+
+
+# ---------------------------------------------------------------- strict
+
+
+def strict_engine(shim: object) -> TextEngine:
+    wanted = spec(native_mtp=True, fixed_rows=4)
+    loaded = load_quietly(wanted)
+    assert perturb(loaded.model.model, shim)  # pyright: ignore[reportArgumentType]
+    engine = engine_of(loaded, wanted)
+    engine.probe()
+    return engine
+
+
+def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
+    """The ids of an answer while its memory is asked for between all of its events."""
+    ids: list[int] = []
+    for event in engine.generate(request(STORY["prompt_ids"], k, 48, ignore_end=True)):
+        _ = engine.cache_bytes()
+        if not isinstance(event, Done) and hasattr(event, "round"):
+            ids += event.round.tokens  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(ids)
+
+
+def test_strict_rows_hold_where_kernels_depend_on_them() -> None:
+    engine = strict_engine(by_rows)
+    assert engine.identity == "bitwise"
+    plain = watched(engine, 0)
+    assert [watched(engine, k) for k in (1, 2, 3)] == [plain] * 3
+
+
+def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
+    engine = strict_engine(by_contents)
+    assert "strict" in engine.head_off
+    assert len(watched(engine, 0)) == 48
+    with pytest.raises(InvalidRequest, match="range of 0 to 0"):
+        _ = watched(engine, 1)
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int) -> None:
+    plain = answer(engine, request(STORY["prompt_ids"], 0, 40, top_logprobs=3))
+    got = answer(engine, request(STORY["prompt_ids"], k, 40, top_logprobs=3))
+    assert got.ids == plain.ids
+    entries = [entry for r in got.rounds for entry in r.logprobs]
+    assert entries == [entry for r in plain.rounds for entry in r.logprobs]
+    assert [entry.token for entry in entries] == list(got.ids)
+    for entry in entries:
+        assert entry.top[0] == (entry.token, entry.logprob)  # greedy: the best one was emitted
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 3
+
+
+def test_log_probabilities_follow_penalties(engine: TextEngine) -> None:
+    biased = Sampling()
+    first = answer(engine, request(STORY["prompt_ids"], 0, 1)).ids[0]
+    penalties = dataclasses.replace(biased.penalties, logit_bias=((first, -100.0),))
+    sampling = dataclasses.replace(biased, penalties=penalties)
+    got = answer(engine, request(STORY["prompt_ids"], 2, 8, sampling=sampling, top_logprobs=2))
+    entries = [entry for r in got.rounds for entry in r.logprobs]
+    assert got.ids[0] != first
+    assert all(first not in dict(entry.top) for entry in entries)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_unasked_for_there_are_none_and_zero_gives_the_tokens_own(
+    engine: TextEngine, k: int
+) -> None:
+    def all_rounds(top: int | None) -> Iterator[int]:
+        got = answer(engine, request(STORY["prompt_ids"], k, 12, top_logprobs=top))
+        for r in got.rounds:
+            assert all(entry.top == () for entry in r.logprobs)
+            yield len(r.logprobs)
+
+    assert sum(all_rounds(None)) == 0
+    assert sum(all_rounds(0)) == 12
+
+
+def test_they_are_those_of_the_whole_vocabulary(engine: TextEngine) -> None:
+    got = answer(engine, request(STORY["prompt_ids"], 0, 1, top_logprobs=4096))
+    entry = got.rounds[0].logprobs[0]
+    total = mx.logsumexp(mx.array([value for _, value in entry.top])).item()
+    assert total == pytest.approx(0.0, abs=1e-4)

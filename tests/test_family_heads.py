@@ -1,0 +1,213 @@
+"""Heads of every layout are loaded by every family, or refused with the reason."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from engines import load_quietly, spec
+from families import (
+    ATOL,
+    FED,
+    NEXTN,
+    ORACLE,
+    Tensors,
+    head_tensors,
+    made_family,
+    opened,
+    row,
+    stage_of,
+)
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from models import GROUP_SIZE, make_checkpoint
+from models import Family as Name
+
+from exo_node.mtp.family import Family, draft_logits
+from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.shard.stage_model import StageModel
+
+
+def made(folder: Path, name: Name) -> Path:
+    """With a tokenizer, which a runner wants."""
+    return make_checkpoint(folder / name, name, dtype="float32", vocab=4096)
+
+
+def head_state(folder: Path, fed: str) -> str:
+    return load_quietly(spec(folder, 0, 4, native_mtp=True, mtp_hidden=fed)).head_state
+
+
+def test_a_qwen_head_is_not_fed_before_the_norm(tmp_path: Path) -> None:
+    state = head_state(made(tmp_path, "qwen3_next"), "pre_norm")
+    assert "native_mtp.hidden is 'pre_norm'" in state
+    assert "fed 'post_norm'; correct the card" in state
+
+
+@pytest.mark.parametrize("name", NEXTN)
+def test_a_nextn_head_is_fed_as_the_card_says(tmp_path: Path, name: Name) -> None:
+    folder = made(tmp_path, name)
+    for fed in ("post_norm", "pre_norm"):
+        loaded = load_quietly(spec(folder, 0, 4, native_mtp=True, mtp_hidden=fed))
+        assert loaded.head_state == "loaded"
+        assert loaded.head.hidden_kind == fed
+    assert "fed 'post_norm' or 'pre_norm'; correct the card" in head_state(folder, "nowhere")
+
+
+def test_caches_that_keep_no_way_back_turn_drafting_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rotating(_stage: StageModel) -> list[Any]:
+        return [RotatingKVCache(max_size=8)]
+
+    monkeypatch.setattr(StageModel, "make_caches", rotating)
+    state = head_state(made(tmp_path, "glm4_moe"), "post_norm")
+    assert "rows cannot be taken back" in state
+    assert "RotatingKVCache" in state
+    assert "remove [native_mtp]" in state
+
+
+def refusal(family: Family, tensors: Tensors) -> str:
+    unusable = load_head(family, HeadSource(tensors, True), None)
+    assert isinstance(unusable, HeadUnusable)
+    return unusable.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "named"),
+    [
+        ("deepseek_v3", "eh_proj.weight", "eh_proj.weight"),
+        ("deepseek_v3", "shared_head.norm.weight", "shared_head.norm.weight"),
+        ("deepseek_v3", "self_attn.kv_b_proj.weight", "self_attn.embed_q.weight"),
+        ("deepseek_v3", "mlp.experts.2.up_proj.weight", "mlp.experts.2.up_proj.weight"),
+        ("glm4_moe", "hnorm.weight", "hnorm.weight"),
+        ("glm4_moe", "self_attn.q_norm.weight", "self_attn.q_norm.weight"),
+        ("glm4_moe", "mlp.experts.0.down_proj.weight", "mlp.switch_mlp.down_proj.weight"),
+        ("qwen3_next", "layers.0.mlp.shared_expert_gate.weight", "shared_expert_gate.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, tensor: str, named: str) -> None:
+    tensors = head_tensors(ORACLE / name)
+    del tensors[tensor]
+    reason = refusal(opened(name, "post_norm").family, tensors)
+    assert "lacks" in reason
+    assert named in reason
+    assert "use the original repository" in reason
+
+
+@pytest.mark.parametrize("tensor", ["mlp.experts.1.up_proj.weight", "self_attn.kv_b_proj.weight"])
+def test_tensors_that_do_not_fit_together_are_refused(tensor: str) -> None:
+    tensors = head_tensors(ORACLE / "deepseek_v3") | {tensor: mx.zeros((15, 8))}
+    reason = refusal(opened("deepseek_v3", "post_norm").family, tensors)
+    assert "do not fit together" in reason
+
+
+@pytest.mark.parametrize(
+    ("raw", "bits", "head_bits"), [(True, 0, 0), (False, 0, 0), (False, 4, 0), (False, 8, 4)]
+)
+@pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
+def test_a_runner_loads_the_head_of_every_layout(
+    tmp_path: Path, name: Name, raw: bool, bits: int, head_bits: int
+) -> None:
+    sizes: dict[str, Any] = {"raw": raw, "bits": bits, "head_bits": head_bits}
+    folder = make_checkpoint(tmp_path / "m", name, vocab=4096, **sizes)
+    loaded = load_quietly(spec(folder, 0, 4, native_mtp=True))
+    assert loaded.head_state == "loaded"
+    assert loaded.head_bytes > 80_000
+
+
+def drafted(family: Family, tensors: Tensors, raw: bool, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Draft logits for arbitrary hiddens."""
+    head = load_head(family, HeadSource(tensors, raw), dtype)
+    assert not isinstance(head, HeadUnusable), head
+    size = family.embed(row([1])).shape[-1]
+    hidden = mx.random.normal((1, 5, size), key=mx.random.key(1)).astype(dtype)
+    output = head(hidden, family.embed(row([1, 2, 3, 4, 5])).astype(dtype), KVCache())
+    assert output.dtype == dtype
+    return draft_logits(family, head)(output)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
+def test_a_raw_head_and_a_converted_one_draft_the_same(tmp_path: Path, name: Name) -> None:
+    raw = make_checkpoint(tmp_path / "raw", name, dtype="float32")
+    converted = make_checkpoint(tmp_path / "converted", name, dtype="float32", raw=False)
+    family = made_family(stage_of(raw, 4), "post_norm")
+    wanted = drafted(family, head_tensors(raw), True)
+    got = drafted(family, head_tensors(converted), False)
+    assert mx.allclose(got, wanted, rtol=0, atol=ATOL)
+
+
+def dequantised(tensors: Tensors, bits: int) -> Tensors:
+    plain = {k: v for k, v in tensors.items() if not k.endswith((".scales", ".biases"))}
+    for stem in [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]:
+        parts = (tensors[f"{stem}.{part}"] for part in ("weight", "scales", "biases"))
+        plain[f"{stem}.weight"] = mx.dequantize(*parts, group_size=GROUP_SIZE, bits=bits)
+    return plain
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
+def test_a_quantised_head_drafts_as_its_dequantised_weights_do(
+    tmp_path: Path, name: Name, bits: int
+) -> None:
+    folder = make_checkpoint(tmp_path / "m", name, dtype="float32", raw=False, head_bits=bits)
+    family = made_family(stage_of(folder, 4), "post_norm")
+    tensors = head_tensors(folder)
+    got, wanted = (drafted(family, t, False) for t in (tensors, dequantised(tensors, bits)))
+    assert mx.allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", *NEXTN])
+def test_a_plain_head_drafts_over_a_quantised_backbone(tmp_path: Path, name: Name) -> None:
+    """On a CPU, which gathers experts of 16 bits only where they are quantised."""
+    folder = make_checkpoint(tmp_path / "m", name, raw=False, bits=4)
+    family = made_family(stage_of(folder, 4, mx.bfloat16), "post_norm")
+    tensors = head_tensors(folder)
+    got = drafted(family, tensors, False, mx.bfloat16)
+    wanted = drafted(family, tensors, False, mx.float32)
+    assert mx.allclose(got, wanted, rtol=0, atol=0.05)
+
+
+def test_fp8_blocks_are_dequantised(tmp_path: Path) -> None:
+    """DeepSeek-V3 as published: weights in E4M3 with a scale for each block of 128 by 128."""
+    folder = make_checkpoint(tmp_path / "m", "deepseek_v3", dtype="float32")
+    family = made_family(stage_of(folder, 4), "post_norm")
+    tensors = head_tensors(folder)
+    plain, packed = dict(tensors), dict(tensors)
+    for name, value in tensors.items():
+        if name.endswith("_proj.weight") and "eh_proj" not in name:
+            scale = mx.max(mx.abs(value)) / 100
+            packed[name] = mx.to_fp8(value / scale)
+            blocks = [-(-side // 128) for side in value.shape]
+            packed[f"{name}_scale_inv"] = mx.full(blocks, scale)
+            stored = mx.from_fp8(packed[name], dtype=mx.bfloat16)
+            plain[name] = (stored * scale).astype(mx.bfloat16).astype(mx.float32)
+    assert len(packed) > len(tensors)
+    assert mx.allclose(drafted(family, packed, True), drafted(family, plain, True), atol=1e-2)
+    assert not mx.allclose(drafted(family, tensors, True), drafted(family, plain, True), atol=1e-2)
+
+
+def test_copies_of_shared_tensors_are_not_loaded(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", "glm4_moe", dtype="float32")
+    tensors = head_tensors(folder)
+    assert {"embed_tokens.weight", "shared_head.head.weight"} < set(tensors)
+    family = made_family(stage_of(folder, 4), "post_norm")
+    head = load_head(family, HeadSource(tensors, True), None)
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(cast(Any, head).parameters()))
+    loaded = sum(value.nbytes for _, value in parameters)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    assert loaded == sum(v.nbytes for k, v in tensors.items() if k not in copies)
+
+
+def test_families_are_imported_when_their_models_turn_up() -> None:
+    script = "import sys, exo_node.mtp.family\nprint(*sys.modules)"
+    command = [sys.executable, "-P", "-c", script]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    families = {f"mlx_lm.models.{name}" for name in FED}
+    assert "exo_node.mtp.family" in names
+    assert families.isdisjoint(names)

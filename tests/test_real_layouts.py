@@ -1,0 +1,294 @@
+"""Heads in the layouts that people really have: found whole, or refused by name with a remedy."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from header_files import (
+    COPIES,
+    EXPERT,
+    NAMES,
+    Entry,
+    Headers,
+    changed,
+    checkpoint_of,
+    found,
+    head_of,
+    headers,
+    reason,
+    write_checkpoint,
+)
+
+from exo_node.placement.card import ModelCard, derive_card
+from exo_node.placement.ids import ModelId
+from exo_node.placement.library import packaged_cards
+from exo_node.shard.checkpoint import read_checkpoint
+
+_REMEDY = re.compile(r"\. (Use a repository whose head|Use the original repository)")
+
+
+@dataclass(frozen=True)
+class Expected:
+    tensors: int
+    files: tuple[str, ...]
+    shares: bool = False
+    bits: dict[str, int] = field(default_factory=dict[str, int])
+    """By a part of the name, the first that fits: of a matrix that mlx packed."""
+    layout: str = "qwen"
+    claim: str = "mtp_num_hidden_layers = 1"
+
+
+EXPECTED = {
+    "qwen3.6-27b": Expected(
+        15, ("model-00013-of-00015.safetensors", "model-00015-of-00015.safetensors"), shares=True
+    ),
+    "qwen3.6-35b-a3b": Expected(
+        19, ("model-00025-of-00026.safetensors", "model-00026-of-00026.safetensors"), shares=True
+    ),
+    "qwen3.5-35b-a3b": Expected(
+        17 + 768,
+        (
+            "model.safetensors-00013-of-00014.safetensors",
+            "model.safetensors-00014-of-00014.safetensors",
+        ),
+        shares=True,
+    ),
+    "qwen3-next-80b-a3b": Expected(1553, ("model-00041-of-00041.safetensors",), claim=""),
+    "qwen3.5-9b-optiq-4bit": Expected(29, ("optiq/mtp.safetensors",), bits={"": 4}),
+    "qwen3.5-4b-optiq-4bit": Expected(29, ("mtp.safetensors",), bits={"": 4}),
+    "qwen3.6-35b-a3b-optiq-4bit": Expected(37, ("mtp.safetensors",), bits={"": 4}),
+    "qwen3-next-80b-a3b-6bit-model-mtp": Expected(
+        42, ("model-mtp.safetensors",), bits={"": 6}, claim="num_nextn_predict_layers = 1"
+    ),
+    "ornith-1.5-35b-a3b-mtplx": Expected(17 + 768, ("mtp/weights.safetensors",)),
+    "ornith-1.5-35b-a3b-oq4e-mtp": Expected(
+        42, ("model-00005-of-00005.safetensors",), shares=True, bits={"switch_mlp": 4, "": 8}
+    ),
+    "qwen3.6-35b-a3b-oq3-mtp": Expected(
+        42,
+        ("model-00004-of-00004.safetensors",),
+        shares=True,
+        bits={"switch_mlp": 3, "o_proj": 4, "q_proj": 5, "k_proj": 6, "": 8},
+    ),
+    "deepseek-v3": Expected(
+        1564,
+        ("model-00163-of-000163.safetensors",),
+        layout="nextn",
+        claim="num_nextn_predict_layers = 1",
+    ),
+    "glm-4.5-air": Expected(
+        404,
+        ("model-00047-of-00047.safetensors",),
+        shares=True,
+        layout="nextn",
+        claim="num_nextn_predict_layers = 1",
+    ),
+    "glm-4.6": Expected(
+        500, ("mtp.safetensors",), layout="nextn", claim="num_nextn_predict_layers = 1"
+    ),
+}
+
+DENSE = ("qwen3.6-27b", "qwen3.5-9b-optiq-4bit", "qwen3.5-4b-optiq-4bit")
+MIXTURES = [name for name in EXPECTED if name not in DENSE]
+
+
+def needed(name: str) -> list[Entry]:
+    """The head's tensors that nothing can replace, of many experts three."""
+    head = head_of(name)
+    counts = [int(match[1]) for match in map(EXPERT.search, head) if match]
+    kept = {0, len(set(counts)) // 2, max(counts, default=0)}
+
+    def sampled(entry: Entry) -> bool:
+        match = EXPERT.search(entry.name)
+        return match is None or int(match[1]) in kept
+
+    entries = [e for e in headers(name).entries if e.name in head and sampled(e)]
+    return [entry for entry in entries if head[entry.name] not in COPIES]
+
+
+def test_every_fixture_says_where_its_facts_are_from() -> None:
+    assert set(NAMES) == set(EXPECTED)
+    for name in NAMES:
+        assert headers(name).source and headers(name).derived, name
+
+
+def figure(name: str, key: str) -> int:
+    fixture = headers(name)
+    entries = [*fixture.entries, *fixture.unwritten]
+    head = found(checkpoint_of(name))
+    match key:
+        case "tensors":
+            return len(entries)
+        case "bytes":
+            return sum(entry.nbytes for entry in entries)
+        case "parameters":
+            return sum(math.prod(entry.shape) for entry in entries)
+        case "billions":
+            return round(sum(math.prod(entry.shape) for entry in entries) / 1e9)
+        case "head_tensors":
+            return len(head.tensors)
+        case "head_bytes":
+            return head.nbytes
+        case _:
+            raise AssertionError(key)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3.6-27b",
+        "qwen3.6-35b-a3b",
+        "qwen3.5-35b-a3b",
+        "qwen3-next-80b-a3b",
+        "qwen3.6-35b-a3b-optiq-4bit",
+        "ornith-1.5-35b-a3b-oq4e-mtp",
+        "ornith-1.5-35b-a3b-mtplx",
+        "deepseek-v3",
+        "glm-4.5-air",
+        "glm-4.6",
+    ],
+)
+def test_the_tensors_add_up_to_the_published_figures(name: str) -> None:
+    published = {k: v for k, v in headers(name).published.items() if k != "weight_bytes"}
+    assert published
+    assert {key: figure(name, key) for key in published} == published
+
+
+def test_the_optiq_heads_file_has_the_published_size() -> None:
+    name = "qwen3.5-9b-optiq-4bit"
+    header = headers(name).published["head_file_bytes"] - found(checkpoint_of(name)).nbytes
+    assert 29 * 90 < header < 29 * 140, "a header has about a hundred bytes for each tensor"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_head_is_found_whole_and_where_it_lies(name: str, tmp_path: Path) -> None:
+    expected = EXPECTED[name]
+    head = found(read_checkpoint(headers(name).write(tmp_path)))
+    assert (head.layout, len(head.tensors)) == (expected.layout, expected.tensors)
+    assert (head.files, head.shares_file_with_backbone) == (expected.files, expected.shares)
+    packed = [key for key, tensor in head.tensors.items() if tensor.dtype == "U32"]
+    bits = {key: next(b for part, b in expected.bits.items() if part in key) for key in packed}
+    assert head.bits == bits and head.quantised is bool(expected.bits)
+    assert {"fc.weight", "norm.weight"} <= set(head.tensors) or head.layout == "nextn"
+    assert {"eh_proj.weight", "mlp.gate.weight"} <= set(head.tensors) or head.layout == "qwen"
+
+
+def test_no_fixture_fills_the_disk(tmp_path: Path) -> None:
+    headers("glm-4.5-air").write(tmp_path)
+    files = [path.stat() for path in tmp_path.iterdir()]
+    assert sum(status.st_size for status in files) > 10 * 2**30
+    assert sum(status.st_blocks for status in files) * 512 < 16 * 2**20
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_tensor_that_is_missing_is_named(name: str) -> None:
+    for victim in needed(name):
+        text = reason(changed(name, victim.name, lambda _: None))
+        assert victim.name in text and "missing" in text, victim.name
+        assert _REMEDY.search(text), text
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_tensor_of_another_shape_is_named(name: str) -> None:
+    for victim in needed(name):
+        longer = dataclasses.replace(victim, shape=(3, *victim.shape))
+        text = reason(changed(name, victim.name, lambda _, longer=longer: longer))
+        assert victim.name in text and str(longer.shape) in text, victim.name
+        assert _REMEDY.search(text), text
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_tensor_of_a_dtype_that_is_not_read_is_named(name: str) -> None:
+    for victim in needed(name):
+        other = dataclasses.replace(victim, dtype="I8")
+        text = reason(changed(name, victim.name, lambda _, other=other: other))
+        stem, _, part = victim.name.rpartition(".")
+        named = f"{stem}.weight" if part == "scales" else victim.name
+        assert named in text and "I8" in text and _REMEDY.search(text), text
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_half_of_the_experts_are_no_head(name: str) -> None:
+    head, entries = head_of(name), list[Entry]()
+    count = max((int(m[1]) for m in map(EXPERT.search, head) if m), default=-1) + 1
+    for entry in headers(name).entries:
+        match = EXPERT.search(entry.name)
+        if entry.name not in head or (match and int(match[1]) < count // 2):
+            entries.append(entry)
+        elif match is None:
+            together = re.search(r"switch_mlp|mlp\.experts\.", entry.name)
+            shape = (entry.shape[0] // 2, *entry.shape[1:]) if together else entry.shape
+            entries.append(dataclasses.replace(entry, shape=shape))
+    text = reason(checkpoint_of(name, entries))
+    assert f"experts.{count // 2}." in text if count else "_proj" in text and "shape" in text
+    assert _REMEDY.search(text), text
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_head_that_was_stripped_is_told_from_none(name: str, tmp_path: Path) -> None:
+    fixture, head = headers(name), head_of(name)
+    entries = [entry for entry in fixture.entries if entry.name not in head]
+    write_checkpoint(tmp_path, fixture.config, entries, unindexed=fixture.unindexed)
+    text = reason(read_checkpoint(tmp_path))
+    if not EXPECTED[name].claim:
+        assert text == "the checkpoint has no MTP head, and config.json declares none."
+        return
+    assert f"({EXPECTED[name].claim})" in text and "mtp.*" in text and "stripped" in text
+    assert _REMEDY.search(text), text
+    if EXPECTED[name].layout == "nextn":
+        assert f"model.layers.{fixture.config['num_hidden_layers']}.*" in text
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_tensor_that_is_not_predicted_is_named(name: str) -> None:
+    last = next(e for e in reversed(headers(name).entries) if e.name in head_of(name))
+    prefix = last.name.removesuffix(head_of(name)[last.name])
+    stray = dataclasses.replace(last, name=f"{prefix}stray.weight", dtype="BF16", shape=(1,))
+    text = reason(checkpoint_of(name, [*headers(name).entries, stray]))
+    assert f"1 tensors that config.json does not predict, the first {stray.name}. Use the" in text
+
+
+def card_of(name: str) -> ModelCard:
+    fixture: Headers = headers(name)
+    total = sum(entry.nbytes for entry in [*fixture.entries, *fixture.unwritten])
+    weight_bytes = fixture.published.get("weight_bytes", total)
+    return derive_card(ModelId(name), fixture.config, weight_bytes)
+
+
+CARDS = {
+    # layers, KV layers, KV heads, head_dim, experts, of them chosen, expert width, bits
+    "qwen3.6-27b": (64, 16, 4, 256, 0, 0, 0, None),
+    "qwen3.6-35b-a3b": (40, 10, 2, 256, 256, 8, 512, None),
+    "qwen3.5-35b-a3b": (40, 10, 2, 256, 256, 8, 512, None),
+    "qwen3-next-80b-a3b": (48, 12, 2, 256, 512, 10, 512, None),
+    "ornith-1.5-35b-a3b-oq4e-mtp": (40, 10, 2, 256, 256, 8, 512, 4),
+    "glm-4.5-air": (46, 46, 8, 128, 128, 8, 1408, None),
+    "glm-4.6": (92, 92, 8, 128, 160, 8, 1536, None),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_card_of_each_config_has_its_figures(name: str) -> None:
+    card = card_of(name)
+    assert (card.num_layers, card.num_attention_layers) == CARDS[name][:2]
+    assert (card.num_key_value_heads, card.head_dim) == CARDS[name][2:4]
+    assert (card.num_experts, card.num_experts_per_tok) == CARDS[name][4:6]
+    assert (card.moe_intermediate_size, card.quantization) == CARDS[name][6:]
+    assert card.native_mtp is None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5-air", "glm-4.6", "qwen3-next-80b-a3b"])
+def test_a_mixtures_card_reads_few_of_its_bytes(name: str) -> None:
+    card = card_of(name)
+    read = card.num_layers * card.active_layer_bytes + card.lm_head_bytes
+    assert 0.03 < read / card.weight_bytes < 0.13
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3.6-35b-a3b"])
+def test_the_packaged_cards_say_what_the_checkpoint_says(name: str) -> None:
+    packaged = next(c for c in packaged_cards().values() if c.id.lower() == f"qwen/{name}")
+    given = {key: getattr(packaged, key) for key in ("id", "repository", "native_mtp", "sampling")}
+    assert card_of(name).model_copy(update=given) == packaged
