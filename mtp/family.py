@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import mlx.core as mx
 from mlx import nn
 
+from .draft_vocabulary import first_rows
 from .head import DraftHead, HiddenKind
 from .rollback import Swaps
 from .weights import HeadSource, HeadUnusable
@@ -30,6 +31,11 @@ class Family(Protocol):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """(1, n, H) of `hidden` -> (1, n, V)."""
+        ...
+
+    @property
+    def output(self) -> nn.Module:
+        """The matrix of `lm_head`: a linear layer, or the embeddings where they are tied."""
         ...
 
     def lm_head(self, normed: mx.array) -> mx.array:
@@ -74,9 +80,12 @@ def prepare(model: nn.Module) -> None:
             module.__class__ = stand_in
 
 
-def draft_logits(family: Family, head: DraftHead) -> Callable[[mx.array], mx.array]:
-    """(1, n, H) of the head's output -> (1, n, V)."""
-    return lambda output: family.lm_head(head.read_out(output))
+def draft_logits(
+    family: Family, head: DraftHead, vocabulary: int = 0
+) -> Callable[[mx.array], mx.array]:
+    """(1, n, H) of the head's output -> (1, n, V), or of the first `vocabulary` ids only."""
+    lm_head = first_rows(family.output, vocabulary) if vocabulary else family.lm_head
+    return lambda output: lm_head(head.read_out(output))
 
 
 def _class_for(model: nn.Module) -> type[Any] | None:

@@ -101,6 +101,10 @@ class NextnFamily:
     def logits(self, hidden: mx.array) -> mx.array:
         return self.lm_head(hidden if self.hidden_kind == "post_norm" else self._body.norm(hidden))
 
+    @property
+    def output(self) -> nn.Module:
+        return self._model.lm_head
+
     def lm_head(self, normed: mx.array) -> mx.array:
         return self._model.lm_head(normed)
 

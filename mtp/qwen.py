@@ -38,6 +38,11 @@ class QwenFamily:
     def logits(self, hidden: mx.array) -> mx.array:
         return self.lm_head(hidden)
 
+    @property
+    def output(self) -> nn.Module:
+        tied = self._text.args.tie_word_embeddings
+        return self._body.embed_tokens if tied else self._text.lm_head
+
     def lm_head(self, normed: mx.array) -> mx.array:
         if self._text.args.tie_word_embeddings:
             return self._body.embed_tokens.as_linear(normed)

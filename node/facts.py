@@ -93,7 +93,7 @@ class NodeFactsSource:
             async_eval = self._switches.value("native_mtp_async_draft_eval")
             adaptive = self._switches.value("native_mtp_adaptive")
         dtype = resolve_dtype(facts.dtype or "auto", card, facts.backend, facts.chip)
-        return StageSettings(dtype, async_eval, adaptive, facts.strict)
+        return StageSettings(dtype, async_eval, adaptive, facts.strict_rows)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._members() if m.id == node), None)

@@ -62,8 +62,8 @@ class StageSettings:
     dtype: str
     async_draft_eval: bool = True
     adaptive_draft: bool = True
-    strict: bool = False
-    """Every decode forward has max_k + 1 rows, so that drafts cannot change the kernels."""
+    strict_rows: int = 0
+    """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
 
 
 class Facts(Protocol):
@@ -289,7 +289,9 @@ class Placements:
                 native_mtp=not off,
                 max_draft_tokens=mtp.max_k if mtp else 0,
                 async_draft_eval=settings.async_draft_eval,
-                fixed_rows=mtp.max_k + 1 if mtp and settings.strict else 0,
+                fixed_rows=mtp.max(mtp.max_k + 1, settings.strict_rows)
+                if mtp and settings.strict_rows
+                else 0,
                 draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
                 mtp_hidden=mtp.hidden if mtp else "",
                 lease_s=LEASE_S,

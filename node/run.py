@@ -283,7 +283,7 @@ class Node:
             native_mtp_variable="" if given is None else str(int(given)),
             async_draft_eval=self._switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self._switches.value("native_mtp_adaptive"),
-            strict=self._settings.native_mtp_strict,
+            strict_rows=self._settings.native_mtp_strict,
         )
 
     def _runner_host(self) -> RunnerHost:

@@ -19,6 +19,8 @@ _BYTES: Final = {
 }
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _MIN_MEMORY: Final = 1_000_000
+MAX_STRICT_ROWS: Final = 64
+"""Rows that a decode forward may have and still be taken back, as mtp's tapes are long."""
 MAX_NAME_BYTES: Final = 63  # one DNS label, which is what mDNS announces
 
 
@@ -108,6 +110,18 @@ def as_file(value: str | Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file; create it or give another")
     return path
+
+
+def as_rows(value: str | int) -> int:
+    """0 (off), 1 (on), or a number of rows; true, yes, on and false, no, off mean 1 and 0."""
+    text = str(value).strip().lower()
+    if text in _TRUE | _FALSE:
+        return int(text in _TRUE)
+    if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) > MAX_STRICT_ROWS:
+        raise ValueError(
+            f"{value!r} is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
+        )
+    return int(text)
 
 
 def as_switch(value: str | bool) -> bool:

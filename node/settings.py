@@ -27,6 +27,7 @@ from .setting_values import (
     as_path,
     as_peers,
     as_port,
+    as_rows,
     as_secret,
     as_switch,
     is_loopback,
@@ -67,7 +68,7 @@ class Settings(BaseModel):
     the Hugging Face cache; `memory_limit` None takes the share that `hardware` allows. The
     `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
     run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
-    a model must be loaded anew for it.
+    a model must be loaded anew for it. 1 takes the card's max_k + 1 rows, more is their number.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -93,7 +94,7 @@ class Settings(BaseModel):
     native_mtp_enabled: Switch | None = None
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
-    native_mtp_strict: Switch = False
+    native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
 
 
 class ClientSettings(BaseModel):

@@ -138,7 +138,7 @@ class NodeFacts(_message.Message):
     NATIVE_MTP_VARIABLE_FIELD_NUMBER: _builtins.int
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
-    STRICT_FIELD_NUMBER: _builtins.int
+    STRICT_ROWS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -161,8 +161,8 @@ class NodeFacts(_message.Message):
     async_draft_eval: _builtins.bool
     adaptive_draft: _builtins.bool
     """EXO_NATIVE_MTP_ADAPTIVE, or the settings page"""
-    strict: _builtins.bool
-    """EXO_NATIVE_MTP_STRICT"""
+    strict_rows: _builtins.int
+    """EXO_NATIVE_MTP_STRICT: 0 off, 1 as many as the card needs, or a number"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -186,11 +186,11 @@ class NodeFacts(_message.Message):
         native_mtp_variable: _builtins.str = ...,
         async_draft_eval: _builtins.bool = ...,
         adaptive_draft: _builtins.bool = ...,
-        strict: _builtins.bool = ...,
+        strict_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "strict", b"strict", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "strict_rows", b"strict_rows", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,11 +91,13 @@ class TextEngine:
         link: Link | None,
         clock: Callable[[], float],
         fixed_rows: int = 0,
+        draft_vocabulary: int = 0,
         profile: Profile | None = None,
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
         `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
+        `draft_vocabulary`: only ids below it are drafted; 0: all.
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
         """
         self._codec = codec
@@ -107,6 +109,8 @@ class TextEngine:
         self._async_draft_eval = async_draft_eval
         self._head = head
         self._max_k = max_k if head is not None else 0
+        # A card may name more ids than this checkpoint has: then all of them are drafted.
+        self._draft_vocabulary = draft_vocabulary if draft_vocabulary < vocabulary else 0
         self._fixed_rows = fixed_rows if link is None else 0
         self._profile = profile or Profile.open("", NO_PROFILE, clock)
         self.token_bytes = codec.token_bytes
@@ -277,7 +281,7 @@ class TextEngine:
         return NativeDrafter(
             self._head,
             self._family.embed,
-            draft_logits(self._family, self._head),
+            draft_logits(self._family, self._head, self._draft_vocabulary),
             chooser,
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,

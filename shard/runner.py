@@ -140,6 +140,7 @@ class Runner:
             link=ring,
             clock=time.perf_counter,
             fixed_rows=self._spec.fixed_rows,
+            draft_vocabulary=self._spec.draft_vocabulary,
             profile=self._profile(loaded) if loaded.head is not None else None,
         )
         self._report(pb.LoadProgress(step="warming up"))

@@ -82,6 +82,7 @@ def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = 
         link=link,
         clock=time.perf_counter,
         fixed_rows=wanted.fixed_rows,
+        draft_vocabulary=wanted.draft_vocabulary,
     )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec, whole_engine
-from shims import by_contents, by_rows, perturb
+from shims import Key, by_contents, by_rows, perturb
 
 from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine import Done, TextEngine
+from exo_node.shard.engine import Delta, TextEngine
 from exo_node.shard.profile import Profile, ProfileKey
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
@@ -58,7 +58,8 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
     probed: tuple[float, ...], parked: bool
 ) -> None:
     got = answer(
-        with_costs(*probed, seen=90, accepted=81), request(STORY["prompt_ids"], 3, 300, adaptive=True)
+        with_costs(*probed, seen=90, accepted=81),
+        request(STORY["prompt_ids"], 3, 300, adaptive=True),
     )
     assert list(got.ids) == STORY["greedy_ids"]
     plain, *drafted = got.stats.draft_k_histogram
@@ -103,10 +104,10 @@ def test_loading_measures_what_rounds_cost() -> None:
 # ---------------------------------------------------------------- strict
 
 
-def strict_engine(shim: object) -> TextEngine:
+def strict_engine(shim: Key) -> TextEngine:
     wanted = spec(native_mtp=True, fixed_rows=4)
     loaded = load_quietly(wanted)
-    assert perturb(loaded.model.model, shim)  # pyright: ignore[reportArgumentType]
+    assert perturb(loaded.model.model, shim)
     engine = engine_of(loaded, wanted)
     engine.probe()
     return engine
@@ -117,8 +118,8 @@ def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
     ids: list[int] = []
     for event in engine.generate(request(STORY["prompt_ids"], k, 48, ignore_end=True)):
         _ = engine.cache_bytes()
-        if not isinstance(event, Done) and hasattr(event, "round"):
-            ids += event.round.tokens  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(event, Delta):
+            ids += event.round.tokens
     return tuple(ids)
 
 
