@@ -65,6 +65,10 @@ class StageSettings:
     strict_rows: int = 0
     """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
 
+    def rows_for(self, max_k: int) -> int:
+        """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""
+        return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
+
 
 class Facts(Protocol):
     """What placing asks of the node."""
@@ -289,9 +293,7 @@ class Placements:
                 native_mtp=not off,
                 max_draft_tokens=mtp.max_k if mtp else 0,
                 async_draft_eval=settings.async_draft_eval,
-                fixed_rows=mtp.max(mtp.max_k + 1, settings.strict_rows)
-                if mtp and settings.strict_rows
-                else 0,
+                fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
                 draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
                 mtp_hidden=mtp.hidden if mtp else "",
                 lease_s=LEASE_S,

@@ -96,3 +96,8 @@ def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFi
         asyncio.run(scenario())
     assert "the work ended by an error" in caplog.text
     assert "the reason" in caplog.text
+
+
+@pytest.mark.parametrize(("setting", "rows"), [(0, 0), (1, 4), (2, 4), (8, 8)])
+def test_strict_rows_are_at_least_a_round_of_the_most_drafts(setting: int, rows: int) -> None:
+    assert StageSettings("float32", strict_rows=setting).rows_for(max_k=3) == rows
