@@ -1,6 +1,10 @@
 """What a round of native MTP costs at the shapes of large models, with random weights.
 
     python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
+        [--variants plain rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
+
+Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
+from that many first ids, `head` quantises the draft head to so many bits.
 
 No text is meant: ids and acceptance are forced, so that a round with every draft accepted and one
 with none (which also replays the recurrent layers) are timed apart. Costs are in plain steps of the
@@ -14,6 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -25,7 +30,8 @@ from mlx_lm.models import qwen3_5
 from exo_node.mtp.accept import Verdict
 from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
-from exo_node.mtp.family import prepare
+from exo_node.mtp.family import draft_logits, prepare
+from exo_node.mtp.fixed_rows import FixedRows
 from exo_node.mtp.loop import Generation, Prefilled, Task
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
@@ -104,36 +110,102 @@ class _Endless:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How one model is run; 0: not."""
+
+    rows: int = 0
+    vocabulary: int = 0
+    head: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Variant":
+        if text == "plain":
+            return cls()
+        return cls(**{key: int(value) for key, value in (p.split("=") for p in text.split(","))})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Round costs at the shapes of large models")
     _ = parser.add_argument("shapes", nargs="+", help="NAME:BITS, 16 for bfloat16")
     _ = parser.add_argument("--repeats", type=int, default=30)
     _ = parser.add_argument("--prompt", type=int, default=2048)
+    _ = parser.add_argument("--variants", nargs="+", type=Variant.parse, default=[Variant()])
     options = parser.parse_args()
     info = mx.device_info()
     device = info.get("device_name") or info.get("architecture")
     print(f"{mx.default_device()}, {device}, mlx {version('mlx')}, {platform.platform()}")
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
-        print(json.dumps(_measure(name, int(bits or 16), options.repeats, options.prompt)))
+        subject = Subject(name, int(bits or 16), options.repeats, options.prompt)
+        for variant in options.variants:
+            print(json.dumps(subject.measure(variant)), flush=True)
+        del subject
+        mx.clear_cache()
 
 
-def _measure(name: str, bits: int, repeats: int, prompt: int) -> dict[str, Any]:
-    model, family, head = _build(name, bits)
-    weights = sum(cast(mx.array, p).nbytes for _, p in tree_flatten(model.parameters()))
-    ids = [(31 * i + 7) % 4000 for i in range(prompt)]
-    target = FamilyTarget(family)
+class Subject:
+    """One model of random weights, measured in several variants."""
 
-    def run(k: int, accept: bool) -> tuple[float, float]:
+    def __init__(self, name: str, bits: int, repeats: int, prompt: int) -> None:
+        self._name, self._bits, self._repeats = name, bits, repeats
+        self._model, self._family, self._head = _build(name, bits)
+        self._target = FamilyTarget(self._family)
+        self._ids = [(31 * i + 7) % 4000 for i in range(prompt)]
+        self._run(Variant(), self._head, 0, True)  # kernels are compiled at their first use
+        self._first_plain, self._plain = self._run(Variant(), self._head, 0, True)
+
+    def measure(self, variant: Variant) -> dict[str, Any]:
+        """Costs in plain steps of the unpadded model, which speed-ups are against as well."""
+        head = self._head_of(variant)
+        self._run(variant, head, 1, True)
+        first, step = self._run(variant, head, 0, True)
+        weights = sum(cast(mx.array, p).nbytes for _, p in tree_flatten(self._model.parameters()))
+        result: dict[str, Any] = {
+            "shape": self._name,
+            "bits": self._bits,
+            "variant": asdict(variant),
+            "weights_GB": round(weights / 1e9, 2),
+            "prompt": len(self._ids),
+            "plain_ms": round(self._plain * 1e3, 2),
+            "plain_tok_s": round(1 / self._plain, 1),
+            "step_ms": round(step * 1e3, 2),
+            "ttft_off_s": round(self._first_plain, 3),
+            "ttft_s": round(first, 3),
+        }
+        for k in (1, 2, 3):
+            result[f"K={k}"] = self._round(variant, head, k)
+        return result
+
+    def _round(self, variant: Variant, head: Any, k: int) -> dict[str, Any]:
+        plain = self._plain
+        first, full = self._run(variant, head, k, True)
+        _, none = self._run(variant, head, k, False)
+        row: dict[str, Any] = {
+            "accepted_all_steps": round(full / plain, 3),
+            "accepted_none_steps": round(none / plain, 3),
+            "ttft_s": round(first, 3),
+        }
+        if self._name in PUBLISHED:
+            share = PUBLISHED[self._name][k - 1]
+            tokens = 1 + share * k
+            cost = share * full + (1 - share) * none
+            row["published_tokens_per_round"] = round(tokens, 3)
+            row["implied_speedup"] = round(tokens * plain / cost, 3)
+        return row
+
+    def _run(self, variant: Variant, head: Any, k: int, accept: bool) -> tuple[float, float]:
         """(seconds to the first token, median seconds a round)."""
         chooser = _Forced(accept)
+        logits = draft_logits(self._family, head, variant.vocabulary)
         drafter = (
-            NativeDrafter(head, family.embed, family.logits, chooser, k, overlap=True)
+            NativeDrafter(head, self._family.embed, logits, chooser, k, overlap=True)
             if k
             else NoDrafter()
         )
-        verifier = LocalVerifier(target, with_tapes(model.make_cache()))
-        task = Task(ids, max_tokens=10_000, prefill_chunk=512)
+        local = LocalVerifier(self._target, with_tapes(self._model.make_cache()))
+        verifier = FixedRows(local, variant.rows) if variant.rows else local
+        task = Task(self._ids, max_tokens=10_000, prefill_chunk=512)
         steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()
         begun = time.perf_counter()
         times: list[float] = []
@@ -141,39 +213,20 @@ def _measure(name: str, bits: int, repeats: int, prompt: int) -> dict[str, Any]:
             if not isinstance(step, Prefilled):
                 assert isinstance(step, Round)
                 times.append(time.perf_counter())
-                if len(times) > repeats + 5:
+                if len(times) > self._repeats + 5:
                     break
         steps.close()
         gaps = [b - a for a, b in itertools.pairwise(times[5:])]
         return times[0] - begun, statistics.median(gaps)
 
-    _ = run(0, True), run(1, True)  # kernels are compiled at their first use
-    first_plain, plain = run(0, True)
-    result: dict[str, Any] = {
-        "shape": name,
-        "bits": bits,
-        "weights_GB": round(weights / 1e9, 2),
-        "prompt": prompt,
-        "plain_ms": round(plain * 1e3, 2),
-        "plain_tok_s": round(1 / plain, 1),
-        "ttft_off_s": round(first_plain, 3),
-    }
-    for k in (1, 2, 3):
-        first, full = run(k, True)
-        _, none = run(k, False)
-        row: dict[str, Any] = {
-            "accepted_all_steps": round(full / plain, 3),
-            "accepted_none_steps": round(none / plain, 3),
-            "ttft_s": round(first, 3),
-        }
-        if name in PUBLISHED:
-            tokens = 1 + PUBLISHED[name][k - 1] * k
-            share = (tokens - 1) / k
-            cost = share * full + (1 - share) * none
-            row["published_tokens_per_round"] = round(tokens, 3)
-            row["implied_speedup"] = round(tokens * plain / cost, 3)
-        result[f"K={k}"] = row
-    return result
+    def _head_of(self, variant: Variant) -> Any:
+        if not variant.head:
+            return self._head
+        head = self._family.make_head()
+        head.update(self._head.parameters())
+        nn.quantize(head, group_size=64, bits=variant.head)
+        mx.eval(head.parameters())
+        return head
 
 
 def _build(name: str, bits: int) -> tuple[qwen3_5.Model, Qwen35Family, Any]:
