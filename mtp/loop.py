@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .chooser import Chooser
-from .depth import DepthPolicy, FixedDepth
+from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth
 from .logprobs import Scores, score
 from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
@@ -94,14 +94,15 @@ class Generation:
             token = as_row(self._task.replay[-1].tokens[-1:])
         else:
             token, scores = self._choose(logits)
-            self._drafter.observe(last, token)
-            ids = as_ids(token)
-            reason = self._count(ids[0])
-            yield self._round_of(ids, 0, 0, forward, scores)
+            first = Flight(token, last, scores, forward)
+            # Where nothing drafts, the next forward is built while the first token is computed.
+            rounds = LONGEST_STRETCH if self._drafter.k == 0 and self._verifier.overlaps else 1
+            token, reason = yield from self._plain(first, rounds)
         while reason is None:
             plan = self._depth.plan(self._verifier.position)
             if plan.k == 0 and self._verifier.overlaps:
-                token, reason = yield from self._plain(token, plan.rounds)
+                flight = yield from self._issue(token)
+                token, reason = yield from self._plain(flight, plan.rounds)
             else:
                 token, reason = yield from self._round(token, plan.k)
         return reason
@@ -156,31 +157,29 @@ class Generation:
         hidden = None if block.hidden is None else block.hidden[:, :kept]
         self._drafter.observe(hidden, tokens[:kept])
 
-    def _plain(self, token: mx.array, rounds: int) -> Generator[Step, None, Next]:
+    def _plain(self, flight: Flight, rounds: int) -> Generator[Step, None, Next]:
         """At most `rounds` tokens, one forward ahead: its graph is built while a token is computed.
 
         The forward in flight belongs to a token that ended the answer more often than not only at
         the very end; it is rolled back there. A drafter learns of the rows, so that it may go on.
         """
         rounds = min(rounds, self._task.max_tokens - self._emitted)
-        begun = self._clock()
-        flight = yield from self._issue(token)
         for left in range(rounds - 1, -1, -1):
+            begun = self._clock()
             token, hidden, scores, forward = flight
             self._drafter.observe(hidden, token)
-            ahead = left > 0
-            if ahead:
+            if left:
                 flight = yield from self._issue(token)
             ids = as_ids(token)
-            self._depth.learn(0, 0, forward.position, self._clock() - begun)
+            if forward.rows == 1:  # the prompt's own forward says nothing about a plain step
+                self._depth.learn(0, 0, forward.position, self._clock() - begun)
             reason = self._count(ids[0])
-            if reason is not None and ahead:
+            if reason is not None and left:
                 self._verifier.rollback(1)
             yield self._round_of(ids, 0, 0, forward, scores)
             if reason is not None:
                 return token, reason
-            begun = self._clock()
-        return token, None
+        return flight.token, None
 
     def _issue(self, token: mx.array) -> Generator[Wait, None, Flight]:
         """The token after `token`, under way."""
