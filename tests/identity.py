@@ -1,7 +1,7 @@
 """The greedy identity matrix: every family, layout and precision, with every kind of drafts.
 
 Each case answers with ours and compares the ids with mlx-lm's own `generate_step` on a model that
-mlx-lm loaded itself. `bench/identity.py` runs all cases, `test_identity_matrix.py` a sample in
+mlx-lm loaded itself. `bench/identity_matrix.py` runs all cases, `test_identity_matrix.py` a sample in
 which every two values that can meet do.
 """
 
@@ -44,6 +44,8 @@ CHUNK = 8
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1)
 LAYERS = 4
 TOKENS = 20
+VOCABULARY = 4096
+"""The demo's, whose tokenizer then fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +99,14 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 class Scripted:
     """Drafts what plain decoding emits, or never that."""
 
-    def __init__(
-        self, k: int, prompt: int, ids: Sequence[int], vocabulary: int, shift: int
-    ) -> None:
+    def __init__(self, k: int, prompt: int, ids: Sequence[int], shift: int) -> None:
         self.k = k
-        self._prompt, self._ids = prompt, ids
-        self._vocabulary, self._shift = vocabulary, shift
+        self._prompt, self._ids, self._shift = prompt, ids, shift
 
     def draft(self, k: int, position: int) -> Drafts:
         start = position - self._prompt
         ids = [*self._ids, *[0] * k][start : start + k]
-        return Drafts(as_row([(i + self._shift) % self._vocabulary for i in ids]), None)
+        return Drafts(as_row([(i + self._shift) % VOCABULARY for i in ids]), None)
 
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         del hidden, tokens
@@ -127,7 +126,7 @@ class Subject:
             family,
             dtype=dtype,
             layers=LAYERS,
-            vocab=4096,
+            vocab=VOCABULARY,
             raw=layout == "raw",
             bits=bits,
             head_bits=bits,
@@ -180,7 +179,7 @@ class Subject:
             logits = draft_logits(family, self._head)
             return NativeDrafter(self._head, family.embed, logits, chooser, case.k, overlap=True)
         shift = 0 if case.kind == "perfect" else 1
-        return Scripted(case.k, case.length, self.reference(case.length), 4096, shift)
+        return Scripted(case.k, case.length, self.reference(case.length), shift)
 
 
 class Subjects:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from engines import ORACLE, answer, load_quietly, request, spec, whole_engine
 from families import head_tensors
+from mlx import nn
 from models import make_checkpoint
 from tables import PROMPT, EndAt, TableDrafter, random_table, tell
 from tiny import VOCABULARY, taped_qwen
@@ -175,16 +176,19 @@ def test_pitfall_09_the_head_is_fed_the_pre_norm_hidden(engine: TextEngine) -> N
     norm, hidden, logits = family._body.norm, family.hidden, family.logits
 
     def unnormed(tokens: mx.array, caches: Any) -> mx.array:
-        family._body.norm = lambda x: x
+        family._body.norm = nn.Identity()
         try:
             return hidden(tokens, caches)
         finally:
             family._body.norm = norm
 
+    def normed(x: mx.array) -> mx.array:
+        return logits(norm(x))
+
     right = accepted(engine, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(family, "hidden", unnormed)
-        patch.setattr(family, "logits", lambda x: logits(norm(x)))
+        patch.setattr(family, "logits", normed)
         wrong = accepted(engine, 3)
     assert wrong < right
 

@@ -1,6 +1,6 @@
 """The whole greedy identity matrix: ours against mlx-lm's generate_step, case by case.
 
-    python bench/identity.py [--output FILE]
+    python bench/identity_matrix.py [--output FILE]
 
 Exit status 1 if any case differs. Tiny random checkpoints, made anew in a temporary folder.
 """
@@ -48,7 +48,7 @@ def _table(same: Counter[tuple[str, str, str]], total: Counter[tuple[str, str, s
     lines = [
         "# Greedy identity with mlx-lm's generate_step",
         "",
-        f"`python bench/identity.py` on {mx.default_device()}, {platform.machine()}, mlx "
+        f"`python bench/identity_matrix.py` on {mx.default_device()}, {platform.machine()}, mlx "
         f"{version('mlx')}, mlx-lm {version('mlx-lm')}. Cases of {TOKENS} tokens: K = 0, 1, 2, 3, "
         "5; drafts by the (random) head, always right, never right; prompts of 1, 7, 8, 9 and 17 "
         "rows in chunks of 8.",

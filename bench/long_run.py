@@ -1,0 +1,43 @@
+"""Memory over one answer of 10,000 tokens, with and without drafts.
+
+    python bench/long_run.py [--tokens 10000]
+
+On a tiny random model with the demo's tokenizer: what grows with tokens grows there as well. Prints
+the bytes beside the caches and the buffers that MLX keeps for reuse, every tenth of the way.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from engines import ORACLE, whole_engine
+from long_runs import growth, memory_over
+from models import make_checkpoint
+
+LAYERS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory over a long answer")
+    _ = parser.add_argument("--tokens", type=int, default=10_000)
+    tokens = int(parser.parse_args().tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_checkpoint(Path(scratch) / "m", "qwen3_5", dtype="float32", vocab=4096)
+        engine = whole_engine(
+            folder, end_layer=LAYERS, num_layers=LAYERS, context_length=tokens + 100
+        )
+        for k in (0, 2):
+            samples = memory_over(engine, ORACLE[0]["prompt_ids"], k, tokens, tokens // 10)
+            print(f"\nK={k}\n| tokens | beside the caches, bytes | kept for reuse, bytes |")
+            print("|---|---|---|")
+            for s in samples:
+                print(f"| {s.tokens} | {s.beside_caches} | {s.kept} |")
+            beside, kept = growth(samples)
+            print(f"growth after the first tenth: {beside} and {kept} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Nothing goes wrong slowly: the head's cache, memory and acceptance over long answers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import DEMO, ORACLE, answer, request, whole_engine
+from long_runs import accepted_by_quarter, growth, holed_heads, memory_over, watched_heads
+from models import make_checkpoint
+
+from exo_node.mtp import loop
+from exo_node.shard.engine import TextEngine
+
+PROMPT: list[int] = ORACLE[0]["prompt_ids"]
+TOKENS = 1000
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextEngine]:
+    """A random model and head, with the demo's vocabulary and tokenizer."""
+    folder = make_checkpoint(
+        Path(tmp_path_factory.mktemp("long")) / "m", "qwen3_5", dtype="float32", vocab=4096
+    )
+    yield whole_engine(folder, end_layer=LAYERS, num_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def demo() -> TextEngine:
+    return whole_engine(DEMO)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_heads_cache_holds_all_committed_tokens_but_one_for_1000_tokens(
+    tiny: TextEngine, k: int
+) -> None:
+    with watched_heads() as seen:
+        got = answer(tiny, request(PROMPT, k, TOKENS, ignore_end=True))
+    assert len(got.ids) == TOKENS
+    assert len(seen) == got.stats.spec_decode_rounds > TOKENS / (k + 1) - 2
+    assert [held for held, _ in seen] == [wanted for _, wanted in seen]
+
+
+def test_the_same_check_finds_a_hole_at_its_first_full_accept(demo: TextEngine) -> None:
+    with watched_heads() as seen, holed_heads():
+        got = answer(demo, request(PROMPT, 2, 60, ignore_end=True))
+    whole = [held == wanted for held, wanted in seen]
+    full = next(i for i, r in enumerate(got.rounds[1:]) if r.accepted == 2)
+    assert all(whole[: full + 1])
+    assert not any(whole[full + 1 :])
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_memory_does_not_grow_with_the_answer(tiny: TextEngine, k: int) -> None:
+    """2,000 tokens here; `bench/long_run.py` runs 10,000."""
+    beside, kept = growth(memory_over(tiny, PROMPT, k, 2000, every=250))
+    assert beside < 200_000
+    assert kept < 20_000_000
+
+
+def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked: list[mx.array] = []
+    commit = loop.Generation._commit  # pyright: ignore[reportPrivateUsage]
+
+    def leaking(self: Any, block: Any, *rest: Any) -> None:
+        leaked.append(block.logits)
+        commit(self, block, *rest)
+
+    monkeypatch.setattr(loop.Generation, "_commit", leaking)
+    beside, _ = growth(memory_over(tiny, PROMPT, 2, 1000, every=250))
+    assert beside > 200_000
+
+
+def test_acceptance_does_not_decay(demo: TextEngine) -> None:
+    got = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
+    first, *_, last = accepted_by_quarter(got.rounds)
+    assert share(last) > share(first) - 4 * deviation(first, last)
+
+
+def test_acceptance_decays_where_rows_are_missing(demo: TextEngine) -> None:
+    whole = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
+    with holed_heads():
+        got = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
+    assert got.ids == whole.ids, "an answer never shows it"
+    last, wanted = accepted_by_quarter(got.rounds)[-1], accepted_by_quarter(whole.rounds)[-1]
+    assert share(last) < share(wanted) - 4 * deviation(last, wanted)
+
+
+def share(counts: tuple[int, int]) -> float:
+    return counts[0] / counts[1]
+
+
+def deviation(a: tuple[int, int], b: tuple[int, int]) -> float:
+    """Standard deviation of the difference of two binomial shares, under their common one."""
+    p = (a[0] + b[0]) / (a[1] + b[1])
+    return (p * (1 - p) * (1 / a[1] + 1 / b[1])) ** 0.5
