@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .chooser import Chooser
-from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth
+from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
 from .logprobs import Scores, score
 from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
@@ -53,6 +53,18 @@ class Flight(NamedTuple):
     hidden: mx.array | None
     scores: Scores | None
     forward: Forward
+
+
+class Ahead(NamedTuple):
+    """The next round: its plan, its drafts under way, and the seconds that issuing them took."""
+
+    plan: Plan
+    drafts: Drafts | None
+    seconds: float
+
+    @property
+    def k(self) -> int:
+        return 0 if self.drafts is None else self.drafts.tokens.shape[0]
 
 
 Next = tuple[mx.array, FinishReason | None]
@@ -98,13 +110,15 @@ class Generation:
             # Where nothing drafts, the next forward is built while the first token is computed.
             rounds = LONGEST_STRETCH if self._drafter.k == 0 and self._verifier.overlaps else 1
             token, reason = yield from self._plain(first, rounds)
+        ahead = None
         while reason is None:
-            plan = self._depth.plan(self._verifier.position)
+            plan = self._depth.plan(self._verifier.position) if ahead is None else ahead.plan
             if plan.k == 0 and self._verifier.overlaps:
                 flight = yield from self._issue(token)
                 token, reason = yield from self._plain(flight, plan.rounds)
+                ahead = None
             else:
-                token, reason = yield from self._round(token, plan.k)
+                token, reason, ahead = yield from self._round(token, ahead or self._draft(plan))
         return reason
 
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
@@ -130,24 +144,38 @@ class Generation:
             return block.logits, last, Forward(start, end - start)
         raise ValueError("the prompt is empty")
 
-    def _round(self, token: mx.array, k: int) -> Generator[Step, None, Next]:
-        """One verify: at most `k` drafts and the committed `token` in, 1 to k + 1 tokens out."""
+    def _draft(self, plan: Plan) -> Ahead:
+        """Drafts for the next round, as far as the budget has room; their evaluation begins."""
         begun, start = self._clock(), self._verifier.position
-        asked, k = k, min(k, self._task.max_tokens - self._emitted - 1)
+        k = min(plan.k, self._task.max_tokens - self._emitted - 1)
         drafts = self._drafter.draft(k, start + 1) if k > 0 else None
+        return Ahead(plan, drafts, self._clock() - begun)
+
+    def _round(
+        self, token: mx.array, ahead: Ahead
+    ) -> Generator[Step, None, tuple[mx.array, FinishReason | None, Ahead | None]]:
+        """One verify: K drafts and the committed `token` in, 1 to K + 1 tokens out.
+
+        The next round's drafts are under way before these tokens are handed out.
+        """
+        begun, start = self._clock(), self._verifier.position
+        drafts, k = ahead.drafts, ahead.k
         rows = token if drafts is None else mx.concatenate([token, drafts.tokens])
         block = yield from self._verifier.forward(rows, want="all")
         verdict = self._chooser.judge(block.logits, drafts, start + 1)
         scores = self._scores(block.logits, drafts, verdict.tokens)
         accepted, ids = verdict.read()
-        if k or not asked:  # the last token alone, where drafts were planned, is no plain step
-            self._depth.learn(k, accepted, start, self._clock() - begun)
+        if k or not ahead.plan.k:  # the last token alone, where drafts were planned, is no step
+            self._depth.learn(k, accepted, start, ahead.seconds + self._clock() - begun)
         reason, ids = self._cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
-        proposed = 0 if drafts is None else k
         forward = Forward(start, rows.shape[0])
-        yield self._round_of(ids, proposed, min(accepted, len(ids)), forward, scores)
-        return verdict.tokens[len(ids) - 1 : len(ids)], reason
+        following = None
+        if reason is None:
+            plan = self._depth.plan(self._verifier.position)
+            following = self._draft(plan) if plan.k else Ahead(plan, None, 0.0)
+        yield self._round_of(ids, k, min(accepted, len(ids)), forward, scores)
+        return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
 
     def _commit(self, block: Block, tokens: mx.array, rows: int, kept: int) -> None:
         """Leaves `kept` of the block's rows in the caches and tells the drafter of them."""
