@@ -24,9 +24,9 @@ start: $(RUN_VENV)/.run
 	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
-# The tests, or some: make test ARGS="tests/test_plan.py -k fastest"
+# The tests, a process for each core, or some: make test ARGS="tests/test_plan.py -k fastest"
 test: $(VENV)/.dev
-	@$(VENV)/bin/pytest $(ARGS)
+	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile $(ARGS)
 
 # Style, types, and that the generated code fits proto/peer.proto
 check: $(VENV)/.dev

@@ -2,8 +2,9 @@
 
 Tokenizers trained by merging pairs number frequent tokens first, so a prefix of the vocabulary
 holds nearly all of a text (llama.cpp's pull request 20700 drafts from 32k of Qwen's 248k ids). Rows
-are quantised each by itself, so the logits that remain are the same numbers; the target verifies against its
-whole vocabulary, so nothing that is emitted changes. An id beyond the prefix is never drafted.
+are quantised each by itself, so the logits that remain are the same numbers; the target verifies
+against its whole vocabulary, so nothing that is emitted changes. An id beyond the prefix is never
+drafted.
 """
 
 from collections.abc import Callable

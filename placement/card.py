@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from .config import (
     MAX_CONTEXT,
     MAX_EXPERT_WIDTH,
+    MAX_KV_ROW,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
@@ -47,7 +48,7 @@ class NativeMtp(BaseModel):
     draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
     """Only ids below this are drafted, which reads less of lm_head; 0: all. Any is lossless."""
     hidden: Literal["post_norm", "pre_norm"] = "post_norm"
-    """The backbone hidden that feeds the head: after (Qwen) or before (DeepSeek, GLM) its norm."""
+    """The backbone hidden that feeds the head: after its norm, or (DeepSeek, GLM only) before."""
 
     @model_validator(mode="after")
     def _default_within_max(self) -> Self:
@@ -90,10 +91,13 @@ class ModelCard(BaseModel):
     """Layers that hold a KV cache."""
     num_key_value_heads: Width
     head_dim: Width
+    """Of a key; with latent attention `kv_row_width` decides about the cache."""
+    kv_row_width: int = Field(default=0, ge=0, le=MAX_KV_ROW)
+    """Numbers that one token adds to one layer's cache; 0: a key and a value for each KV head."""
     context_length: int = Field(ge=1, le=MAX_CONTEXT)
     """Tokens, prompt and answer together."""
     weight_bytes: int = Field(ge=1, le=2**50)
-    """The whole checkpoint's tensors."""
+    """The whole checkpoint's tensors, as downloaded."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Routed experts a layer; 0: dense."""
@@ -101,8 +105,12 @@ class ModelCard(BaseModel):
     """0: not known, counted as all of them."""
     moe_intermediate_size: int = Field(default=0, ge=0, le=MAX_EXPERT_WIDTH)
     """Width of one routed expert; 0: not known, counted as the whole layer."""
+    num_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Of a mixture, the layers without experts."""
     quantization: int | None = Field(default=None, ge=1, le=8)
-    """Bits a weight; None: stored in `dtype`."""
+    """Bits a weight in memory; None: `dtype`."""
+    fp8: bool = False
+    """The file holds its matrices in FP8 blocks, which mlx-lm turns into `dtype` on load."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
@@ -112,6 +120,7 @@ class ModelCard(BaseModel):
         for part, whole in (
             ("num_attention_layers", "num_layers"),
             ("num_experts_per_tok", "num_experts"),
+            ("num_dense_layers", "num_layers"),
         ):
             has, limit = getattr(self, part), getattr(self, whole)
             if has > limit:
@@ -120,6 +129,12 @@ class ModelCard(BaseModel):
                     "{field} is {has}, above {whole} = {limit}: lower it",
                     {"field": part, "has": has, "whole": whole, "limit": limit},
                 )
+        if self.fp8 and self.quantization is not None:
+            raise PydanticCustomError(
+                "cross_check",
+                "{field} is true beside quantization = {bits}: remove one of them",
+                {"field": "fp8", "bits": self.quantization},
+            )
         return self
 
     @property
@@ -129,13 +144,25 @@ class ModelCard(BaseModel):
 
     @property
     def kv_bytes_per_layer_token(self) -> int:
-        """Keys and values of one token in one attention layer."""
-        return 2 * self.num_key_value_heads * self.head_dim * _BYTES[self.dtype]
+        """What one token adds to the cache of one attention layer."""
+        row = self.kv_row_width or 2 * self.num_key_value_heads * self.head_dim
+        return row * _BYTES[self.dtype]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in the whole backbone (without the MTP head's)."""
+        """What one token adds to the caches of the whole backbone (without the MTP head's)."""
         return self.num_attention_layers * self.kv_bytes_per_layer_token
+
+    @property
+    def memory_bytes(self) -> int:
+        """The checkpoint's tensors once they are loaded: FP8 grows to `dtype` there.
+
+        Never too few: all but the ends counts as FP8, so its scales and the norms grow too.
+        """
+        if not self.fp8:
+            return self.weight_bytes
+        ends = min(self.endpoint_bytes, self.weight_bytes)  # no publisher stores these in FP8
+        return ends + (self.weight_bytes - ends) * _BYTES[self.dtype]
 
     @property
     def embedding_bytes(self) -> int:
@@ -157,10 +184,11 @@ class ModelCard(BaseModel):
         """Weights of one backbone layer (estimate: the checkpoint less its ends, shared evenly).
 
         Rounded up, and a vision tower is counted in, so layers, ends and head never sum to less
-        than the checkpoint.
+        than the checkpoint. A mixture's dense layers weigh less than this and its others more
+        (DeepSeek-V3's by 5 %), which a stage's headroom covers.
         """
         mtp = self.native_mtp
-        body = self.weight_bytes - self.endpoint_bytes - self._fusion_bytes
+        body = self.memory_bytes - self.endpoint_bytes - self._fusion_bytes
         plain, stored = self._sixteenths
         # The head keeps `dtype` under a quantised backbone: each of its layers weighs plain/stored.
         shares = self.num_layers * stored + (mtp.num_layers * plain if mtp else 0)
@@ -168,12 +196,14 @@ class ModelCard(BaseModel):
 
     @property
     def active_layer_bytes(self) -> int:
-        """Weights of one layer that one token reads: of the routed experts, only those chosen."""
+        """Weights of a mean layer that a token reads: of the routed experts, only those chosen."""
         layer, chosen = self.mean_layer_bytes, self.num_experts_per_tok
         if not self.num_experts or not chosen:
             return layer
         expert = 3 * self.hidden_size * self.moe_intermediate_size  # gate, up and down
-        routed = min(layer, self._stored(self.num_experts * expert)) if expert else layer
+        experts = self._stored(self.num_experts * expert) if expert else layer
+        mixtures = self.num_layers - self.num_dense_layers
+        routed = min(layer, experts * mixtures // self.num_layers)
         return max(1, layer - routed * (self.num_experts - chosen) // self.num_experts)
 
     @property

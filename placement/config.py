@@ -11,11 +11,14 @@ MAX_WIDTH = 65536
 MAX_VOCAB = 2**21
 MAX_CONTEXT = 2**24
 MAX_EXPERT_WIDTH = 2**20
+MAX_KV_ROW = 2**24
 
 Facts = Mapping[str, object]
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_BITS_OF_METHOD = {"fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+_BITS_OF_METHOD = {"mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+_EXPANDED = ("deepseek_v2", "minicpm3", "youtu_llm")
+"""Model types with latent attention whose cache in mlx-lm holds each head's key and value."""
 
 
 def config_facts(config: Facts, given: Facts) -> dict[str, object]:
@@ -124,6 +127,8 @@ def _kv_heads(look: _Look, _known: Facts) -> int:
 
 
 def _head_dim(look: _Look, known: Facts) -> int:
+    if _latent(look):  # where head_dim may be there too, as the rotary part alone
+        return sum(_key_parts(look, "head_dim"))
     given = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
     if given is not None:
         return given
@@ -132,6 +137,42 @@ def _head_dim(look: _Look, known: Facts) -> int:
         raise _missing("num_attention_heads", "head_dim")
     hidden = known["hidden_size"]
     return max(1, hidden // heads) if isinstance(hidden, int) else 1
+
+
+def _latent(look: _Look) -> int:
+    """Width of the latent that stands for all heads' keys and values; 0: no latent attention."""
+    return look.count("kv_row_width", "kv_lora_rank", limit=MAX_WIDTH, least=0) or 0
+
+
+def _key_parts(look: _Look, fact: str) -> tuple[int, int]:
+    """Of a key of latent attention: the part without position, and the rotary one."""
+    names = ("qk_nope_head_dim", "qk_rope_head_dim")
+    plain, rotary = (look.count(fact, name, limit=MAX_WIDTH) for name in names)
+    if plain is None or rotary is None:
+        raise _missing(names[0] if plain is None else names[1], fact)
+    return plain, rotary
+
+
+def _kv_row_width(look: _Look, known: Facts) -> int:
+    """Numbers that a token adds to one layer's cache, where that is not a key and value a head.
+
+    Latent attention in mlx-lm's deepseek_v3, and most that followed: the normed latent is kept in
+    the place of keys and the rotary key, which all heads share, in that of values: kv_lora_rank +
+    qk_rope_head_dim. A prefill expands them for one forward only. deepseek_v32's indexer keeps a
+    key of its own, and zeros of its size. A few model types expand before they cache.
+    """
+    latent = _latent(look)
+    if not latent:
+        return 0
+    plain, rotary = _key_parts(look, "kv_row_width")
+    if look.text.get("model_type", known["model_type"]) in _EXPANDED:
+        heads = look.count("kv_row_width", "num_attention_heads", limit=MAX_WIDTH)
+        if heads is None:
+            raise _missing("num_attention_heads", "kv_row_width")
+        key = plain + rotary
+        return heads * (key + (look.count("kv_row_width", "v_head_dim", limit=MAX_WIDTH) or key))
+    index = look.count("kv_row_width", "index_head_dim", limit=MAX_WIDTH) or 0
+    return latent + rotary + 2 * index
 
 
 def _tied(look: _Look, _known: Facts) -> bool:
@@ -145,9 +186,25 @@ def _quantization(look: _Look, _known: Facts) -> int | None:
     field, value = look.find("quantization", "quantization_config")
     if value is None:
         return None
-    inner = _Look(table(field, value))
-    bits = inner.count("quantization", "bits", limit=8)
-    return bits or _BITS_OF_METHOD.get(str(inner.find("quant_method")[1]))
+    how = table(field, value)
+    bits = _Look(how).count("quantization", "bits", limit=8)
+    if bits is None and _fp8_that_stays(how):
+        return 8
+    return bits or _BITS_OF_METHOD.get(str(how.get("quant_method")))
+
+
+def _fp8(look: _Look, known: Facts) -> bool:
+    """Whether mlx-lm turns FP8 into 16 bits on load, as DeepSeek-V3's classes do."""
+    field, value = look.find("quantization", "quantization_config")
+    if value is None or known["quantization"] is not None:
+        return False
+    return table(field, value).get("quant_method") == "fp8"
+
+
+def _fp8_that_stays(how: Facts) -> bool:
+    # mlx-lm's load_model takes these blocks, with scales that are powers of two, for its mxfp8.
+    blocks = how.get("scale_fmt"), how.get("weight_block_size")
+    return how.get("quant_method") == "fp8" and blocks == ("ue8m0", [32, 32])
 
 
 def _dtype(look: _Look, _known: Facts) -> str:
@@ -168,6 +225,7 @@ _READERS: dict[str, Callable[[_Look, Facts], object]] = {
     "num_attention_layers": _attention_layers,
     "num_key_value_heads": _kv_heads,
     "head_dim": _head_dim,
+    "kv_row_width": _kv_row_width,
     "context_length": _needed("context_length", "max_position_embeddings", MAX_CONTEXT),
     "tie_word_embeddings": _tied,
     "num_experts": _expert_count,
@@ -180,7 +238,9 @@ _READERS: dict[str, Callable[[_Look, Facts], object]] = {
         "intermediate_size",
         limit=MAX_EXPERT_WIDTH,
     ),
+    "num_dense_layers": _expert_fact("num_dense_layers", "first_k_dense_replace", limit=MAX_LAYERS),
     "quantization": _quantization,
+    "fp8": _fp8,
     "dtype": _dtype,
 }
 

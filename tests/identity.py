@@ -1,8 +1,8 @@
 """The greedy identity matrix: every family, layout and precision, with every kind of drafts.
 
 Each case answers with ours and compares the ids with mlx-lm's own `generate_step` on a model that
-mlx-lm loaded itself. `bench/identity_matrix.py` runs all cases, `test_identity_matrix.py` a sample in
-which every two values that can meet do.
+mlx-lm loaded itself. `bench/identity_matrix.py` runs all cases, `test_identity_matrix.py` a sample
+in which every two values that can meet do.
 """
 
 # mlx and mlx_lm are typed in part only.

@@ -106,13 +106,88 @@ def test_layers_that_hold_a_cache_are_counted(config: dict[str, object], holding
     [
         ({"quantization": {"group_size": 64, "bits": 4}}, 4),
         ({"quantization_config": {"bits": 8}}, 8),
-        ({"quantization_config": {"quant_method": "fp8"}}, 8),
+        ({"quantization_config": {"quant_method": "mxfp8"}}, 8),
         ({"quantization_config": {"quant_method": "mxfp4"}}, 4),
         ({"quantization_config": {"quant_method": "other"}}, None),
     ],
 )
 def test_quantisation_is_read(config: dict[str, object], bits: int | None) -> None:
     assert derive(config).quantization == bits
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "fp8"),
+    [
+        ({}, None, False),
+        ({"quantization_config": FP8}, None, True),
+        ({"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, None, True),
+        ({"quantization_config": MXFP8}, 8, False),  # mlx-lm keeps these packed
+        ({"quantization": {"bits": 4}, "quantization_config": FP8}, 4, False),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, 4, False),
+    ],
+)
+def test_fp8_is_16_bits_in_memory_unless_mlx_keeps_it(
+    config: dict[str, object], bits: int | None, fp8: bool
+) -> None:
+    derived = derive(config)
+    assert (derived.quantization, derived.fp8) == (bits, fp8)
+
+
+def test_a_persons_quantization_beats_the_configs_fp8() -> None:
+    assert derive({"quantization_config": FP8}, {"quantization": 8}).fp8 is False
+
+
+def test_what_fp8_weighs_in_memory_is_twice_the_download_less_its_ends() -> None:
+    ends = 2 * 100 * 64 * 2
+    plain, fp8 = card(), card(fp8=True)
+    assert plain.memory_bytes == fp8.weight_bytes == 1_000_000
+    assert fp8.memory_bytes == 2 * 1_000_000 - ends
+    assert fp8.endpoint_bytes == ends
+    assert fp8.mean_layer_bytes == 2 * plain.mean_layer_bytes
+    assert card(fp8=True, dtype="float32").memory_bytes == 4 * 1_000_000 - 3 * 2 * ends
+    assert card(fp8=True, weight_bytes=ends - 1).memory_bytes == ends - 1
+
+
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
+
+
+def test_latent_attention_keeps_one_row_for_all_heads() -> None:
+    derived = derive(LATENT)
+    assert (derived.head_dim, derived.kv_row_width) == (128 + 64, 512 + 64)
+    assert derived.kv_bytes_per_layer_token == 1152
+    # Some configs name the rotary part head_dim.
+    assert derive(LATENT | {"head_dim": 64}) == derived
+    assert derive(LATENT | {"index_head_dim": 128}).kv_row_width == 576 + 2 * 128
+    assert derive({"kv_lora_rank": None}).kv_row_width == derive({"kv_lora_rank": 0}).kv_row_width
+
+
+def test_latent_attention_that_mlx_expands_first_keeps_every_head() -> None:
+    width = 16 * (128 + 64 + 96)
+    assert derive(LATENT | {"model_type": "deepseek_v2"}).kv_row_width == width
+    nested = {"model_type": "outer", "text_config": {"model_type": "deepseek_v2"}}
+    assert derive(LATENT | nested).kv_row_width == width
+    without_v = LATENT | {"model_type": "deepseek_v2", "v_head_dim": None}
+    assert derive(without_v).kv_row_width == 16 * 2 * (128 + 64)
+
+
+def test_what_a_person_wrote_of_the_cache_beats_latent_attention() -> None:
+    assert derive(LATENT, {"kv_row_width": 1152}).kv_bytes_per_layer_token == 2304
+
+
+@pytest.mark.parametrize("field", ["qk_nope_head_dim", "qk_rope_head_dim"])
+def test_latent_attention_without_its_parts_is_refused_by_their_name(field: str) -> None:
+    with pytest.raises(InvalidCard, match=f"config.json: {field} is missing"):
+        derive(LATENT | {field: None})
+
+
+def test_the_dense_layers_of_a_mixture_are_read() -> None:
+    assert derive({"first_k_dense_replace": 3}).num_dense_layers == 0
+    mixture = {"n_routed_experts": 8, "first_k_dense_replace": 3}
+    assert derive(mixture).num_dense_layers == 3
 
 
 def test_a_dense_intermediate_size_is_no_experts() -> None:
@@ -132,6 +207,7 @@ COUNTS = [
     ("head_dim", 65536),
     ("full_attention_interval", 1024),
     ("num_experts", 65536),
+    ("kv_lora_rank", 65536),
 ]
 
 
@@ -151,7 +227,7 @@ def test_a_config_number_that_is_none_is_refused_by_its_name(
 
 @pytest.mark.parametrize(("field", "limit"), COUNTS)
 def test_a_config_number_at_its_bound_is_taken(field: str, limit: int) -> None:
-    derive({field: limit})
+    derive({"qk_nope_head_dim": 1, "qk_rope_head_dim": 1, field: limit})
 
 
 @pytest.mark.parametrize(
@@ -180,6 +256,8 @@ def test_a_missing_config_number_names_the_line_to_write(field: str) -> None:
         ({"quantization": {"bits": 64}}, "bits"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts": 4, "first_k_dense_replace": 25}, "num_dense_layers"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
     ],
 )
 def test_any_other_bad_config_field_is_refused_by_its_name(
@@ -198,6 +276,7 @@ json_values = st.recursive(
     max_leaves=6,
 )
 config_fields = [*PLAIN, "text_config", "layer_types", "quantization", "num_experts"]
+config_fields += [*LATENT, "quantization_config", "first_k_dense_replace"]
 
 
 @settings(deadline=None)
@@ -237,6 +316,8 @@ MTP = {"default_k": 1, "max_k": 3}
         ({"num_layers": "10"}, "num_layers", "valid integer"),
         ({"num_attention_layers": 11}, "num_attention_layers", "above num_layers = 10"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok", "above num_experts = 0"),
+        ({"num_dense_layers": 11}, "num_dense_layers", "above num_layers = 10"),
+        ({"fp8": True, "quantization": 8}, "fp8", "beside quantization = 8: remove one"),
         ({"model_type": "a.b"}, "model_type", "match pattern"),
         ({"repository": "../../etc"}, "repository", "match pattern"),
         ({"id": "a\x1b[2J"}, "id", "match pattern"),
@@ -296,6 +377,7 @@ def test_kv_is_two_rows_of_heads_in_each_layer_that_holds_one() -> None:
     assert card(
         num_layers=64, num_attention_layers=16, num_key_value_heads=4, head_dim=256
     ).kv_bytes_per_token == (65536)
+    assert card(kv_row_width=20).kv_bytes_per_token == 10 * 20 * 2
 
 
 def test_untied_embeddings_are_held_twice_and_read_once() -> None:
@@ -336,6 +418,17 @@ def test_a_token_reads_only_the_chosen_experts() -> None:
     assert moe.active_layer_bytes == moe.mean_layer_bytes - routed * 6 // 8
     assert card(num_experts=8).active_layer_bytes == card().mean_layer_bytes
     assert card(num_experts=8, num_experts_per_tok=8).active_layer_bytes == card().mean_layer_bytes
+
+
+def test_dense_layers_hold_no_experts_to_leave_unread() -> None:
+    facts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    every, some = card(**facts), card(**facts, num_dense_layers=5)
+    assert every.mean_layer_bytes == some.mean_layer_bytes
+    unread = every.mean_layer_bytes - every.active_layer_bytes
+    assert unread == 8 * 3 * 64 * 8 * 2 * 6 // 8
+    assert some.mean_layer_bytes - some.active_layer_bytes == unread // 2
+    unknown = card(num_experts=8, num_experts_per_tok=2, num_dense_layers=10)
+    assert unknown.active_layer_bytes == unknown.mean_layer_bytes
 
 
 @settings(deadline=None)

@@ -34,6 +34,15 @@ def mtp_card() -> ModelCard:
     return card(native_mtp=mtp, weight_bytes=ENDS + 9 * LAYER + fusion)
 
 
+@pytest.mark.parametrize("context", [0, 500])
+def test_a_latent_cache_and_fp8_weights_need_what_they_take_in_memory(context: int) -> None:
+    latent = card(kv_row_width=20, fp8=True)
+    need = 2 * 8 * LAYER + ENDS + 2 * context * 20 * 2
+    assert stage_bytes(latent, 0, 8, True, context, False) == with_headroom(need)
+    reads = seconds_per_token(latent, [StageAssignment(A, 0, 8)], view())
+    assert reads == pytest.approx((2 * 8 * LAYER + ENDS / 2) / 1e9)
+
+
 def with_headroom(need: int) -> int:
     return -(-need * 12 // 10)
 

@@ -169,9 +169,7 @@ def test_a_make_target_and_a_script_exist(document: str) -> None:
 
 
 def test_the_readme_lists_every_command() -> None:
-    listed = {
-        cells[0].strip("`").split()[1] for cells in rows(text_of("README.md"), "Commands")
-    }
+    listed = {cells[0].strip("`").split()[1] for cells in rows(text_of("README.md"), "Commands")}
     assert listed == _commands().keys() - {""}
 
 

@@ -14,13 +14,21 @@ DEMO = ROOT / "shard" / "models" / "demo"
 KNOWN = [ModelId(name) for name in ("demo", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "llama")]
 
 
-def test_three_cards_ship_and_each_declares_its_head() -> None:
+def test_eight_cards_ship_and_each_declares_its_head() -> None:
     drafts = {
         card.id: (card.native_mtp.default_k, card.native_mtp.max_k)
         for card in packaged_cards().values()
         if card.native_mtp is not None
     }
-    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3), "Qwen/Qwen3.6-35B-A3B": (1, 3)}
+    mixtures = {
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "Qwen/Qwen3.5-35B-A3B",
+        "Qwen/Qwen3.6-35B-A3B",
+        "deepseek-ai/DeepSeek-V3",
+        "zai-org/GLM-4.5-Air",
+        "zai-org/GLM-4.6",
+    }
+    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3)} | dict.fromkeys(mixtures, (1, 3))
 
 
 def test_a_card_is_keyed_by_its_id_and_filed_under_it() -> None:
@@ -41,10 +49,24 @@ def test_the_demo_card_says_what_its_checkpoint_says() -> None:
         assert getattr(card.sampling, field) == generation[field]
 
 
-def test_a_moe_card_reads_about_what_its_name_says() -> None:
-    card = packaged_cards()[ModelId("Qwen/Qwen3.6-35B-A3B")]
-    active = card.num_layers * card.active_layer_bytes + card.lm_head_bytes
-    assert 2.5e9 < active / 2 < 3.9e9  # parameters: "A3B"
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        # By the names, and by the publishers' README for those that do not say.
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 3),
+        ("Qwen/Qwen3.5-35B-A3B", 3),
+        ("Qwen/Qwen3.6-35B-A3B", 3),
+        ("deepseek-ai/DeepSeek-V3", 37),
+        ("zai-org/GLM-4.5-Air", 12),
+        ("zai-org/GLM-4.6", 32),
+    ],
+)
+def test_a_mixtures_card_reads_about_the_parameters_that_are_published(
+    model: str, billions: int
+) -> None:
+    card = packaged_cards()[ModelId(model)]
+    active = (card.num_layers * card.active_layer_bytes + card.lm_head_bytes) / 2
+    assert billions * 1e9 < active < 1.2 * billions * 1e9  # a token's embedding, the ends, rounding
 
 
 def test_a_persons_card_is_read_as_written(tmp_path: Path) -> None:

@@ -105,7 +105,11 @@ def test_the_address_of_a_dead_node_with_this_pid_is_not_believed(tmp_path: Path
         assert find_running(tmp_path) == Running(os.getpid())
 
 
-@pytest.mark.parametrize("record", ["", "[]", "{}", '{"pid": 1}', _record(os.getpid() + 1)])
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", "{}", '{"pid": 1}', _record(os.getpid() + 1)],
+    ids=["empty", "list", "nothing", "pid 1", "another"],
+)
 def test_a_run_file_that_the_holder_did_not_write_gives_no_address(
     tmp_path: Path, record: str
 ) -> None:

@@ -336,7 +336,9 @@ def knock(
     return asyncio.run(call())
 
 
-@pytest.mark.parametrize("name", [node_name(SERVER.node), node_name(None)])
+@pytest.mark.parametrize(
+    "name", [node_name(SERVER.node), node_name(None)], ids=["its own", "any node's"]
+)
 def test_nodes_with_the_same_key_reach_each_other_and_know_who_calls(name: str) -> None:
     client = channel_credentials(node_credentials(CLIENT, CLUSTER))
     assert knock(client, name) == (CLIENT.node, [CLIENT.node])
