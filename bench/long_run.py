@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from engines import ORACLE, whole_engine
-from long_runs import growth, memory_over
+from long_runs import growth, kept_after_clearing, memory_over
 from models import make_checkpoint
 
 LAYERS = 4
@@ -30,13 +30,15 @@ def main() -> None:
             folder, end_layer=LAYERS, num_layers=LAYERS, context_length=tokens + 100
         )
         for k in (0, 2):
-            samples = memory_over(engine, ORACLE[0]["prompt_ids"], k, tokens, tokens // 10)
+            samples = memory_over(engine, ORACLE[0]["prompt_ids"], k, tokens, every=20)
             print(f"\nK={k}\n| tokens | beside the caches, bytes | kept for reuse, bytes |")
             print("|---|---|---|")
-            for s in samples:
+            for s in samples[:: max(1, len(samples) // 10)]:
                 print(f"| {s.tokens} | {s.beside_caches} | {s.kept} |")
-            beside, kept = growth(samples)
-            print(f"growth after the first tenth: {beside} and {kept} bytes")
+            print(f"growth beside the caches, first half to second: {growth(samples)}")
+            print(
+                f"kept for reuse right after it is freed, at most: {kept_after_clearing(samples)}"
+            )
 
 
 if __name__ == "__main__":

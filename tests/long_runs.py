@@ -13,6 +13,7 @@ import pytest
 from engines import request
 
 from exo_node.mtp.drafters import NativeDrafter
+from exo_node.mtp.loop import CLEAR_EVERY
 from exo_node.mtp.seams import Drafts
 from exo_node.shard.engine import Delta, TextEngine
 
@@ -75,13 +76,24 @@ def memory_over(
     return samples
 
 
-def growth(samples: list[Memory]) -> tuple[int, int]:
-    """Bytes that (the memory beside the caches, the kept buffers) grew after the first sample."""
-    first = samples[0]
-    return (
-        max(s.beside_caches for s in samples[1:]) - first.beside_caches,
-        max(s.kept for s in samples[1:]) - first.kept,
-    )
+def growth(samples: list[Memory]) -> int:
+    """Bytes that the most memory beside the caches grew by from the first half to the second."""
+    half = len(samples) // 2
+    before, after = samples[:half], samples[half:]
+    return max(s.beside_caches for s in after) - max(s.beside_caches for s in before)
+
+
+def kept_after_clearing(samples: list[Memory]) -> int:
+    """The most bytes kept for reuse at the best moment of any stretch in which they are freed.
+
+    Between two of these moments they pile up, the more the longer the caches are.
+    """
+    stretches: dict[int, int] = {}
+    for s in samples:
+        stretch = s.tokens // (CLEAR_EVERY + CLEAR_EVERY // 4)
+        stretches[stretch] = min(s.kept, stretches.get(stretch, s.kept))
+    *whole, _ = stretches.values()  # the last may have ended before its moment
+    return max(whole)
 
 
 def accepted_by_quarter(rounds: Any) -> list[tuple[int, int]]:

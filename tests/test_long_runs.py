@@ -6,8 +6,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import DEMO, ORACLE, answer, request, whole_engine
-from long_runs import accepted_by_quarter, growth, holed_heads, memory_over, watched_heads
+from engines import DEMO, ORACLE, Answer, answer, request, whole_engine
+from long_runs import (
+    accepted_by_quarter,
+    growth,
+    holed_heads,
+    kept_after_clearing,
+    memory_over,
+    watched_heads,
+)
 from models import make_checkpoint
 
 from exo_node.mtp import loop
@@ -15,6 +22,8 @@ from exo_node.shard.engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 1000
+LONG = 600
+"""Tokens of the demo's answers."""
 LAYERS = 4
 
 
@@ -54,10 +63,10 @@ def test_the_same_check_finds_a_hole_at_its_first_full_accept(demo: TextEngine) 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_memory_does_not_grow_with_the_answer(tiny: TextEngine, k: int) -> None:
-    """2,000 tokens here; `bench/long_run.py` runs 10,000."""
-    beside, kept = growth(memory_over(tiny, PROMPT, k, 2000, every=250))
-    assert beside < 200_000
-    assert kept < 20_000_000
+    """1,500 tokens here; `bench/long_run.py` runs 10,000."""
+    samples = memory_over(tiny, PROMPT, k, 1500, every=20)
+    assert growth(samples) < 200_000
+    assert kept_after_clearing(samples) < 6_000_000
 
 
 def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,22 +78,33 @@ def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.Monke
         commit(self, block, *rest)
 
     monkeypatch.setattr(loop.Generation, "_commit", leaking)
-    beside, _ = growth(memory_over(tiny, PROMPT, 2, 1000, every=250))
-    assert beside > 200_000
+    assert growth(memory_over(tiny, PROMPT, 2, 500, every=25)) > 200_000
 
 
-def test_acceptance_does_not_decay(demo: TextEngine) -> None:
-    got = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
-    first, *_, last = accepted_by_quarter(got.rounds)
+def test_the_same_check_finds_buffers_that_are_never_freed(
+    tiny: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "CLEAR_EVERY", 1_000_000)
+    samples = memory_over(tiny, PROMPT, 2, 1500, every=20)
+    assert kept_after_clearing(samples) > 6_000_000
+
+
+@pytest.fixture(scope="module")
+def long_answer(demo: TextEngine) -> Answer:
+    return answer(demo, request(PROMPT, 2, LONG, ignore_end=True))
+
+
+def test_acceptance_does_not_decay(long_answer: Answer) -> None:
+    first, *_, last = accepted_by_quarter(long_answer.rounds)
     assert share(last) > share(first) - 4 * deviation(first, last)
 
 
-def test_acceptance_decays_where_rows_are_missing(demo: TextEngine) -> None:
-    whole = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
+def test_acceptance_decays_where_rows_are_missing(demo: TextEngine, long_answer: Answer) -> None:
     with holed_heads():
-        got = answer(demo, request(PROMPT, 2, TOKENS, ignore_end=True))
-    assert got.ids == whole.ids, "an answer never shows it"
-    last, wanted = accepted_by_quarter(got.rounds)[-1], accepted_by_quarter(whole.rounds)[-1]
+        got = answer(demo, request(PROMPT, 2, LONG, ignore_end=True))
+    assert got.ids == long_answer.ids, "an answer never shows it"
+    last = accepted_by_quarter(got.rounds)[-1]
+    wanted = accepted_by_quarter(long_answer.rounds)[-1]
     assert share(last) < share(wanted) - 4 * deviation(last, wanted)
 
 
