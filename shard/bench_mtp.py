@@ -188,6 +188,8 @@ def _note(text: str) -> None:
 def _run(line: bytes) -> int:
     try:
         request, spec = parse_bench_request(line)
+        # From here on, as what comes before takes no time and its error must be read.
+        threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
         results = run_bench(request, spec)
         files, no_plot = write_results(results, Path(request.output))
     except ExoNodeError as error:
@@ -219,9 +221,7 @@ def _end_with_parent() -> None:
 
 def main() -> NoReturn:
     """Entry point of the child process."""
-    line = _first_line()
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    status = _run(line)
+    status = _run(_first_line())
     sys.stdout.flush()
     # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
     os._exit(status)

@@ -223,9 +223,10 @@ def _end_with_stdin() -> NoReturn:
 def main() -> int:
     """The exit status: 0 where the contract holds, 1 where it does not or the model cannot run."""
     line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         request, spec = parse_request(line)
+        # From here on, as what comes before takes no time and its error must be read.
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
         report = run_verify(request, spec, _note)
         write_report(report, request.json_file)
     except ExoNodeError as fault:

@@ -105,6 +105,6 @@ def exo_node(*arguments: str, stdin: str = "", **extra: str) -> "subprocess.Comp
         capture_output=True,
         text=True,
         env=environment(**extra),
-        timeout=60,
+        timeout=150,
         check=False,
     )
