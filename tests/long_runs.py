@@ -3,7 +3,8 @@
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from engines import request
 
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.loop import CLEAR_EVERY
-from exo_node.mtp.seams import Drafts
+from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.shard.engine import Delta, TextEngine
 
 
@@ -33,6 +34,27 @@ def watched_heads() -> Generator[list[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NativeDrafter, "draft", noting)
         yield seen
+
+
+@contextmanager
+def steered_heads(ids: Sequence[int], prompt: int) -> Generator[None]:
+    """Heads run as ever, but of every three rounds one has all of its drafts right and one only
+    the first: a random head is never right, and a row is easily lost where all drafts stand.
+
+    `ids` is the answer, after `prompt` tokens.
+    """
+    rounds = itertools.count()
+    draft = NativeDrafter.draft
+
+    def steered(self: NativeDrafter, k: int, position: int) -> Drafts:
+        own = as_ids(draft(self, k, position).tokens)
+        right = (k, 1, 0)[next(rounds) % 3]
+        start = position - prompt
+        return Drafts(as_row([*ids[start : start + right], *own[right:]]), None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeDrafter, "draft", steered)
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from long_runs import (
     holed_heads,
     kept_after_clearing,
     memory_over,
+    steered_heads,
     watched_heads,
 )
 from models import make_checkpoint
@@ -41,14 +42,21 @@ def demo() -> TextEngine:
     return whole_engine(DEMO)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny: TextEngine) -> tuple[int, ...]:
+    """The tiny model's answer."""
+    return answer(tiny, request(PROMPT, 0, TOKENS, ignore_end=True)).ids
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_heads_cache_holds_all_committed_tokens_but_one_for_1000_tokens(
-    tiny: TextEngine, k: int
+    tiny: TextEngine, plain: tuple[int, ...], k: int
 ) -> None:
-    with watched_heads() as seen:
+    with steered_heads(plain, len(PROMPT)), watched_heads() as seen:
         got = answer(tiny, request(PROMPT, k, TOKENS, ignore_end=True))
-    assert len(got.ids) == TOKENS
+    assert got.ids == plain
     assert len(seen) == got.stats.spec_decode_rounds > TOKENS / (k + 1) - 2
+    assert {r.accepted for r in got.rounds} == {0, 1, k}
     assert [held for held, _ in seen] == [wanted for _, wanted in seen]
 
 
