@@ -57,7 +57,7 @@ LOW_PROMPTS = tuple((Path(__file__).parent / "low.txt").read_text().splitlines()
 SETS: Mapping[str, PromptSet] = {
     "demo": PromptSet(DEMO_PROMPTS),
     "temperature-1": PromptSet(DEMO_PROMPTS, Sampling(temperature=1.0), ignore_end=True),
-    "low": PromptSet(LOW_PROMPTS, Sampling(penalties=Penalties(1.5, context_size=256)), True),
+    "low": PromptSet(LOW_PROMPTS, Sampling(penalties=Penalties(3.0, context_size=256)), True),
 }
 
 Arm = Callable[[Sequence[int]], tuple[int, float, dict[str, int]]]
@@ -234,6 +234,7 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
         link=None,
         clock=time.perf_counter,
     )
+    engine.probe()  # as a runner does: adaptive drafting starts from its costs
     return engine, 3 if loaded.head is not None else 0
 
 

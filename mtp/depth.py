@@ -133,11 +133,19 @@ class AdaptiveDepth:
 
     def _next_look(self, position: int) -> "Look | None":
         rates = self._rates(position)
+        if not rates:  # nothing compares until each depth has a figure: no probe ran at load
+            depths = range(self._ceiling + 1)
+            unseen = (k for k in depths if self._costs.seconds(position, k) is None)
+            return next((self._look_at(k) for k in unseen), None)
         for k, rate in enumerate(rates):
             promising = k != self._k and rate >= WORTH_A_LOOK * rates[self._k]
             if promising and not self._costs.known(position, k):
-                return Look(k, LOOK_ROUNDS if k else LOOK_TOKENS)
-        return Look(self._k + 1, LOOK_ROUNDS) if self._k < self._ceiling else None
+                return self._look_at(k)
+        return self._look_at(self._k + 1) if self._k < self._ceiling else None
+
+    @staticmethod
+    def _look_at(k: int) -> "Look":
+        return Look(k, LOOK_ROUNDS if k else LOOK_TOKENS)
 
     def _end_look(self, look: "Look", position: int) -> None:
         """Looks again soon where the look itself went well, whatever the estimates say yet."""
@@ -145,7 +153,10 @@ class AdaptiveDepth:
         rounds = LOOK_ROUNDS if look.k else LOOK_TOKENS
         seconds = self._costs.seconds(position, look.k)
         rates = self._rates(position)
-        paid = seconds is not None and bool(rates) and look.emitted / rounds / seconds
+        if not rates:
+            self._until_look = 0
+            return
+        paid = seconds is not None and look.emitted / rounds / seconds
         good = bool(paid) and paid > HYSTERESIS * rates[self._k]
         self._stretch = FIRST_STRETCH if good else min(2 * self._stretch, LONGEST_STRETCH)
         self._until_look = self._stretch

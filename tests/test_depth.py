@@ -125,6 +125,15 @@ def test_until_anything_is_known_it_drafts_the_default() -> None:
     assert policy.plan(0) == Plan(2, 1)
 
 
+def test_without_a_probe_it_measures_every_depth_before_it_settles() -> None:
+    """It once stayed at its ceiling for ever: with one depth unknown nothing was compared."""
+    policy = AdaptiveDepth(3, 3, Prior(), RoundCosts())
+    machine = Machine(UNPREDICTABLE, SLOW_VERIFY, 0)
+    _ = machine.answer(policy)
+    _, by_depth = machine.answer(policy, 2000)
+    assert by_depth[0] > 0.95 * sum(by_depth)
+
+
 def test_what_other_answers_showed_decides_the_first_round() -> None:
     prior = Prior([100.0, 30.0], [30.0, 6.0])
     assert AdaptiveDepth(2, 2, prior, RoundCosts(SLOW_VERIFY)).plan(0).k == 0
