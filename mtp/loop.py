@@ -6,6 +6,7 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from .logprobs import Scores, score
 from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
+REPORT_EVERY = 16
+"""Rounds rebuilt between two reports: other requests have their turn there."""
 CLEAR_EVERY = 256
 """Tokens between calls of `mx.clear_cache`, as in mlx-lm: buffers of many sizes pile up."""
 
@@ -42,7 +45,15 @@ class Task:
     top_logprobs: int | None = None
 
 
-Step = Wait | Prefilled | Round
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """Progress through the rounds of an earlier attempt; at `total` the answer goes on."""
+
+    done: int
+    total: int
+
+
+Step = Wait | Prefilled | Rebuilt | Round
 Steps = Generator[Step, None, FinishReason]
 
 
@@ -128,7 +139,8 @@ class Generation:
         for start in range(0, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
             rows = as_row(prompt[start:end])
-            want: Want = "last" if end == len(prompt) else "none"
+            ends = end == len(prompt) and not (self._task.replay and self._verifier.remote)
+            want: Want = "last" if ends else "none"
             block = yield from self._verifier.forward(rows, want=want)
             if end < len(prompt):
                 self._drafter.observe(block.hidden, as_row(prompt[start + 1 : end + 1]))
@@ -237,23 +249,47 @@ class Generation:
         return Round(tuple(ids), drafted, accepted, forward, logprobs)
 
     def _rebuild(self, last: mx.array | None) -> Generator[Step, None, FinishReason | None]:
-        """Repeats recorded rounds with the same rows, so that the same kernels ran."""
+        """Repeats recorded rounds with the same rows, so that the same kernels run.
+
+        Nobody reads their logits: over several nodes the forwards follow each other at once.
+        """
         first, *rounds = self._task.replay
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
         self._chooser.commit(token)
         self._drafter.observe(last, token)
-        for recorded in rounds:
-            rows, kept = recorded.forward.rows, len(recorded.tokens)
-            # What the rejected rows held cannot matter: only their number chose the kernels.
-            padding = [0] * (rows - kept)
-            ids = [*as_ids(token), *recorded.tokens[:-1], *padding]
-            block = yield from self._verifier.forward(as_row(ids), want="all")
-            self._commit(block, as_row(recorded.tokens), rows, kept)
-            mx.eval(self._verifier.arrays(), self._drafter.arrays())
-            reason, _ = self._cut(list(recorded.tokens))
-            token = as_row(recorded.tokens[-1:])
+        yield Rebuilt(1, len(rounds) + 1)
+        for start in range(0, len(rounds), REPORT_EVERY):
+            some = rounds[start : start + REPORT_EVERY]
+            if self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in some):
+                self._repeat(token, some)
+            else:
+                for before, recorded in pairwise([token, *some]):
+                    yield from self._rebuild_round(_last(before), recorded)
+            for recorded in some:
+                reason, _ = self._cut(list(recorded.tokens))
+            token = _last(some[-1])
+            yield Rebuilt(1 + start + len(some), len(rounds) + 1)
         return reason
+
+    def _repeat(self, token: mx.array, rounds: Sequence[Round]) -> None:
+        """Rounds of which nothing was rolled back, sent on together."""
+        tokens = [token for recorded in rounds for token in recorded.tokens]
+        self._verifier.repeat(
+            as_row([*as_ids(token), *tokens[:-1]]), [recorded.forward.rows for recorded in rounds]
+        )
+        self._chooser.commit(as_row(tokens))
+        mx.eval(self._verifier.arrays())
+
+    def _rebuild_round(self, token: mx.array, recorded: Round) -> Generator[Wait, None, None]:
+        rows, kept = recorded.forward.rows, len(recorded.tokens)
+        # What the rejected rows held cannot matter: only their number chose the kernels.
+        padding = [0] * (rows - kept)
+        ids = [*as_ids(token), *recorded.tokens[:-1], *padding]
+        want: Want = "none" if self._verifier.remote else "all"
+        block = yield from self._verifier.forward(as_row(ids), want=want)
+        self._commit(block, as_row(recorded.tokens), rows, kept)
+        mx.eval(self._verifier.arrays(), self._drafter.arrays())
 
     def _cut(self, ids: list[int]) -> tuple[FinishReason | None, list[int]]:
         """The ids up to and with the one that plain decoding would have ended at."""
@@ -271,3 +307,8 @@ class Generation:
         if ended is None and self._emitted >= self._task.max_tokens:
             return "length"
         return ended
+
+
+def _last(before: mx.array | Round) -> mx.array:
+    """The token that the next round begins with."""
+    return as_row(before.tokens[-1:]) if isinstance(before, Round) else before

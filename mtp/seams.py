@@ -44,6 +44,8 @@ class Verifier(Protocol):
 
     overlaps: bool
     """Whether a forward may be issued for a token that is not computed yet (lazy evaluation)."""
+    remote: bool
+    """Whether logits come from other nodes: a forward whose logits nobody reads asks for none."""
 
     @property
     def position(self) -> int:
@@ -56,6 +58,13 @@ class Verifier(Protocol):
         A prompt's last chunk wants the last row, the chunks before it none: a verifier over several
         nodes then returns at once, with whatever the logits hold. The result is lazy where the
         verifier is local. Raises PeerLost where it is not.
+        """
+        ...
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        """Appends (rows,) ids by forwards of `schedule` rows each, whose results nobody reads.
+
+        Only where `remote`: they follow each other through the other nodes without waiting.
         """
         ...
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -11,21 +11,25 @@ from typing import Protocol
 from ..mtp.types import Sampling
 from ..placement.card import ModelCard
 from ..placement.drafting import Drafting, EnabledState, HeadState, choose_drafting
-from ..placement.errors import PeerLost, QueueFull
+from ..placement.errors import ExoNodeError, PeerLost, QueueFull
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
 from .metrics import AnswerMeter, Metrics
-from .placements import Endpoint, Facts, Placements, Record
+from .placements import Placements
+from .records import Endpoint, Record
 from .requests import (
     Event,
     Finished,
     GenerationRequest,
     Loading,
     PrefillProgress,
+    Resuming,
     Started,
     TextDelta,
     TokenLogprob,
 )
+from .resuming import AnswerLog
+from .stages import Facts
 from .totals import Totals
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_RUNNING = 8
 MAX_WAITING = 32
 LOADING_EVERY_S = 1.0
+QUIET_S = 1.0
+"""Without a sign from the generator for this long, every stage is asked for one."""
 
 
 class Generators(Protocol):
@@ -102,46 +108,94 @@ class ChatService:
     ) -> AsyncGenerator[Event, None]:
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
-        for tries_left in (1, 0):
+        answer = AnswerLog()
+        wire: pb.GenerateRequest | None = None
+        while True:
             loading = asyncio.ensure_future(self._placements.ensure(request.model))
             try:
                 while not (await asyncio.wait([loading], timeout=LOADING_EVERY_S))[0]:
-                    yield Loading(self._loading_step(request.model))
+                    yield self._waiting_for(request.model, answer)
             finally:
                 if not loading.done():
                     loading.cancel()  # of this waiter; the load itself is shielded
-            record, begun = loading.result(), False
+            record = _placed(loading, answer)
             meter.running()
+            wire = self._wire(request, record, wire)
             try:
-                async with aclosing(self._generate(request, record)) as events:
+                async with aclosing(self._generate(wire, record, answer)) as events:
                     async for event in events:
-                        begun = True
+                        if isinstance(event, Finished):
+                            self._totals.add(request.model, event.completion_tokens, event.stats)
                         yield event
                 return
             except PeerLost as fault:
-                # A runner that ended since its last answer: nothing was said, so it may be tried
-                # again, on a placement that is loaded anew.
-                if begun or not tries_left:
+                self._placements.lost(record.id, None, fault.message)
+                if not answer.lost():
                     raise
-                self._placements.lost(record.id, 0, fault.message)
+                log.warning("resuming answer %s: %s", request.id, fault.message)
+                yield Resuming(fault.message)
+
+    def _wire(
+        self, request: GenerationRequest, record: Record, earlier: pb.GenerateRequest | None
+    ) -> pb.GenerateRequest:
+        """The request to the runner; what an earlier attempt drafted, later ones draft too."""
+        if earlier is None:
+            settings = self._facts.stage_settings(record.generator.node, record.card)
+            adaptive = settings.adaptive_draft
+            drafting = self._drafting(record.card, record, request, adaptive=adaptive)
+            wire = _to_wire(request, record, drafting)
+            wire.async_draft_eval = settings.async_draft_eval
+            return wire
+        wire = pb.GenerateRequest()
+        wire.CopyFrom(earlier)
+        wire.placement = record.id
+        if wire.num_draft_tokens and not record.head.loaded:
+            # The tokens are the same without drafts; the answer matters more than its speed.
+            wire.num_draft_tokens, wire.adaptive_draft = 0, False
+            wire.drafting_reason = f"resumed where no draft head is loaded: {record.head.reason}"
+        return wire
 
     async def _generate(
-        self, request: GenerationRequest, record: Record
+        self, wire: pb.GenerateRequest, record: Record, answer: AnswerLog
     ) -> AsyncGenerator[Event, None]:
-        settings = self._facts.stage_settings(record.generator.node, record.card)
-        drafting = self._drafting(record.card, record, request, adaptive=settings.adaptive_draft)
-        wire = _to_wire(request, record, drafting)
-        wire.async_draft_eval = settings.async_draft_eval
+        """One attempt. Raises PeerLost where it is lost."""
+        answer.runs_on(record)
         record.begin()
         try:
-            async with aclosing(self._generators.generate(record.generator, wire)) as events:
-                async for event in _events(events, record):
-                    if isinstance(event, Finished):
-                        self._placements.succeeded(record)
-                        self._totals.add(request.model, event.completion_tokens, event.stats)
-                    yield event
+            events = self._generators.generate(record.generator, answer.continues(wire))
+            async with aclosing(events), aclosing(self._heard(events, record)) as heard:
+                async for event in heard:
+                    answer.saw(event)
+                    for out in _events(event, record, answer):
+                        if isinstance(out, Finished):
+                            self._placements.succeeded(record)
+                        yield out
+                    if event.WhichOneof("event") == "finished":
+                        return
+            raise PeerLost("the generator's stream ended before its answer did")
         finally:
             record.end()
+
+    async def _heard(
+        self, events: AsyncGenerator[pb.GenerateEvent, None], record: Record
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """The events; while they stay away, every stage is asked whether it lives.
+
+        A stopped process breaks no connection, and gRPC's own pings take twice as long.
+        """
+        while True:
+            following = asyncio.ensure_future(anext(events, None))
+            try:
+                while not (await asyncio.wait([following], timeout=QUIET_S))[0]:
+                    await self._placements.check(record)
+            finally:
+                if not following.done():
+                    following.cancel()
+                    _ = await asyncio.gather(following, return_exceptions=True)
+            event = following.result()
+            if event is None:
+                return
+            yield event
 
     def _drafting(
         self,
@@ -166,30 +220,42 @@ class ChatService:
             adaptive=adaptive,
         )
 
+    def _waiting_for(self, model: ModelId, answer: AnswerLog) -> Event:
+        step = self._loading_step(model)
+        return Resuming(step) if answer.resumes else Loading(step)
+
     def _loading_step(self, model: ModelId) -> str:
         steps = [r.progress for r in self._placements.records if r.card.id == model]
         return steps[0] if steps and steps[0] else "loading"
 
 
-async def _events(
-    events: AsyncGenerator[pb.GenerateEvent, None], record: Record
-) -> AsyncIterator[Event]:
-    async for event in events:
-        match event.WhichOneof("event"):
-            case "started":
-                yield Started(tuple(event.started.prompt_ids))
-            case "prefill":
-                yield PrefillProgress(event.prefill.done, event.prefill.total)
-            case "delta":
-                yield _delta(event.delta)
-            case "finished":
-                if event.finished.text:
-                    yield TextDelta(event.finished.text, ())
-                yield _finished(event.finished, record)
-                return
-            case None:
-                raise PeerLost("the generator sent an event of a kind this node does not know")
-    raise PeerLost("the generator's stream ended before its answer did")
+def _placed(loading: "asyncio.Future[Record]", answer: AnswerLog) -> Record:
+    """What was loaded. An answer that has begun ends as lost, whatever the load met."""
+    try:
+        return loading.result()
+    except ExoNodeError as fault:
+        if not answer.resumes:
+            raise
+        raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
+
+
+def _events(event: pb.GenerateEvent, record: Record, answer: AnswerLog) -> Iterator[Event]:
+    match event.WhichOneof("event"):
+        case "started":
+            if answer.announce():
+                yield Started(answer.prompt_ids)
+        case "prefill":
+            yield PrefillProgress(event.prefill.done, event.prefill.total)
+        case "rebuilt":
+            yield Resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
+        case "delta":
+            yield _delta(event.delta)
+        case "finished":
+            if event.finished.text:
+                yield TextDelta(event.finished.text, ())
+            yield _finished(event.finished, record, answer)
+        case None:
+            raise PeerLost("the generator sent an event of a kind this node does not know")
 
 
 def _delta(delta: pb.Delta) -> TextDelta:
@@ -204,8 +270,10 @@ def _likely(one: pb.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(one.id, one.bytes, one.logprob)
 
 
-def _finished(finished: pb.Finished, record: Record) -> Finished:
+def _finished(finished: pb.Finished, record: Record, answer: AnswerLog) -> Finished:
     stats = json.loads(finished.stats_json)
+    if answer.resumes:
+        stats.update(answer.timings(), resumes=answer.resumes, resume_exact=answer.exact)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
     stages = [
         {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}

@@ -1,4 +1,4 @@
-"""The `exo-node` command: start, chat, status, models, stop.
+"""The `exo-node` command: start, chat, status, models, stop; others are in `node/cli_*.py`.
 
 Data goes to stdout, notes to stderr, no colours anywhere. Exit codes: 0 done, 1 failed, 2 wrong
 use or settings, 69 no node runs, 75 try again later, 130 interrupted. Each command imports what
@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from ..placement.errors import ExoNodeError, InvalidSettings
 from .cli_bench import bench
+from .cli_join import add_join_commands
 
 if TYPE_CHECKING:
     from .cli_client import Endpoint
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
 _DEMO: Final = "demo"
-_STOP_TIMEOUT_S: Final = 30.0
+_STOP_TIMEOUT_S: Final = 60.0
 _STOP_POLL_S: Final = 0.05
 
 
@@ -61,6 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+add_join_commands(app)
 
 
 def main() -> None:
@@ -164,6 +166,15 @@ def start(
             "[EXO_CLUSTER_KEY_FILE]",
         ),
     ] = None,
+    open_name: Annotated[
+        str | None,
+        typer.Option(
+            "--open",
+            metavar="NAME",
+            help="For labs: nodes that give the same name join each other without approval. "
+            "[EXO_OPEN]",
+        ),
+    ] = None,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Neither announce nor look for peers. [EXO_MDNS=0]")
     ] = False,
@@ -207,6 +218,7 @@ def start(
         "models_dir": models_dir,
         "peers": peer or None,
         "cluster_key_file": cluster_key_file,
+        "open": open_name,
         "mdns": False if no_mdns else None,
         "memory_limit": memory_limit,
         "dtype": dtype,
@@ -314,6 +326,28 @@ def models(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
 
 
 @app.command()
+def events(
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=0, max=1000, metavar="N", help="The latest N of those before.")
+    ] = 100,
+    own: Annotated[
+        bool, typer.Option("--node", help="What this node saw itself, not what the head did.")
+    ] = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what happened in the cluster, one line each."""
+    from . import cli_client, cli_events
+
+    endpoint = cli_client.locate(_client_settings(port, data_dir))
+    cli_events.print_events(endpoint, follows=follow, limit=limit, own=own, as_json=as_json)
+
+
+@app.command()
 def verify(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="A model's id, or a checkpoint's folder.")
@@ -348,6 +382,49 @@ def verify(
     raise typer.Exit(
         run_verify(model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir)
     )
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's id.")],
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
+    ] = None,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at most.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Just these nodes, in whatever order.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
+    ] = None,
+    exclude: Annotated[str | None, typer.Option(metavar="A,B", help="Not these nodes.")] = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a model would be placed, what comes next and why; nothing is loaded."""
+    from . import cli_client, cli_plan
+
+    options = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "context": context,
+        "nodes": nodes,
+        "layers": layers,
+        "exclude": exclude,
+    }
+    endpoint = cli_client.locate(_client_settings(port, data_dir))
+    preview = cli_client.call(endpoint, cli_plan.query(model, options))
+    if as_json:
+        _print_json(preview)
+        return
+    print(cli_plan.told(preview))
 
 
 @app.command()

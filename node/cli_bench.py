@@ -1,4 +1,4 @@
-"""`exo-node bench`: what this machine does, measured in a child process that runs the model."""
+"""`exo-node bench`: models measured in a child process, the cluster by its nodes."""
 
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,7 +14,7 @@ _CHILD: Final = "exo_node.shard.bench_mtp"
 _MAX_TEMPERATURE: Final = 2.0
 
 bench = typer.Typer(
-    help="Measure models on this machine.",
+    help="Measure models on this machine, and the cluster.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -22,7 +22,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def _root() -> None:
-    """Measure models on this machine."""
+    """Measure models on this machine, and the cluster."""
 
 
 @bench.command()
@@ -101,6 +101,37 @@ def mtp(
         "output": str(folder),
     }
     raise typer.Exit(_run(request, folder, settings.runner_environment(environ)))
+
+
+@bench.command()
+def cluster(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Say where this model would be placed, and why."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure every link anew first.")
+    ] = False,
+    port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT",
+            help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what the cluster's nodes and links were measured to do.
+
+    A running node is asked. Layers are timed when a node first loads a model, links when a node
+    joins and every few minutes while nothing is generated.
+    """
+    from .cli_bench_cluster import bench_cluster
+
+    bench_cluster(model=model, measure=measure, port=port, data_dir=data_dir, as_json=as_json)
 
 
 def _run(request: "Mapping[str, object]", folder: "Path", environment: "Mapping[str, str]") -> int:

@@ -124,6 +124,18 @@ def stream(
     raise CallFailed("the node ended the connection before the answer was complete")
 
 
+def follow(endpoint: Endpoint, path: str) -> Iterator[Message | Comment]:
+    """GET `path` and yield its events until the node ends the stream; no time limit.
+
+    Raises CallFailed, also for an error event.
+    """
+    with _answer(endpoint, path, None, None) as answer:
+        for event in parse_sse(answer):
+            if isinstance(event, Message) and "error" in (body := _as_object(event.data, endpoint)):
+                raise _failure(body, None, None)
+            yield event
+
+
 def parse_sse(lines: Iterable[bytes]) -> Iterator[Comment | Message]:
     """The events of a `text/event-stream`; fields other than data are not used by this API."""
     data: list[str] = []

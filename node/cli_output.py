@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .cli_client import Comment
+from .join import spaced
 from .log import escape_controls
 
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -27,13 +28,71 @@ def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) 
         f"head     {names.get(head, _text(head))}, term {_text(cluster.get('term'))}",
         f"cluster  {_text(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
         "",
-        *_table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
+        *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
         "",
     ]
     if not placements:
         return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
     rows = [_placement_row(placement, names) for placement in placements]
-    return _joined([*lines, *_table(("MODEL", "STATUS", "STAGES", "MTP"), rows)])
+    return _joined([*lines, *table(("MODEL", "STATUS", "STAGES", "MTP"), rows)])
+
+
+def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
+    """A table of the nodes, one of those that ask to join, and whom this node asks itself."""
+    members: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    header = ("NODE", "ID", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
+    rows = [(row[0], _text(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
+    lines = table(header, rows)
+    if pending := joining.get("data"):
+        heads = ("ASKS TO JOIN", "ID", "DIGITS", "CHIP", "FROM", "AT")
+        asking = [_asking_row(request) for request in pending]
+        compare = "compare the digits with those on its screen, then `exo-node approve DIGITS`"
+        lines += ["", *table(heads, asking), compare]
+    for asked in joining.get("asking", []):
+        code = spaced(_text(asked.get("code")))
+        whom = f"{_text(asked.get('name'))} ({_text(asked.get('address'))})"
+        lines += ["", f"this node asks {whom} to join, and shows {code}; approve it there"]
+    if joining.get("open"):
+        lines += ["", "OPEN: nodes with the same --open join without approval"]
+    return _joined(lines)
+
+
+def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
+    told = [_text(request.get(name)) for name in ("chip", "address")]
+    at = request.get("at") or _NOTHING
+    return (
+        _text(request.get("name")),
+        _text(request.get("node")),
+        spaced(_text(request.get("code"))),
+        *told,
+        _text(at.get("name")),
+    )
+
+
+def question(request: Mapping[str, Any]) -> str:
+    """What a person is asked before a node is let in."""
+    who = f"{_text(request.get('name'))} ({_text(request.get('chip'))}, {request.get('address')})"
+    return escape_controls(f"Does {who} show {spaced(_text(request.get('code')))}?")
+
+
+def no_choice(
+    text: str,
+    code: str | None,
+    pending: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+) -> str:
+    """Why none of the requests was meant, and which there are."""
+    if not pending:
+        return "no node asks to join this cluster"
+    listed = ", ".join(f"{_text(r.get('name'))} ({spaced(_text(r.get('code')))})" for r in pending)
+    if code is not None and not found:
+        return (
+            f"no node that asks to join shows {spaced(code)}, only {listed}; if the other screen "
+            "shows it, somebody is between the two nodes: approve nothing"
+        )
+    if not text or found:
+        return f"say which node is meant, by its digits: {listed}"
+    return f"'{text[:64]}' asks nothing; {listed} do"
 
 
 def models(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -49,7 +108,7 @@ def models(entries: Sequence[Mapping[str, Any]]) -> str:
         )
         for entry in entries
     ]
-    return _joined(_table(("MODEL", "LOADED", "CONTEXT", "NATIVE MTP"), rows))
+    return _joined(table(("MODEL", "LOADED", "CONTEXT", "NATIVE MTP"), rows))
 
 
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
@@ -159,7 +218,8 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines of padded columns; cells may hold anything."""
     lines = [header, *(tuple(escape_controls(cell) for cell in row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]

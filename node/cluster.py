@@ -3,37 +3,34 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from ..placement.errors import ExoNodeError, PeerLost
-from ..placement.ids import NodeId
+from ..placement.ids import NodeId, Term
 from ..proto import peer_pb2 as pb
 from .background import background
+from .cluster_wire import describe_node, fill, read
 from .control_client import ControlClient
 from .control_server import PROTOCOL
-from .election import Election
+from .election import HeadChanged, HeadLost, TermRaised
+from .events import EventLog
 from .facts import MemberFacts
-from .membership import (
-    Change,
-    Died,
-    Heard,
-    Joined,
-    Left,
-    LeftCluster,
-    Membership,
-    Recovered,
-    Suspected,
-    Tick,
-)
+from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
+from .standing import Change, Standing
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+TICK_S = 0.25
 MAX_BACKOFF_S = 10.0
+KNOWN_BACKOFF_S = 3.0
+"""For an address that answered once: a node that comes back, or a network, is found this soon."""
 STAGE_GRACE_S = 3.0
 """A stage that a node's heartbeats do not name for this long, once it was ready, is lost."""
+ELECTION_S = 6.0
+"""How long a request waits for a head: until the old one is dead, and the new one is known."""
 
 
 @dataclass(slots=True)
@@ -55,6 +52,10 @@ class Member:
     missing_since: dict[tuple[str, int], float] = field(
         default_factory=dict[tuple[str, int], float]
     )
+    progress: dict[tuple[str, int], tuple[int, float]] = field(
+        default_factory=dict[tuple[str, int], tuple[int, float]]
+    )
+    """Of each stage: the steps its runner has finished, and when that number last changed."""
 
 
 class Cluster:
@@ -65,25 +66,28 @@ class Cluster:
         self_facts: Callable[[], pb.NodeFacts],
         states: Callable[[], list[pb.PlacementState]],
         client: ControlClient,
-        membership: Membership,
-        election: Election,
+        standing: Standing,
         on_lost: Callable[[NodeId, str], None],
         fingerprint: str,
+        events: EventLog,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left."""
         self._self_facts = self_facts
         self._states = states
         self._client = client
-        self._membership = membership
-        self._election = election
+        self._standing = standing
         self._on_lost = on_lost
         self._fingerprint = fingerprint
+        self._events = events
         self._members: dict[NodeId, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
-        self.self_id = NodeId(self_facts().id)
+        self._news = asyncio.Event()  # set, and replaced, when there is something to tell at once
+        self._gone: dict[NodeId, asyncio.Event] = {}
+        self.self_id = standing.self_id
 
     def start(self) -> None:
+        self._tell(self._standing.tick(time.monotonic()))
         self._ticker = background(self._tick(), "the membership's clock")
 
     async def close(self) -> None:
@@ -93,13 +97,19 @@ class Cluster:
         goodbyes = [
             self._client.exchange(member.address, node, farewell)
             for node, member in self._members.items()
-            if node in self._membership.live()
+            if node in self._standing.membership.live()
         ]
         _ = await asyncio.gather(*goodbyes, return_exceptions=True)
         tasks = [*self._dials.values(), *([self._ticker] if self._ticker else [])]
         for task in tasks:
             task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Before the end: this node gives up its lease, and the others place nothing here."""
+        _ = self._events.add("leaving", f"{self._self_facts().name} is about to leave")
+        self._tell(self._standing.resign(time.monotonic()))
+        self._speak_up()
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
         """Begins to exchange heartbeats with whoever listens there; known addresses are ignored."""
@@ -112,7 +122,7 @@ class Cluster:
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own."""
         if beat.leaving:
-            self._tell(self._membership.apply(Left(sender), time.monotonic()))
+            self._tell(self._standing.left(sender, time.monotonic()))
             _ = self._members.pop(sender, None)
             return self._beat()
         address = f"{beat.sender.host}:{beat.sender.port}"
@@ -122,22 +132,60 @@ class Cluster:
         self.dial(address, sender)
         return self._beat()
 
+    # ------------------------------------------------------------------------- the head
+
     @property
-    def head(self) -> NodeId:
-        return self._election.head(self._alive_ids())
+    def head(self) -> NodeId | None:
+        """None during an election, which stops nothing: see `wait_for_head`."""
+        return self._standing.election.head
 
     @property
     def is_head(self) -> bool:
         return self.head == self.self_id
 
+    @property
+    def term(self) -> Term:
+        """Of the head's lease; the highest known where there is no head."""
+        return self._standing.election.term
+
+    async def wait_for_head(
+        self, other_than: NodeId | None = None, within_s: float = ELECTION_S
+    ) -> NodeId:
+        """The head, after the election if there is one. Raises PeerLost.
+
+        `other_than` is a head that did not answer: it waits until that one is given up.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while (head := self.head) is None or head == other_than:
+                    _ = await self._news.wait()
+        except TimeoutError:
+            raise PeerLost(
+                "the cluster has no head that answers; `exo-node status` shows which nodes do. "
+                "Try again in a few seconds"
+            ) from None
+        return head
+
+    async def until_gone(self, node: NodeId) -> None:
+        """Returns when the node has died, left or been restarted; at once if it is unknown."""
+        if node in self._standing.membership.live():
+            _ = await self._gone.setdefault(node, asyncio.Event()).wait()
+
+    # ----------------------------------------------------------------------- the others
+
     def members(self) -> list[MemberFacts]:
-        """Nodes that may take new work: this one and those that are alive, not suspect."""
-        alive = self._membership.alive()
-        others = [m.beat for node, m in self._members.items() if node in alive]
+        """Nodes that may take new work: alive, not suspect, not about to leave; this one first."""
+        may = self._standing.membership.alive() - self._standing.draining
+        others = [m.beat for node, m in self._members.items() if node in may]
+        itself = MemberFacts(self._self_facts(), self._states())
         return [
-            MemberFacts(self._self_facts(), self._states()),
+            *([itself] if self.self_id not in self._standing.draining else []),
             *(MemberFacts(beat.sender, beat.placements) for beat in others),
         ]
+
+    def draining(self) -> frozenset[NodeId]:
+        """Nodes that are about to leave: what runs on them has to move, they take nothing new."""
+        return self._standing.draining
 
     def address(self, node: NodeId) -> str:
         """host:port of another node's control server. Raises PeerLost."""
@@ -161,34 +209,59 @@ class Cluster:
                 gone.append(key)
         return gone
 
+    def progress(self, node: NodeId, placement: str, stage: int) -> tuple[int, float] | None:
+        """Steps that a stage's runner on another node has finished, and for how long (s) no more.
+
+        None where its node's heartbeats do not name it.
+        """
+        member = self._members.get(node)
+        found = None if member is None else member.progress.get((placement, stage))
+        return None if found is None else (found[0], time.monotonic() - found[1])
+
     def describe(self, version: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
-        status = self._membership.statuses()
-        head = self.head
-        nodes = [_node(self._self_facts(), self._states(), "alive", head, itself=True)]
-        nodes += [
-            _node(m.beat.sender, m.beat.placements, status.get(node, "dead"), head, itself=False)
-            for node, m in sorted(self._members.items())
-        ]
+        status = self._standing.membership.statuses()
+        draining, head = self._standing.draining, self.head
+        shown = {node: "draining" for node in draining if status.get(node) != "dead"}
+        mine = shown.get(self.self_id, "alive")
+        nodes = [describe_node(self._self_facts(), self._states(), mine, head=head, itself=True)]
+        for node, m in sorted(self._members.items()):
+            seen = shown.get(node) or status.get(node, "dead")
+            nodes.append(
+                describe_node(m.beat.sender, m.beat.placements, seen, head=head, itself=False)
+            )
         return {
             "self": self.self_id,
             "head": head,
-            "term": self._election.term,
+            "term": self.term,
+            "lease": self._lease(),
             "cluster": self._fingerprint,
             "version": version,
             "nodes": nodes,
         }
 
+    def _lease(self) -> dict[str, Any]:
+        election = self._standing.election
+        return {
+            "held": self.is_head,
+            "followers": election.followers(),
+            "head_for_s": round(election.head_for_s(time.monotonic()), 1),
+            "elections": election.elections,
+            "head_changes": election.head_changes,
+            "incarnation": self._standing.membership.incarnation,
+        }
+
+    # --------------------------------------------------------------------------- inside
+
     def _beat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(
+        message = pb.Heartbeat(
             protocol=PROTOCOL,
             sender=self._self_facts(),
-            incarnation=self._membership.incarnation,
-            term=self._election.term,
-            head=self.head,
             peers=[member.address for member in self._members.values()],
             placements=self._states(),
         )
+        fill(message, self._standing.beat(time.monotonic()))
+        return message
 
     async def _exchange_for_ever(self, dial: Dial) -> None:
         while True:
@@ -197,7 +270,8 @@ class Cluster:
             except ExoNodeError as fault:
                 self._complain(dial, fault)
                 await asyncio.sleep(dial.backoff_s)
-                dial.backoff_s = min(2 * dial.backoff_s, MAX_BACKOFF_S)
+                most = MAX_BACKOFF_S if dial.node is None else KNOWN_BACKOFF_S
+                dial.backoff_s = min(2 * dial.backoff_s, most)
                 continue
             node = NodeId(beat.sender.id)
             if node == self.self_id:
@@ -206,16 +280,37 @@ class Cluster:
             self._note(node, dial.address, beat)
             for address in beat.peers:
                 self.dial(address)
-            await asyncio.sleep(HEARTBEAT_S)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next heartbeat is due, or there is something to tell at once."""
+        news = self._news
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                _ = await news.wait()
+        except TimeoutError:
+            return
+
+    def _speak_up(self) -> None:
+        """Sends heartbeats now, and wakes who waits for the head."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _note(self, node: NodeId, address: str, beat: pb.Heartbeat) -> None:
+        now = time.monotonic()
         known = self._members.get(node)
         if known is None:
-            self._members[node] = Member(address, beat)
+            known = self._members[node] = Member(address, beat)
         else:
             known.beat, known.address = beat, address
-        changes = self._membership.apply(Heard(node, beat.incarnation), time.monotonic())
-        self._tell(changes)
+        known.progress = {
+            key: before
+            if (before := known.progress.get(key)) is not None and before[0] == state.progress
+            else (state.progress, now)
+            for state in beat.placements
+            for key in [(state.placement, state.stage)]
+        }
+        self._tell(self._standing.heard(read(node, beat), now))
 
     def _complain(self, dial: Dial, fault: ExoNodeError) -> None:
         """Once for each kind of trouble: a node that is off for a night must not fill the log."""
@@ -225,76 +320,66 @@ class Cluster:
 
     async def _tick(self) -> None:
         while True:
-            self._tell(self._membership.apply(Tick(), time.monotonic()))
-            await asyncio.sleep(HEARTBEAT_S / 2)
+            await asyncio.sleep(TICK_S)
+            self._tell(self._standing.tick(time.monotonic()))
 
     def _tell(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            name = self._name(change.node)
             match change:
-                case Joined():
-                    log.info("%s joined", name)
-                case Suspected():
-                    log.warning("%s does not answer; it gets no new work", name)
-                case Recovered():
-                    log.info("%s answers again", name)
-                case Died():
-                    log.warning("%s is dead", name)
-                    self._on_lost(change.node, f"{name} does not answer any more")
-                case LeftCluster():
-                    log.info("%s left", name)
-                    self._on_lost(change.node, f"{name} left the cluster")
-        if changes:
-            log.debug("head is %s", self.head)
+                case HeadChanged() | HeadLost() | TermRaised():
+                    self._tell_of_head(change)
+                case _:
+                    self._tell_of_node(change)
+
+    def _tell_of_node(
+        self, change: Joined | Suspected | Recovered | Died | LeftCluster | Refuted
+    ) -> None:
+        node, name, add = change.node, self._name(change.node), self._events.add
+        match change:
+            case Joined():
+                _ = add("joined", f"{name} joined", node=node)
+            case Suspected(by=witness):
+                whom = "" if witness is None else f" {self._name(witness)}"
+                text = f"{name} does not answer{whom}; it gets no new work"
+                _ = add("suspected", text, node=node, by=witness)
+            case Recovered():
+                _ = add("recovered", f"{name} answers again", node=node)
+            case Refuted(was=was, by=witness):
+                text = f"{self._name(witness)} took this node for {was}; told it otherwise"
+                _ = add("refuted", text, node=node, by=witness, was=was)
+            case Died(restarted=restarted):
+                text = f"{name} was restarted" if restarted else f"{name} is dead"
+                _ = add("died", text, node=node, restarted=restarted)
+                self._lost(node, text if restarted else f"{name} does not answer any more")
+            case LeftCluster():
+                _ = add("left", f"{name} left", node=node)
+                self._lost(node, f"{name} left the cluster")
+            case _:
+                assert_never(change)
+
+    def _lost(self, node: NodeId, why: str) -> None:
+        if (gone := self._gone.pop(node, None)) is not None:
+            gone.set()
+        self._on_lost(node, why)
+
+    def _tell_of_head(self, change: HeadChanged | HeadLost | TermRaised) -> None:
+        term = int(change.term)
+        match change:
+            case HeadLost(head):
+                text = f"{self._name(head)} is the head no longer; electing another one"
+                _ = self._events.add("election", text, node=head, term=term)
+            case HeadChanged(head, before=before):
+                who = "this node" if head == self.self_id else self._name(head)
+                text = f"{who} is the head now (term {term})"
+                _ = self._events.add("head_changed", text, node=head, term=term, before=before)
+            case TermRaised():
+                log.info("the head's term is %d now", term)
+            case _:
+                assert_never(change)
+        self._speak_up()
 
     def _name(self, node: NodeId) -> str:
+        if node == self.self_id:
+            return f"{self._self_facts().name} ({node})"
         member = self._members.get(node)
         return f"{member.beat.sender.name} ({node})" if member else node
-
-    def _alive_ids(self) -> list[NodeId]:
-        return [self.self_id, *self._membership.live()]
-
-
-def _node(
-    facts: pb.NodeFacts,
-    states: Iterable[pb.PlacementState],
-    status: str,
-    head: NodeId,
-    *,
-    itself: bool,
-) -> Mapping[str, Any]:
-    return {
-        "id": facts.id,
-        "name": facts.name,
-        "version": facts.version,
-        "host": facts.host,
-        "port": facts.port,
-        "http_host": facts.http_host,
-        "http_port": facts.http_port,
-        "chip": facts.chip,
-        "backend": facts.backend,
-        "memory_bytes": facts.memory_bytes,
-        "memory_bandwidth": facts.memory_bandwidth,
-        "status": status,
-        "self": itself,
-        "head": facts.id == head,
-        "stages": [_stage(state) for state in states],
-    }
-
-
-def _stage(state: pb.PlacementState) -> Mapping[str, Any]:
-    return {
-        "placement": state.placement,
-        "model": state.model,
-        "stage": state.stage,
-        "layers": [state.first_layer, state.end_layer],
-        "status": state.status,
-        "weight_bytes": state.weight_bytes,
-        "checkpoint_bytes_read": state.checkpoint_bytes_read,
-        "cache_bytes": state.cache_bytes,
-        "peak_memory_bytes": state.peak_memory_bytes,
-        "live_requests": state.live_requests,
-        "progress": state.progress,
-        "pid": state.pid,
-        "error": state.error or None,
-    }

@@ -13,7 +13,7 @@ from ..placement.errors import ExoNodeError, PeerLost, Untrusted, from_code
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
-from .placements import Endpoint
+from .records import Endpoint
 from .trust import Credentials, channel_credentials, node_name, runner_name
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ _GONE = (
 )
 EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 1.0
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
@@ -111,10 +112,12 @@ class ControlClient:
             raise from_status(fault, address) from fault
         raise PeerLost(f"{address} ended the load without a result")
 
-    async def unload(self, address: str, node: NodeId, placement: PlacementId, stage: int) -> None:
+    async def unload(
+        self, address: str, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
         """Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        request = pb.UnloadStageRequest(placement=placement, stage=stage)
+        request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
         try:
             _ = await stub.UnloadStage(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as fault:
@@ -149,6 +152,15 @@ class RunnerClient:
             _ = await stub.Connect(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the runner on {stage.node}") from fault
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        """Answered by the runner's event loop, however busy it is. Raises PeerLost."""
+        stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
+        request = pb.PingRequest(placement=placement, stage=number)
+        try:
+            return await stub.Ping(request, timeout=PING_TIMEOUT_S)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, f"the runner of stage {number} on {stage.node}") from fault
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest

@@ -9,10 +9,18 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
-from ..placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, Untrusted
+from ..placement.errors import (
+    DuplicateIdentity,
+    ExoNodeError,
+    InvalidRequest,
+    InvalidSettings,
+    PeerLost,
+    Untrusted,
+)
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
+from .control_links import LinkService
 from .trust import Credentials, authenticated_node, server_credentials
 
 log = logging.getLogger(__name__)
@@ -20,6 +28,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 PROTOCOL = 1
+_MAX_TOLD = 256
 
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
@@ -46,7 +55,7 @@ class NodeSide(Protocol):
         self, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
     ) -> pb.LoadReady: ...
 
-    async def unload_stage(self, placement: PlacementId, stage: int) -> None: ...
+    async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None: ...
 
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this head."""
@@ -66,6 +75,7 @@ async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
 class _MembershipService(peer_pb2_grpc.MembershipServicer):
     def __init__(self, node: NodeSide) -> None:
         self._node = node
+        self._told: set[tuple[str, str]] = set()
 
     async def Exchange(
         self,
@@ -84,7 +94,15 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
                 )
             return self._node.heard(sender, request)
         except ExoNodeError as fault:
+            self._tell(request.sender.id, fault)
             await _refuse(context, fault)
+
+    def _tell(self, sender: str, fault: ExoNodeError) -> None:
+        """On this screen too, and once: the refused node tries again every second."""
+        known = (sender, fault.code) in self._told or len(self._told) >= _MAX_TOLD
+        if not known and not isinstance(fault, PeerLost | DuplicateIdentity):  # told elsewhere
+            self._told.add((sender, fault.code))
+            log.warning("refused node %s: %s", sender[:20], fault.message)
 
 
 class _ControlService(peer_pb2_grpc.ControlServicer):
@@ -119,7 +137,8 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
         request: pb.UnloadStageRequest,
         context: "Context",
     ) -> pb.UnloadStageReply:
-        await self._node.unload_stage(PlacementId(request.placement), request.stage)
+        placement = PlacementId(request.placement)
+        await self._node.unload_stage(placement, request.stage, kill=request.kill)
         return pb.UnloadStageReply()
 
     async def Http(
@@ -151,10 +170,11 @@ async def _until_done(
 class ControlServer:
     """Listens on the addresses that peers may use."""
 
-    def __init__(self, node: NodeSide, credentials: Credentials) -> None:
+    def __init__(self, node: NodeSide, credentials: Credentials, links: LinkService) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
         peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
+        peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)
         self._credentials = server_credentials(credentials)
 
     async def start(self, hosts: list[str], port: int) -> int:

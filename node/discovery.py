@@ -32,6 +32,7 @@ RESCAN_S = 30.0
 _MAX_RESOLVING = 64
 _NODE = re.compile(r"[a-z2-7]{20}")
 _CLUSTER = re.compile(r"[0-9a-f]{16}")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,20 @@ class Announcement:
     version: str
     host: str
     port: int
+    join_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An address that may be a node of that cluster; only TLS says whether it is."""
+    """An address that may be a node of that cluster; only TLS says whether it is.
+
+    One with this node's own id is a second process with its data folder, or says that it is.
+    """
 
     node: NodeId
     cluster: str
     address: str
+    join_address: str | None = None
 
 
 class Discovery:
@@ -216,11 +222,27 @@ def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | N
     node, cluster = _text(info, b"id"), _text(info, b"cluster")
     if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
         return None
-    if node == own.node:
-        return []
     addresses = [a for a in info.parsed_addresses(IPVersion.V4Only) if _is_near(a, own.host)]
+    if node == own.node:
+        addresses = [a for a in addresses if (a, info.port) != (own.host, own.port)]
+        if not addresses:
+            return []
+    join_port = _join_port(info)
     # A node announces one address: a few allow for its old one, many would be somebody's scan.
-    return [Candidate(NodeId(node), cluster, f"{a}:{info.port}") for a in addresses[:4]] or None
+    return [
+        Candidate(
+            NodeId(node),
+            cluster,
+            f"{address}:{info.port}",
+            None if join_port is None else f"{address}:{join_port}",
+        )
+        for address in addresses[:4]
+    ] or None
+
+
+def _join_port(info: AsyncServiceInfo) -> int | None:
+    text = _text(info, b"join")
+    return int(text) if _PORT.fullmatch(text) and 0 < int(text) <= 65535 else None
 
 
 def _text(info: AsyncServiceInfo, key: bytes) -> str:
@@ -237,6 +259,8 @@ def _is_near(address: str, own_host: str) -> bool:
 
 def _service(own: Announcement) -> AsyncServiceInfo:
     text = {"id": own.node, "cluster": own.cluster, "version": own.version, "protocol": "1"}
+    if own.join_port is not None:
+        text["join"] = str(own.join_port)
     return AsyncServiceInfo(
         SERVICE,
         f"{own.node}.{SERVICE}",

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ..placement.card import ModelCard
-from ..placement.cluster import ClusterView, NodeFacts
+from ..placement.cluster import ClusterView, LayerProfile, NodeFacts
 from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
 from ..proto import peer_pb2 as pb
+from .link_table import link_facts
 from .models import ModelLibrary
 from .placements import StageSettings
 from .switches import Switches
@@ -39,6 +40,7 @@ class MemberFacts:
             backend=f.backend,
             chip=f.chip,
             models=frozenset(ModelId(model) for model in f.models),
+            profile=_profile(f, placing),
         )
 
 
@@ -61,8 +63,18 @@ class NodeFactsSource:
         self._switches = switches
 
     def view(self, placing: ModelId) -> ClusterView:
-        nodes = tuple(member.for_planner(placing) for member in self._members())
-        return ClusterView(nodes=nodes, head=self._head())
+        members = self._members()
+        nodes = with_kin_profiles([member.for_planner(placing) for member in members])
+        links = link_facts([member.facts for member in members])
+        return ClusterView(nodes=nodes, links=links, head=self._head())
+
+    def split_refusal(self, model: ModelId) -> str:
+        """Why a model must run on one node, as the node said that checked its class; "" where none.
+
+        A class that nobody has checked is checked when its first split is loaded.
+        """
+        told = (refusal for member in self._members() for refusal in member.facts.split_refusals)
+        return next((refusal.reason for refusal in told if refusal.model == model), "")
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
@@ -97,6 +109,36 @@ class NodeFactsSource:
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._members() if m.id == node), None)
+
+
+def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
+    """What the node measured of that model last; another node's figures, so they are checked."""
+    for times in reversed(facts.profiles):
+        figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+        if times.model == model and all(0 <= figure < 3600 for figure in figures):
+            return LayerProfile(*figures) if times.decode_s else None
+    return None
+
+
+def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
+    """Nodes of one chip and backend share the least of each time that any of them measured.
+
+    So a node that never loaded the model is not weighed by its data sheet against its twin's
+    measurement; and what else ran during a measurement only ever adds to it.
+    """
+    kin: dict[tuple[str, str], list[LayerProfile]] = {}
+    for node in nodes:
+        if node.profile is not None:
+            kin.setdefault((node.chip, node.backend), []).append(node.profile)
+    shared = {kind: _least(profiles) for kind, profiles in kin.items() if kind[0]}
+    return tuple(
+        replace(node, profile=shared.get((node.chip, node.backend), node.profile)) for node in nodes
+    )
+
+
+def _least(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    columns = zip(*(astuple(profile) for profile in profiles), strict=True)
+    return LayerProfile(*(min((s for s in times if s > 0), default=0.0) for times in columns))
 
 
 def resolve_dtype(requested: str, card: ModelCard, backend: str, chip: str) -> str:

@@ -1,91 +1,130 @@
 """Requests about cluster state go to the head, whichever node they reach."""
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
+from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..placement.errors import ExoNodeError
+from ..placement.errors import PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-
-log = logging.getLogger(__name__)
+from .events_api import EVENTS_PATH
+from .join_api import JOIN_PREFIX
 
 LOCAL = ("/v1/cluster",)
 """What every node answers for itself, under /v1."""
-_PASSED_ON = ("content-type", "accept", "user-agent")
+_OWN_SCOPE = ("scope", "node")
+"""In the query: what this node itself knows is asked for, not what the head does."""
+_PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id")
 
 
 class HeadClient(Protocol):
     """The way to the head, where this node is not it."""
 
-    def head_elsewhere(self) -> NodeId | None:
-        """The head's id; None while this node is the head."""
+    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
+        """The head's id; None where this node is the head. Waits while there is an election.
+
+        Raises PeerLost where that takes too long. `other_than` is a head that did not answer.
+        """
         ...
 
     def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]: ...
 
+    async def until_gone(self, node: NodeId) -> None:
+        """Returns when that node is known to be dead, gone or restarted."""
+        ...
+
 
 class HeadForwarder:
-    """ASGI middleware inside the guard: what arrives here is allowed already."""
+    """ASGI middleware inside the guard: what arrives here is allowed already.
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        client: HeadClient,
-        refuse: Callable[[ExoNodeError], ASGIApp],
-    ) -> None:
-        """`refuse` makes the response of an error, in the API's shape."""
+    It raises what no other head can mend; the guard makes an answer of it, or ends a stream of
+    events that has begun with it.
+    """
+
+    def __init__(self, app: ASGIApp, client: HeadClient) -> None:
         self._app = app
         self._client = client
-        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = self._client.head_elsewhere() if scope["type"] == "http" else None
-        path: str = scope.get("path", "")
-        if head is None or not path.startswith("/v1/") or path in LOCAL:
+        head = None if _is_local(scope) else await self._client.head_elsewhere()
+        if head is None:
             await self._app(scope, receive, send)
             return
         request = await _collect(scope, receive)
-        answer = self._client.http(head, request)
-        gone = asyncio.create_task(_disconnected(receive))
-        relay = asyncio.create_task(self._relay(answer, scope, receive, send))
+        passage = _Passage(self._client, request, receive, send)
         try:
-            _ = await asyncio.wait({gone, relay}, return_when=asyncio.FIRST_COMPLETED)
+            await passage.through(head)
+        except PeerLost:
+            if passage.started:
+                raise
+            # Nothing was said yet: the next head, which may be this node, answers instead.
+            head = await self._client.head_elsewhere(other_than=head)
+            if head is None:
+                await self._app(scope, _again(request.body, receive), send)
+            else:
+                await passage.through(head)
+
+
+class _Passage:
+    """One request on its way to a head, and its answer back."""
+
+    def __init__(
+        self, client: HeadClient, request: pb.HttpRequest, receive: Receive, send: Send
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._receive = receive
+        self._send = send
+        self.started = False
+
+    async def through(self, head: NodeId) -> None:
+        """Ends with the answer, or with the client. Raises PeerLost as soon as the head is lost.
+
+        gRPC tells at once of a process that ended, and of a stopped one after a while; the
+        membership may know that earlier.
+        """
+        answer = self._client.http(head, self._request)
+        gone = asyncio.create_task(_disconnected(self._receive))
+        lost = asyncio.create_task(self._client.until_gone(head))
+        relay = asyncio.create_task(self._relay(answer))
+        tasks = (gone, lost, relay)
+        try:
+            _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if relay.done():
                 relay.result()
+            elif not gone.done():
+                raise PeerLost(f"the head {head} was lost while it answered; try again")
         finally:
-            for task in (gone, relay):
+            for task in tasks:
                 _ = task.cancel()
-            _ = await asyncio.gather(gone, relay, return_exceptions=True)
+            _ = await asyncio.gather(*tasks, return_exceptions=True)
             await answer.aclose()
 
-    async def _relay(
-        self,
-        answer: AsyncGenerator[pb.HttpChunk, None],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        started = False
-        try:
-            async for chunk in answer:
-                if not started:
-                    started = True
-                    headers = [(k.encode(), v.encode()) for k, v in chunk.headers.items()]
-                    await send(
-                        {"type": "http.response.start", "status": chunk.status, "headers": headers}
-                    )
-                body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
-                await send(body)
-        except ExoNodeError as fault:
-            if started:
-                raise  # the connection breaks off: headers are out and no error fits any more
-            await self._refuse(fault)(scope, receive, send)
-            return
-        await send({"type": "http.response.body", "body": b""})
+    async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
+        async for chunk in answer:
+            if not self.started:
+                self.started = True
+                headers = [(k.encode(), v.encode()) for k, v in chunk.headers.items()]
+                await self._send(
+                    {"type": "http.response.start", "status": chunk.status, "headers": headers}
+                )
+            body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
+            await self._send(body)
+        if not self.started:
+            raise PeerLost("the head ended the request without an answer; try again")
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def _is_local(scope: Scope) -> bool:
+    path: str = scope.get("path", "")
+    if scope["type"] != "http" or not path.startswith("/v1/") or path in LOCAL:
+        return True
+    if path.startswith(f"{JOIN_PREFIX}/"):
+        return True
+    return path == EVENTS_PATH and _OWN_SCOPE in parse_qsl(scope["query_string"].decode())
 
 
 async def answer_forwarded(
@@ -135,6 +174,16 @@ async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
         body=body,
         headers={name: headers[name] for name in _PASSED_ON if name in headers},
     )
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A request whose body was read already."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def first_the_body() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return first_the_body
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -16,11 +16,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..placement.errors import ExoNodeError, InvalidSettings
+from .events import EventLog
+from .events_api import EventsApi
 from .guard import Guard
 from .http_connection import ConnectionLimits, LimitedConnection
 from .http_errors import error_response, fault_of, internal_fault, unnamed_fault
+from .join_api import JoinApi, JoinOperations, NoJoining
 from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
+from .profile_api import Measurements, NoMeasurements, ProfileApi
 from .requests import Chat
 from .sse import KEEP_ALIVE_S
 
@@ -39,14 +43,21 @@ def build_app(
     api_key: str | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    events: EventLog | None = None,
+    measurements: Measurements | None = None,
+    joining: JoinOperations | None = None,
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard; see `Guard` for hosts and key.
 
-    `between` wraps the API inside the guard: it sees allowed requests only.
+    `between` wraps the API inside the guard: it sees allowed requests only. Without `events` the
+    app has a log of its own, which stays empty.
     """
     routes = [
         *ChatCompletions(chat, keep_alive_s).routes(),
         *OperationsApi(operations).routes(),
+        *EventsApi(events or EventLog()).routes(),
+        *ProfileApi(measurements or NoMeasurements()).routes(),
+        *JoinApi(joining or NoJoining()).routes(),
         *_static_routes(static),
     ]
     app = Starlette(

@@ -13,7 +13,7 @@ from ..placement.cluster import ClusterView, NodeFacts
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import InvalidCheckpoint, ModelNotFound
 from ..placement.ids import ModelId, NodeId
-from ..placement.plan import Placement, plan
+from ..placement.plan import Placement, PlanOptions, plan
 from ..proto import peer_pb2 as pb
 from .facts import resolve_dtype
 from .hardware import Hardware, detect_hardware
@@ -131,4 +131,4 @@ def _plan(card: ModelCard, hardware: Hardware, *, native_mtp: bool) -> Placement
         chip=hardware.chip,
     )
     view = ClusterView(nodes=(here,), head=_HERE)
-    return plan(card, view, max_nodes=1, native_mtp=native_mtp)
+    return plan(card, view, PlanOptions(max_nodes=1), native_mtp=native_mtp)

@@ -23,6 +23,7 @@ from .requests import (
     GenerationRequest,
     Loading,
     PrefillProgress,
+    Resuming,
     Started,
     TextDelta,
     TokenLogprob,
@@ -129,7 +130,7 @@ class _Answer:
         logprobs: list[TokenLogprob] = []
         async for event in events:
             match event:
-                case None | Loading() | PrefillProgress():
+                case None | Loading() | Resuming() | PrefillProgress():
                     pass
                 case Started(prompt_ids):
                     self._prompt_ids = prompt_ids
@@ -181,6 +182,8 @@ class _Answer:
                 return [comment("keep-alive")]
             case Loading(step):
                 return [comment(step)]
+            case Resuming(step):
+                return [comment(f"resuming: {step}")]
             case PrefillProgress(done, total):
                 return [comment(f"prefill {done}/{total}")]
             case Started(prompt_ids):

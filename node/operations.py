@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from ..placement.card import ModelCard
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, InvalidRequest
 from ..placement.ids import ModelId, PlacementId
+from ..placement.plan import Preview, preview
 from .cluster import Cluster
 from .facts import NodeFactsSource
 from .membership import Status as NodeStatus
@@ -15,6 +17,9 @@ from .metrics import CONTENT_TYPE, Metrics, NodeState, RunnerMemory
 from .models import KnownModel, ModelLibrary
 from .placements import Placements, Record
 from .placements import Status as PlacementStatus
+from .plan_request import PlacementBody, PlanBody
+from .preview_json import as_json
+from .records import Spare
 from .switches import Switches, SwitchName
 from .totals import Totals
 
@@ -62,8 +67,20 @@ class NodeOperations:
         data = [self._placement(record) for record in self._placements.records]
         return {"object": "list", "data": data}
 
-    async def place(self, model: str, min_nodes: int) -> dict[str, Any]:
-        return self._placement(await self._placements.place(ModelId(model), min_nodes))
+    async def preview(self, asked: PlanBody) -> dict[str, Any]:
+        """Raises what planning raises, as `place` would."""
+        model = ModelId(asked.model)
+        card, _ = await self._facts.card(model)
+        view = self._facts.view(model)
+        options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
+        # Tenths of a second for many nodes: not on the event loop.
+        found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
+        return as_json(found, view, self._drafts(card, found))
+
+    async def place(self, asked: PlacementBody) -> dict[str, Any]:
+        model = ModelId(asked.model)
+        options = asked.options(self._facts.view(model).nodes)
+        return self._placement(await self._placements.place(model, options, asked.spares))
 
     async def unplace(self, placement: str) -> None:
         await self._placements.remove(PlacementId(placement))
@@ -92,6 +109,13 @@ class NodeOperations:
 
     async def version(self) -> dict[str, Any]:
         return {"name": "exo-node", "version": self._version}
+
+    def _drafts(self, card: ModelCard, found: Preview) -> str:
+        """Why the model would draft where it would be placed, or why not."""
+        stages = found.best.stages
+        switch = self._facts.mtp_switch(stages[0].node)
+        drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
+        return found.drafting if drafting.kind == "native_mtp" else drafting.reason
 
     def _entry(self, known: KnownModel) -> dict[str, Any]:
         card = known.card
@@ -165,6 +189,7 @@ class NodeOperations:
         for stage, endpoint in zip(stages, record.endpoints, strict=False):
             stage["weight_bytes"] = endpoint.ready.weight_bytes
             stage["checkpoint_bytes_read"] = endpoint.ready.checkpoint_bytes_read
+            stage["pid"] = endpoint.ready.pid
         return {
             "id": record.id,
             "model": record.card.id,
@@ -175,6 +200,8 @@ class NodeOperations:
             "error": record.error or None,
             "context_length": record.plan.context_length,
             "stages": stages,
+            "spares": [_spare(spare) for spare in record.spares],
+            "spares_missing": record.spares_missing or None,
             "drafting": self._drafting(record),
         }
 
@@ -195,3 +222,9 @@ class NodeOperations:
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,
         }
+
+
+def _spare(spare: Spare) -> dict[str, Any]:
+    pid = spare.endpoint.ready.pid if spare.endpoint else None
+    told = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
+    return {**told, "error": spare.error or None}

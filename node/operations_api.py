@@ -2,9 +2,8 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,6 +11,7 @@ from starlette.routing import Route
 from ..placement.errors import InvalidRequest, ModelNotFound
 from .body_schema import StrictBody, read_body
 from .http_errors import JsonResponse
+from .plan_request import PlacementBody, PlanBody, parse_query
 from .switches import VARIABLES, SwitchName
 
 Json = Mapping[str, Any]
@@ -33,8 +33,12 @@ class Operations(Protocol):
         """`{"object": "list", "data": …}`."""
         ...
 
-    async def place(self, model: str, min_nodes: int) -> Json:
-        """Plans and loads `model` on at least `min_nodes` nodes; the placement."""
+    async def preview(self, asked: PlanBody) -> Json:
+        """Where the model would be placed, with the runner-up; nothing is loaded."""
+        ...
+
+    async def place(self, asked: PlacementBody) -> Json:
+        """Plans and loads; the placement."""
         ...
 
     async def unplace(self, placement: str) -> None:
@@ -67,11 +71,6 @@ class Operations(Protocol):
         ...
 
 
-class PlacementBody(StrictBody):
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    min_nodes: Annotated[int, Field(ge=1, le=1024)] = 1
-
-
 class SettingsBody(StrictBody):
     """The defaults mean nothing: only the fields that were given count."""
 
@@ -101,6 +100,7 @@ class OperationsApi:
             Route("/v1/cluster", self.cluster, methods=["GET"]),
             Route("/v1/placements", self.placements, methods=["GET"]),
             Route("/v1/placements", self.place, methods=["POST"]),
+            Route("/v1/placements/preview", self.preview, methods=["GET"]),
             Route("/v1/placements/{id}", self.unplace, methods=["DELETE"]),
             Route("/v1/settings", self.settings, methods=["GET"]),
             Route("/v1/settings", self.change_settings, methods=["PATCH"]),
@@ -147,9 +147,13 @@ class OperationsApi:
     async def placements(self, _: Request) -> Response:
         return JsonResponse(await self._operations.placements())
 
+    async def preview(self, request: Request) -> Response:
+        asked = parse_query(request.query_params.multi_items())
+        return JsonResponse(await self._operations.preview(asked))
+
     async def place(self, request: Request) -> Response:
         body = await read_body(request, PlacementBody)
-        return JsonResponse(await self._operations.place(body.model, body.min_nodes))
+        return JsonResponse(await self._operations.place(body))
 
     async def unplace(self, request: Request) -> Response:
         placement: str = request.path_params["id"]

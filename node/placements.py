@@ -1,126 +1,34 @@
-"""The head's placements: planned, loaded over the nodes, connected, watched, replaced."""
+"""The head's placements: planned, loaded over the nodes, connected, watched, restored, replaced."""
 
 import asyncio
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
-from ..placement.card import ModelCard
-from ..placement.cluster import ClusterView
-from ..placement.drafting import EnabledState, HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
-from ..placement.plan import Placement, plan
+from ..placement.plan import PlanOptions, plan
 from ..proto import peer_pb2 as pb
 from .background import background
+from .records import Endpoint, Record, Status
+from .restoring import Restorer
+from .stages import Facts, Stages, StageSettings, specs_of
+
+__all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
 
 log = logging.getLogger(__name__)
-
-Status = Literal["loading", "ready", "degraded", "failed"]
 
 DRAIN_S = 30.0
 MAX_FAILURES = 3
 FAILURES_WITHIN_S = 600.0
-PREFILL_CHUNK = 512
-LEASE_S = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A loaded stage that can be called."""
-
-    node: NodeId
-    ready: pb.LoadReady
-
-
-class Stages(Protocol):
-    """How stages are started and reached, here or on another node."""
-
-    async def load(
-        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
-    ) -> pb.LoadReady: ...
-
-    async def unload(self, node: NodeId, placement: PlacementId, stage: int) -> None: ...
-
-    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
-        """Tells a stage's runner where the next one is. Raises PeerLost."""
-        ...
-
-    async def forget(self, stage: Endpoint) -> None:
-        """Closes what leads to a runner that is gone."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StageSettings:
-    """What a generator's node decides about the models it generates with."""
-
-    dtype: str
-    async_draft_eval: bool = True
-    adaptive_draft: bool = True
-    strict_rows: int = 0
-    """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
-
-    def rows_for(self, max_k: int) -> int:
-        """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""
-        return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
-
-
-class Facts(Protocol):
-    """What placing asks of the node."""
-
-    def view(self, placing: ModelId) -> ClusterView:
-        """The live nodes, with the memory that other models than `placing` leave."""
-        ...
-
-    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
-        """The card, and the fingerprint of this node's files ("" where it has none)."""
-        ...
-
-    def mtp_switch(self, generator: NodeId) -> EnabledState:
-        """The native-MTP switch as it holds for a generator on that node."""
-        ...
-
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
-        """What the generator's node decides."""
-        ...
-
-
-@dataclass(slots=True)
-class Record:
-    """One placement and what became of it."""
-
-    id: PlacementId
-    card: ModelCard
-    plan: Placement
-    status: Status = "loading"
-    error: str = ""
-    progress: str = ""
-    endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
-    head_asked_for: bool = False
-    head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
-    identity: str = "off"
-    """greedy_identity as the generator measured it at load."""
-    active: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def generator(self) -> Endpoint:
-        return self.endpoints[0]
-
-    def begin(self) -> None:
-        """A request starts to use it; it is not unloaded before `end`."""
-        self.active += 1
-        self.idle.clear()
-
-    def end(self) -> None:
-        self.active -= 1
-        if self.active == 0:
-            self.idle.set()
+MAX_BACKOFF_S = 30.0
+REFILL_AFTER_S = 5.0
+"""How long answers that are being resumed have the machine before spares are loaded."""
+ORPHAN_S = 5.0
+"""A stage on a live node that belongs to no placement for this long is unloaded."""
 
 
 class Placements:
@@ -129,9 +37,11 @@ class Placements:
     def __init__(self, stages: Stages, facts: Facts) -> None:
         self._stages = stages
         self._facts = facts
+        self._restorer = Restorer(stages, facts)
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
         self._failures: dict[ModelId, deque[float]] = {}
+        self._orphans: dict[tuple[NodeId, str, int], float] = {}
         # The loop holds tasks weakly; these must live to their end.
         self._background: set[asyncio.Task[None]] = set()
 
@@ -147,20 +57,28 @@ class Placements:
         loading = self._loading.get(model)
         if loading is None:
             record = self._records.get(model)
+            if record is not None and record.restoring is not None:
+                await asyncio.shield(record.restoring)
+                if record.status == "ready":
+                    return record
             if record is not None and record.status == "ready" and not self._outdated(record):
                 return record
+            loading = self._loading.get(model)
+        if loading is None:
             self._check_failures(model)
-            min_nodes = self._nodes_again(record)
-            loading = self._start(model, min_nodes)
+            loading = self._start(model, *self._as_before(self._records.get(model)))
         # A client that goes away must not stop the load that others wait for.
         return await asyncio.shield(loading)
 
-    async def place(self, model: ModelId, min_nodes: int) -> Record:
-        """Plans and loads, replacing the model's placement after its requests have drained."""
+    async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> Record:
+        """Plans and loads, replacing the model's placement after its requests have drained.
+
+        `spares` of each stage are loaded afterwards, where live nodes have room.
+        """
         _ = self._failures.pop(model, None)
         while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
-        return await asyncio.shield(self._start(model, min_nodes))
+        return await asyncio.shield(self._start(model, options, spares))
 
     async def remove(self, placement: PlacementId) -> None:
         """Unloads once its requests have drained. Raises PlacementNotFound."""
@@ -171,36 +89,85 @@ class Placements:
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
 
-    def lost(self, placement: str, stage: int, why: str) -> None:
-        """A stage's runner or node is gone: its requests fail, the next one loads it anew."""
+    def lost(self, placement: str, stage: int | None, why: str) -> None:
+        """A stage is gone, or (None) some stage may be: the placement is restored.
+
+        Requests that used it go on on what is restored; see `chat`.
+        """
         for model, record in list(self._records.items()):
-            if record.id == placement and record.status in ("ready", "loading"):
+            if record.id != placement or record.status not in ("ready", "loading", "restoring"):
+                continue
+            if stage is not None:
+                record.gone.add(stage)
+            if record.status == "loading":
                 record.status, record.error = "failed", why
-                log.warning("placement %s of %s lost stage %d: %s", record.id, model, stage, why)
-                self._note_failure(model)
-                self._keep(self._recover(model, record))
+            elif record.restoring is None:
+                log.warning("placement %s of %s: %s", record.id, model, why)
+                record.status, record.error = "restoring", why
+                record.restoring = asyncio.create_task(self._restore(model, record))
+
+    def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
+        """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
+        for record in self.records:
+            if record.id == placement:
+                self._lost_on(record, node, why, stage)
 
     def lost_node(self, node: NodeId, why: str) -> None:
-        """As `lost`, for every stage on that node."""
+        """As `lost`, for every stage and spare on that node."""
         for record in self.records:
-            for stage, endpoint in enumerate(record.endpoints):
-                if endpoint.node == node:
-                    self.lost(record.id, stage, why)
+            self._lost_on(record, node, why)
 
     def succeeded(self, record: Record) -> None:
         """A generation ended well: earlier failures of the model no longer count."""
         _ = self._failures.pop(record.card.id, None)
 
+    async def check(self, record: Record) -> None:
+        """Raises PeerLost, and begins to restore, where a stage does not answer."""
+        if lost := await self._restorer.lost_stages(record):
+            record.gone.update(lost)
+            why = f"stage {lost[0]} of {record.card.id} is gone or does not answer"
+            self.lost(record.id, None, why)
+            raise PeerLost(why)
+
+    def expected(self) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
+        """By node, the (node, placement, stage) whose runners should be up."""
+        found: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
+        for record in self.records:
+            if record.status != "ready":
+                continue
+            holders = {(endpoint.node, i) for i, endpoint in enumerate(record.endpoints)}
+            holders |= {(s.node, s.stage) for s in record.spares if s.status == "ready"}
+            for node, stage in holders:
+                found.setdefault(node, []).append((node, str(record.id), stage))
+        return found
+
+    async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
+        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses.
+
+        They are left by a head that is gone, or by a node that was away when it was told.
+        """
+        ours = {(n, str(r.id), stage) for r in self.records for n, stage in r.holders()}
+        now = time.monotonic()
+        strange = [key for key in held if key not in ours]
+        self._orphans = {key: self._orphans.get(key, now) for key in strange}
+        for node, placement, stage in [k for k, t in self._orphans.items() if now - t > ORPHAN_S]:
+            log.info("unloading stage %d of %s on %s: nobody uses it", stage, placement, node)
+            try:
+                await self._stages.unload(node, PlacementId(placement), stage)
+            except PeerLost as fault:
+                log.info("%s", fault.message)
+
     async def close(self) -> None:
-        tasks: list[asyncio.Task[Any]] = [*self._background, *self._loading.values()]
+        restoring = [r.restoring for r in self.records if r.restoring is not None]
+        tasks: list[asyncio.Task[Any]] = [*self._background, *self._loading.values(), *restoring]
         for task in tasks:
             task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
         for record in self.records:
             await self._unload(record)
 
-    def _start(self, model: ModelId, min_nodes: int) -> "asyncio.Task[Record]":
-        task = asyncio.create_task(self._replace(model, min_nodes))
+    def _start(self, model: ModelId, options: PlanOptions, spares: int) -> "asyncio.Task[Record]":
+        task = asyncio.create_task(self._replace(model, options, spares))
         self._loading[model] = task
         task.add_done_callback(lambda done: self._loaded(model, done))
         return task
@@ -211,13 +178,15 @@ class Placements:
         if not done.cancelled() and (fault := done.exception()) is not None:
             log.error("%s could not be placed: %s", model, fault)
 
-    async def _replace(self, model: ModelId, min_nodes: int) -> Record:
+    async def _replace(self, model: ModelId, options: PlanOptions, spares: int) -> Record:
         card, fingerprint = await self._facts.card(model)
-        planned = plan(card, self._facts.view(model), min_nodes=min_nodes)
+        view, refusal = self._facts.view(model), self._facts.split_refusal(model)
+        planned = plan(card, view, options, pipeline_refusal=refusal)
         if model in self._records:
             await self._drain(model)
-        record = Record(PlacementId(f"p-{secrets.token_hex(4)}"), card, planned)
-        record.idle.set()
+        placement = PlacementId(f"p-{secrets.token_hex(4)}")
+        record = Record(placement, card, planned, options, spares_wanted=spares)
+        record.see(view)
         self._records[model] = record
         try:
             await self._load(record, fingerprint)
@@ -225,15 +194,20 @@ class Placements:
             record.status, record.error = "failed", fault.message
             self._note_failure(model)
             await self._unload(record)
+            if not refusal and self._facts.split_refusal(model):
+                log.warning("%s is planned anew: %s", model, fault)
+                _ = self._records.pop(model, None)
+                return await self._replace(model, options, spares)
             raise
         except asyncio.CancelledError:
             await self._unload(record)
             raise
+        self._fill(record)
         return record
 
     async def _load(self, record: Record, fingerprint: str) -> None:
-        specs = self._specs(record, fingerprint)
-        record.head_asked_for = specs[0].native_mtp
+        record.specs = specs_of(record, self._facts, fingerprint)
+        record.head_asked_for = record.specs[0].native_mtp
         nodes = [stage.node for stage in record.plan.stages]
 
         def progress(news: pb.LoadProgress) -> None:
@@ -244,7 +218,7 @@ class Placements:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_flat(self._stages.load(node, spec, progress)))
-                for node, spec in zip(nodes, specs, strict=True)
+                for node, spec in zip(nodes, record.specs, strict=True)
             ]
         outcomes = [task.result() for task in tasks]
         record.endpoints = [
@@ -255,52 +229,15 @@ class Placements:
         for outcome in outcomes:
             if isinstance(outcome, ExoNodeError):
                 raise outcome
-        if len(record.endpoints) > 1:
-            following = [*record.endpoints[1:], record.endpoints[0]]
-            for stage, after in zip(record.endpoints, following, strict=True):
-                await self._stages.connect(stage, after, record.id)
+        await self._restorer.connect(record)
         if record.status == "failed":  # a stage was lost while others were still loading
             raise LoadFailed(record.error)
-        mtp_head = record.generator.ready.mtp_head
-        record.identity = record.generator.ready.greedy_identity
-        record.head = HeadState(mtp_head == "loaded", "" if mtp_head == "loaded" else mtp_head)
+        record.take_over()
         record.status, record.progress = "ready", ""
         took = time.monotonic() - started
         log.info(
             "placed %s as %s in %.1f s: %s", record.card.id, record.id, took, record.plan.reason
         )
-
-    def _specs(self, record: Record, fingerprint: str) -> list[pb.StageSpec]:
-        card, stages = record.card, record.plan.stages
-        settings = self._facts.stage_settings(stages[0].node, card)
-        mtp = card.native_mtp
-        switch = self._facts.mtp_switch(stages[0].node)
-        drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
-        off = record.plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
-        return [
-            pb.StageSpec(
-                placement=record.id,
-                model=card.id,
-                stage=number,
-                num_stages=len(stages),
-                first_layer=stage.first_layer,
-                end_layer=stage.end_layer,
-                num_layers=card.num_layers,
-                checkpoint_sha256=fingerprint,
-                dtype=settings.dtype,
-                prefill_chunk=PREFILL_CHUNK,
-                context_length=record.plan.context_length,
-                native_mtp=not off,
-                max_draft_tokens=mtp.max_k if mtp else 0,
-                async_draft_eval=settings.async_draft_eval,
-                fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
-                draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
-                mtp_hidden=mtp.hidden if mtp else "",
-                lease_s=LEASE_S,
-                mtp_off_reason=off,
-            )
-            for number, stage in enumerate(stages)
-        ]
 
     def _outdated(self, record: Record) -> bool:
         """The head was left out because of a switch that is on now: load again, with it."""
@@ -309,24 +246,61 @@ class Placements:
             return False
         return self._facts.mtp_switch(record.generator.node).enabled
 
-    async def _recover(self, model: ModelId, record: Record) -> None:
-        await self._unload(record)
-        failures = len(self._recent_failures(model))
-        if failures >= MAX_FAILURES:
-            record.status = "degraded"
-            return
-        if model not in self._loading and self._records.get(model) is record:
-            task = self._start(model, self._nodes_again(record))
-            _ = await asyncio.wait([task])
+    def _lost_on(self, record: Record, node: NodeId, why: str, stage: int | None = None) -> None:
+        spares = [s for s in record.spares if s.node == node and stage in (None, s.stage)]
+        for spare in spares:
+            record.spares.remove(spare)
+        for number, endpoint in enumerate(record.endpoints):
+            if endpoint.node == node and stage in (None, number):
+                self.lost(record.id, number, why)
+        if spares and record.status == "ready":
+            self._fill(record)
 
-    def _nodes_again(self, record: Record | None) -> int:
-        """As many nodes as the lost placement had; fewer where no more are left."""
+    async def _restore(self, model: ModelId, record: Record) -> None:
+        self._note_failure(model)
+        try:
+            failures = len(self._recent_failures(model))
+            if failures >= MAX_FAILURES:
+                record.status = "degraded"
+                await self._unload(record)
+                return
+            if failures > 1:
+                await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (failures - 2)))
+            await self._restorer.restore(record)
+            record.status, record.error, record.progress = "ready", "", ""
+        except ExoNodeError as fault:
+            # Not as it was: the next request plans anew, with what is left.
+            log.warning("placement %s cannot be restored: %s", record.id, fault.message)
+            record.status, record.error = "failed", fault.message
+            await self._unload(record)
+        finally:
+            record.restoring = None
+        if record.status == "ready":
+            self._fill(record)
+
+    def _fill(self, record: Record) -> None:
+        """Ends what was replaced and loads the spares that are missing, after what is urgent."""
+
+        async def fill() -> None:
+            await self._restorer.retire(record)
+            # A load takes the cores that answers in progress need to catch up.
+            if record.active:
+                await asyncio.sleep(REFILL_AFTER_S)
+            if record.status == "ready":
+                await self._restorer.refill(record)
+
+        if record.retired or record.spares_wanted:
+            self._keep(fill())
+
+    def _as_before(self, record: Record | None) -> tuple[PlanOptions, int]:
+        """What was asked of the lost placement; fewer nodes where no more are left."""
         if record is None:
-            return 1
-        return min(len(record.plan.stages), len(self._facts.view(record.card.id).nodes))
+            return PlanOptions(), 0
+        live = {node.id for node in self._facts.view(record.card.id).nodes}
+        return _possible(record.options, live), record.spares_wanted
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = background(work, "the recovery of a placement")
+        task = background(work, "the upkeep of a placement")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -341,6 +315,8 @@ class Placements:
         await self._unload(record)
 
     async def _unload(self, record: Record) -> None:
+        await self._restorer.drop_spares(record)
+        await self._restorer.retire(record)
         for number, stage in enumerate(record.plan.stages):
             try:
                 await self._stages.unload(stage.node, record.id, number)
@@ -364,6 +340,20 @@ class Placements:
                 f"{record.error}. Mend that, then load it with `POST /v1/placements`",
                 param="model",
             )
+
+
+def _possible(options: PlanOptions, live: set[NodeId]) -> PlanOptions:
+    """The options as far as the live nodes allow: an answer matters more than where it runs."""
+    pinned = [*options.nodes, *(node for node, _ in options.layers)]
+    whole = all(node in live for node in pinned)
+    return PlanOptions(
+        min_nodes=max(1, min(options.min_nodes, len(live))),
+        max_nodes=options.max_nodes,
+        context=options.context,
+        exclude=options.exclude,
+        nodes=options.nodes if whole else (),
+        layers=options.layers if whole else (),
+    )
 
 
 async def _flat(loading: Any) -> pb.LoadReady | ExoNodeError:

@@ -53,6 +53,13 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Resuming:
+    """A stage was lost; the answer goes on from where it is. `step` is for a person."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token under the model's distribution, before temperature and filters.
 
@@ -92,7 +99,7 @@ class Finished:
     stats: Mapping[str, Any]
 
 
-Event = Loading | Started | PrefillProgress | TextDelta | Finished
+Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Finished
 
 
 class Chat(Protocol):

@@ -83,6 +83,7 @@ class Settings(BaseModel):
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
     cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
     cluster_key: Secret | None = None
+    open: Annotated[str, BeforeValidator(as_name)] | None = None
     mdns: Switch = True
     memory_limit: Annotated[int, BeforeValidator(as_memory)] | None = None
     dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"
@@ -127,6 +128,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "peers": _Source("EXO_PEER", "--peer"),
     "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
     "cluster_key": _Source("EXO_CLUSTER_KEY"),
+    "open": _Source("EXO_OPEN", "--open"),
     "mdns": _Source("EXO_MDNS", "--no-mdns"),
     "memory_limit": _Source("EXO_MEMORY_LIMIT", "--memory-limit"),
     "dtype": _Source("EXO_DTYPE", "--dtype"),

@@ -22,6 +22,9 @@ Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 
 STOP_TIMEOUT_S = 5.0
+TICK_S = 1.0
+SILENT_TICKS = 10
+"""A ready runner speaks four times a second, however busy its compute thread is."""
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
 
 
@@ -50,6 +53,7 @@ class RunnerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_lines: deque[str] = deque(maxlen=20)
         self._stopping = False
+        self._silent_ticks = 0
 
     @property
     def pid(self) -> int:
@@ -76,14 +80,17 @@ class RunnerProcess:
         await self._send(pb.ToRunner(start=self._start_message(host)))
         self.ready = await self._loaded(reader, progress)
         self.status = "ready"
-        self._tasks.append(asyncio.create_task(self._watch(reader)))
+        watching = (self._watch(reader), self._end_if_silent())
+        self._tasks += [asyncio.create_task(watch) for watch in watching]
         return self.ready
 
-    async def stop(self) -> None:
-        """Asks, then kills; returns when the process has ended."""
+    async def stop(self, *, kill: bool = False) -> None:
+        """Asks, then kills (`kill`: at once); returns when the process has ended."""
         self._stopping = True
         if self._process is None:
             return
+        if kill and self._process.returncode is None:
+            self._process.kill()
         try:
             await self._send(pb.ToRunner(stop=pb.RunnerStop()))
             _ = await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
@@ -131,11 +138,26 @@ class RunnerProcess:
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         while (message := await _receive(reader)) is not None:
             if message.WhichOneof("message") == "state":
-                self.state = message.state
+                self.state, self._silent_ticks = message.state, 0
         self._fail(await self._ending())
         if not self._stopping:
             log.warning("%s", self.error)
             self._on_exit(self)
+
+    async def _end_if_silent(self) -> None:
+        """A runner whose event loop says nothing is stopped or wedged, and holds its memory.
+
+        Counts turns of this loop, so that a pause of this process is not taken for the child's.
+        """
+        assert self._process is not None
+        while self._silent_ticks < SILENT_TICKS:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+        log.warning(
+            "runner %d said nothing for %.0f s and is ended", self.pid, SILENT_TICKS * TICK_S
+        )
+        if self._process.returncode is None:
+            self._process.kill()
 
     def _fail(self, error: str) -> None:
         self.status, self.error = "failed", error
@@ -175,20 +197,23 @@ class Supervisor:
         """Raises what `RunnerProcess.start` raises; nothing is left running then."""
         key = (spec.placement, spec.stage)
         if key in self._runners:
-            raise LoadFailed(f"stage {spec.stage} of placement {spec.placement} is here already")
+            # Its head took it for lost, as after a partition, and asks for a fresh one.
+            log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
+            await self.unload(*key, kill=True)
         runner = self._runners[key] = RunnerProcess(spec, self._exited)
         try:
             return await runner.start(self._host, progress)
         except BaseException:  # a cancelled load must not leave its child behind either
-            del self._runners[key]
+            if self._runners.get(key) is runner:
+                del self._runners[key]
             await runner.stop()
             raise
 
-    async def unload(self, placement: str, stage: int) -> None:
+    async def unload(self, placement: str, stage: int, *, kill: bool = False) -> None:
         """Does nothing where there is no such runner."""
         runner = self._runners.pop((placement, stage), None)
         if runner is not None:
-            await runner.stop()
+            await runner.stop(kill=kill)
 
     async def close(self) -> None:
         runners, self._runners = list(self._runners.values()), {}
@@ -199,8 +224,10 @@ class Supervisor:
         return [_placement_state(runner) for runner in self._runners.values()]
 
     def _exited(self, runner: RunnerProcess) -> None:
-        _ = self._runners.pop((runner.spec.placement, runner.spec.stage), None)
-        self._on_exit(runner.spec, runner.error)
+        key = (runner.spec.placement, runner.spec.stage)
+        if self._runners.get(key) is runner:
+            del self._runners[key]
+            self._on_exit(runner.spec, runner.error)
 
 
 async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:

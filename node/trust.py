@@ -2,7 +2,7 @@
 
 The cluster key (160 bits) gives the CA's private key through HKDF, so whoever holds the key can
 mint a certificate that the others accept, and nobody else can. A node's id is bound to a key pair
-of its own.
+of its own. What becomes of the key over a join is in `node/join_keys.py`.
 """
 
 import base64
@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ IDENTITY_FILE = "node.key"
 _FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe without an end
 
 _KEY = re.compile(r"[a-z2-7]{32}")
+_HINT = re.compile(r"join-([0-9]{1,5})\.([0-9a-f]{16})\.exo\.internal")
 _NODE = re.compile(r"[a-z2-7]{20}")
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 # Wide and fixed: a clock that is off must not break a cluster at home.
@@ -61,6 +62,23 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """What a certificate says that its own key proves."""
+
+    node: NodeId
+    public_key: bytes
+    """DER, SubjectPublicKeyInfo."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinHint:
+    """What a control server's certificate tells to who cannot get in; nothing of it is proven."""
+
+    cluster: str
+    join_port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Credentials:
     """One end of mutual TLS, PEM."""
 
@@ -79,6 +97,13 @@ def parse_cluster_key(text: str, origin: str) -> ClusterKey:
             param=origin,
         )
     return ClusterKey(base64.b32decode(compact.upper()))
+
+
+JOIN_AUTHORITY = ClusterKey(
+    hashlib.sha256(b"exo-node v1: of the join port, no secret").digest()[:20]
+)
+"""Everybody can have a certificate under it, so it vouches for nobody. It is there because TLS
+libraries show a program the other side's certificate only if some authority has signed it."""
 
 
 def load_or_create_cluster_key(
@@ -117,10 +142,8 @@ def load_or_create_identity(data_dir: Path) -> Identity:
 
 def node_id(key: ec.EllipticCurvePublicKey) -> NodeId:
     """The first 100 bits of SHA-256 over the DER of the public key, in base32."""
-    der = key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return NodeId(base64.b32encode(hashlib.sha256(der).digest()).decode().lower()[:20])
+    digest = hashlib.sha256(_public_der(key)).digest()
+    return NodeId(base64.b32encode(digest).decode().lower()[:20])
 
 
 def node_name(node: NodeId | None) -> str:
@@ -133,10 +156,19 @@ def runner_name(node: NodeId) -> str:
     return f"{node}.runner.exo.internal"
 
 
-def node_credentials(identity: Identity, cluster: ClusterKey) -> Credentials:
-    """For the node process, under its own key."""
+def node_credentials(
+    identity: Identity, cluster: ClusterKey, join_port: int | None = None
+) -> Credentials:
+    """For the node process, under its own key; the join port is told to strangers, see JoinHint."""
     names = [node_name(identity.node), node_name(None)]
+    if join_port is not None:
+        names.append(f"join-{join_port}.{cluster_fingerprint(cluster)}.exo.internal")
     return _leaf(identity.node, identity.key, names, cluster)
+
+
+def join_credentials(identity: Identity) -> Credentials:
+    """For the join port, where nobody is trusted and both sides' keys are only remembered."""
+    return _leaf(identity.node, identity.key, [node_name(identity.node)], JOIN_AUTHORITY)
 
 
 def runner_credentials(node: NodeId, cluster: ClusterKey) -> Credentials:
@@ -147,12 +179,7 @@ def runner_credentials(node: NodeId, cluster: ClusterKey) -> Credentials:
 
 def cluster_fingerprint(cluster: ClusterKey) -> str:
     """16 hex digits that name the cluster in public: of the CA's public key."""
-    der = (
-        _authority_key(cluster)
-        .public_key()
-        .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
-    return hashlib.sha256(der).hexdigest()[:16]
+    return hashlib.sha256(_public_der(_authority_key(cluster).public_key())).hexdigest()[:16]
 
 
 def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
@@ -178,20 +205,40 @@ def authenticated_node(auth_context: Mapping[str, Iterable[bytes]]) -> NodeId:
     pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
     if pem is None:
         raise Untrusted("the caller showed no certificate; give both nodes the same cluster key")
-    name, key_id = _names_of(pem)
-    if name != key_id:
-        raise Untrusted(
-            f"the caller's certificate says {name}, which is not its key's id: it is a runner's, "
-            f"or it borrows that id; start each node with a {IDENTITY_FILE} of its own"
+    return _proven(x509.load_pem_x509_certificate, pem).node
+
+
+def proven_by(certificate: bytes) -> Proven:
+    """The node that a certificate (DER) proves its sender to be. Raises Untrusted."""
+    return _proven(x509.load_der_x509_certificate, certificate)
+
+
+def join_hint(certificate: bytes) -> JoinHint | None:
+    """What a control server's certificate (DER) tells of joining; None where it tells nothing."""
+    try:
+        names = (
+            x509.load_der_x509_certificate(certificate)
+            .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            .value.get_values_for_type(x509.DNSName)
         )
-    return key_id
+    except (ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        return None
+    for match in filter(None, map(_HINT.fullmatch, names)):
+        if 0 < int(match[1]) <= 65535:
+            return JoinHint(match[2], int(match[1]))
+    return None
 
 
-def _names_of(pem: bytes) -> tuple[str, NodeId]:
-    """The common name of a certificate, and the id that its key has. Raises Untrusted."""
+def proven_public_key(identity: Identity) -> bytes:
+    """What `proven_by` finds in this node's own certificates."""
+    return _public_der(identity.key.public_key())
+
+
+def _proven(load: Callable[[bytes], x509.Certificate], encoded: bytes) -> Proven:
+    """The certificate's name must be the id of its own key. Raises Untrusted."""
     malformed = Untrusted("the caller's certificate is not one that exo-node issues")
     try:
-        certificate = x509.load_pem_x509_certificate(pem)
+        certificate = load(encoded)
         names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         key = certificate.public_key()
     except (ValueError, UnsupportedAlgorithm) as fault:
@@ -200,7 +247,12 @@ def _names_of(pem: bytes) -> tuple[str, NodeId]:
     # The name goes into messages: only what can be an id may.
     if not isinstance(key, ec.EllipticCurvePublicKey) or not _NODE.fullmatch(name):
         raise malformed
-    return name, node_id(key)
+    if name != node_id(key):
+        raise Untrusted(
+            f"the caller's certificate says {name}, which is not its key's id: it is a runner's, "
+            f"or it borrows that id; start each node with a {IDENTITY_FILE} of its own"
+        )
+    return Proven(node_id(key), _public_der(key))
 
 
 def _authority_key(cluster: ClusterKey) -> ec.EllipticCurvePrivateKey:
@@ -260,6 +312,12 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
+def _public_der(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
 def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
@@ -279,7 +337,7 @@ def _read_or_create(path: Path, fresh: bytes) -> bytes:
     """The file's content, which is `fresh` where there was none. Its mode becomes 0600."""
     try:
         if not path.exists():
-            _create(path, fresh)
+            create_private(path, fresh)
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
                 os.fchmod(file.fileno(), 0o600)
@@ -292,8 +350,23 @@ def _read_or_create(path: Path, fresh: bytes) -> bytes:
         ) from fault
 
 
-def _create(path: Path, data: bytes) -> None:
+def create_private(path: Path, data: bytes) -> None:
     """Readable by its owner from the first byte on; whole or not there; never over another's."""
+    with _draft(path, data) as draft, contextlib.suppress(FileExistsError):
+        os.link(draft, path)  # where another start was first, its key is the key
+    _sync_folder(path.parent)
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """As `create_private`, but over what is there: at every moment the old file or the new."""
+    with _draft(path, data) as draft:
+        draft.replace(path)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _draft(path: Path, data: bytes) -> Generator[Path]:
+    """A file beside `path`, written to the disk; gone at the end unless it was renamed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
@@ -302,11 +375,9 @@ def _create(path: Path, data: bytes) -> None:
             _ = file.write(data)
             file.flush()
             os.fsync(descriptor)
-        with contextlib.suppress(FileExistsError):  # another start was first: its key is the key
-            os.link(draft, path)
+        yield draft
     finally:
         draft.unlink(missing_ok=True)
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,6 +6,22 @@ from .ids import ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """Seconds that one model was measured to take on one node; 0 where a figure is missing."""
+
+    decode_s: float
+    """One layer, one row."""
+    verify_s: float = 0.0
+    """One layer, the card's default_k + 1 rows."""
+    prefill_s: float = 0.0
+    """One layer, a chunk of 512 rows."""
+    tail_s: float = 0.0
+    """Final norm, lm_head and sampling of one row, as the generator adds them to each token."""
+    mtp_speedup: float = 0.0
+    """Tokens a second with native MTP over those without; below 1 where drafts do not pay."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """One live node."""
 
@@ -21,6 +37,8 @@ class NodeFacts:
     """For a person, such as Apple M3 Ultra."""
     models: frozenset[ModelId] = frozenset()
     """On this node's disk, whole."""
+    profile: LayerProfile | None = None
+    """Of the model that is being placed; None: bytes over bandwidth stand for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +67,13 @@ class ClusterView:
                 return facts
         raise KeyError(node)
 
+    def between(self, a: NodeId, b: NodeId) -> list[LinkFacts]:
+        """Every measured link of the two."""
+        return [link for link in self.links if {link.a, link.b} == {a, b}]
+
     def link(self, a: NodeId, b: NodeId) -> LinkFacts | None:
         """The quickest measured link of the two, None where none was measured."""
-        between = [link for link in self.links if {link.a, link.b} == {a, b}]
+        between = self.between(a, b)
         return min(between, key=lambda link: (link.round_trip_s, -link.bandwidth), default=None)
 
 

@@ -1,11 +1,13 @@
 """What a list of stages costs: bytes on each node, seconds for each token."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 from .card import ModelCard
-from .cluster import ClusterView, NodeFacts, StageAssignment
-from .ids import NodeId
+from .cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
 
 # Headroom for activations, recurrent state, fragmentation: 20 %, as a fraction of integers.
 _HEADROOM = (6, 5)
@@ -16,6 +18,65 @@ UNMEASURED_ROUND_TRIP_S = 1e-3
 """Of two nodes without a measured link: a quiet wired network's."""
 UNMEASURED_LINK_BANDWIDTH = 125e6
 """Bytes a second: 1 Gbit/s."""
+SERIALISATION_S = 1e-4
+"""What a hop takes beside the link: an array to bytes, a frame, two changes of thread and back.
+
+Half of the 168 to 209 µs that 8 KiB took there and back over a grpcio stream on loopback.
+"""
+ASSUMED_MTP_SPEEDUP = 1.2
+"""Of native MTP where nothing was measured: near the least of the published gains (1.16 for
+Qwen3.6-35B-A3B, 1.5 to 2 for the 27B)."""
+ASSUMED_ACCEPTANCE = 0.7
+"""Of each draft, where a verify was measured and no speed-up; published are 0.56 to 0.95."""
+
+# Longer than any token takes: keeps a peer's absurd figure finite.
+_NEVER_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A card's bytes at one context, worked out once."""
+
+    layers: int
+    attention_layers: int
+    layer: int
+    """Weights of one layer."""
+    cache: int
+    """KV of one layer that has any, for the whole context."""
+    ends: int
+    head: int
+    """The MTP head, its cache included."""
+
+    @classmethod
+    def of(cls, card: ModelCard, context: int) -> Self:
+        cache = context * card.kv_bytes_per_layer_token
+        mtp = card.native_mtp
+        return cls(
+            layers=card.num_layers,
+            attention_layers=card.num_attention_layers,
+            layer=card.mean_layer_bytes,
+            cache=cache,
+            ends=card.endpoint_bytes,
+            head=card.mtp_bytes + mtp.num_layers * cache if mtp else 0,
+        )
+
+    @property
+    def uniform(self) -> bool:
+        """Whether it makes no difference which of the layers a stage has."""
+        return self.attention_layers in (0, self.layers)
+
+    def caches_before(self, end: int) -> int:
+        """As `ModelCard.layers_before`."""
+        return end * self.attention_layers // self.layers
+
+    def need(self, first: int, end: int, *, generator: bool, mtp: bool = False) -> int:
+        """Bytes of layers [first, end), with the headroom."""
+        caches = self.caches_before(end) - self.caches_before(first)
+        need = (end - first) * self.layer + caches * self.cache
+        if generator:
+            need += self.ends + (self.head if mtp else 0)
+        over, under = _HEADROOM
+        return -(-need * over // under)
 
 
 def stage_bytes(
@@ -26,16 +87,7 @@ def stage_bytes(
     Weights, and KV for `context` tokens in the layers that hold a cache. The generator (the first
     stage) adds embeddings and lm_head and, with `mtp`, the head's weights and its KV.
     """
-    weights = (end - first) * card.mean_layer_bytes
-    caches = card.attention_layers(first, end)
-    if generator:
-        weights += card.endpoint_bytes
-    if generator and mtp and card.native_mtp is not None:
-        weights += card.mtp_bytes
-        caches += card.native_mtp.num_layers
-    need = weights + caches * context * card.kv_bytes_per_layer_token
-    over, under = _HEADROOM
-    return -(-need * over // under)
+    return ModelSizes.of(card, context).need(first, end, generator=generator, mtp=mtp)
 
 
 def seconds_per_token(
@@ -43,38 +95,73 @@ def seconds_per_token(
 ) -> float:
     """Seconds from one token to the next of one request, plain decoding, short context.
 
-    Each stage reads its active weights once (KV, the same in total wherever it lies, is left
-    out); the generator reads lm_head too; each hop, the return included, costs half a round trip
-    and one hidden row. Raises KeyError for a node that is not in the view.
+    Layers take what was measured, else the time to read their active weights (KV, the same in
+    total wherever it lies, is left out); the generator adds its tail; each hop, the return
+    included, half a round trip, one hidden row and SERIALISATION_S. Raises KeyError for a node
+    that is not in the view.
     """
-    compute = sum(
-        _stage_seconds(card, stage, view.node(stage.node), generator=index == 0)
-        for index, stage in enumerate(stages)
+    nodes = [view.node(stage.node) for stage in stages]
+    compute = tail_seconds(card, nodes[0]) + sum(
+        (stage.end_layer - stage.first_layer) * layer_seconds(card, node)
+        for stage, node in zip(stages, nodes, strict=True)
     )
-    if len(stages) == 1:
+    if len(nodes) == 1:
         return compute
-    ring = [*stages, stages[0]]
-    return compute + sum(_hop_seconds(card, a.node, b.node, view) for a, b in pairwise(ring))
+    ring = pairwise([*nodes, nodes[0]])
+    return compute + sum(hop_seconds(card, view.between(a.id, b.id)) for a, b in ring)
 
 
-def bandwidth_of(node: NodeFacts) -> float:
-    """Bytes a second that the node reads, or the assumed figure where it was not measured."""
-    # Not `<= 0`: a peer's NaN takes the assumed figure too.
-    return node.memory_bandwidth if node.memory_bandwidth > 0 else UNMEASURED_BANDWIDTH
+def layer_seconds(card: ModelCard, node: NodeFacts) -> float:
+    """One layer, one row."""
+    measured = node.profile.decode_s if node.profile else 0.0
+    return min(_sane(measured, card.active_layer_bytes / _bandwidth_of(node)), _NEVER_S)
 
 
-def _stage_seconds(
-    card: ModelCard, stage: StageAssignment, node: NodeFacts, *, generator: bool
-) -> float:
-    read = (stage.end_layer - stage.first_layer) * card.active_layer_bytes
-    if generator:
-        read += card.lm_head_bytes
-    return read / bandwidth_of(node)
+def tail_seconds(card: ModelCard, node: NodeFacts) -> float:
+    """What the generator adds to a token: final norm, lm_head, sampling."""
+    measured = node.profile.tail_s if node.profile else 0.0
+    return min(_sane(measured, card.lm_head_bytes / _bandwidth_of(node)), _NEVER_S)
 
 
-def _hop_seconds(card: ModelCard, a: NodeId, b: NodeId, view: ClusterView) -> float:
-    link = view.link(a, b)
-    if link is None:
-        return UNMEASURED_ROUND_TRIP_S / 2 + card.hidden_bytes / UNMEASURED_LINK_BANDWIDTH
-    bandwidth = link.bandwidth if link.bandwidth > 0 else UNMEASURED_LINK_BANDWIDTH
-    return link.round_trip_s / 2 + card.hidden_bytes / bandwidth
+def hop_seconds(card: ModelCard, links: Sequence[LinkFacts]) -> float:
+    """One hidden row over the quickest of `links`; over an assumed one where there is none."""
+    if not links:
+        return _over(card, UNMEASURED_ROUND_TRIP_S, UNMEASURED_LINK_BANDWIDTH)
+    return min(_over(card, link.round_trip_s, link.bandwidth) for link in links)
+
+
+def mtp_speedup(card: ModelCard, node: NodeFacts) -> float:
+    """How many times as fast one request is with native MTP on this node, at least 1.
+
+    As measured; else from the measured verify and ASSUMED_ACCEPTANCE, a draft being one layer and
+    a tail; else ASSUMED_MTP_SPEEDUP. Where drafts do not pay, adaptive K drafts none: hence 1.
+    """
+    profile, mtp = node.profile, card.native_mtp
+    if mtp is None:
+        return 1.0
+    if profile is None:
+        return ASSUMED_MTP_SPEEDUP
+    if 0 < profile.mtp_speedup < math.inf:
+        return max(1.0, profile.mtp_speedup)
+    if not 0 < profile.verify_s < math.inf:
+        return ASSUMED_MTP_SPEEDUP
+    k, layer, tail = mtp.default_k, layer_seconds(card, node), tail_seconds(card, node)
+    tokens = sum(ASSUMED_ACCEPTANCE**i for i in range(k + 1))
+    verify = card.num_layers * profile.verify_s + tail
+    return max(1.0, tokens * (card.num_layers * layer + tail) / (verify + k * (layer + tail)))
+
+
+def _bandwidth_of(node: NodeFacts) -> float:
+    return _sane(node.memory_bandwidth, UNMEASURED_BANDWIDTH)
+
+
+def _over(card: ModelCard, round_trip_s: float, bandwidth: float) -> float:
+    # Not `<= 0`: a peer's NaN takes the assumed figure too. A round trip of 0 is a fine one.
+    latency = round_trip_s if 0 <= round_trip_s < _NEVER_S else UNMEASURED_ROUND_TRIP_S
+    rate = _sane(bandwidth, UNMEASURED_LINK_BANDWIDTH)
+    return latency / 2 + min(card.hidden_bytes / rate, _NEVER_S) + SERIALISATION_S
+
+
+def _sane(measured: float, assumed: float) -> float:
+    """A peer's figure, unless it is none: zero, negative, infinite or NaN."""
+    return measured if 0 < measured < math.inf else assumed

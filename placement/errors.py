@@ -15,7 +15,10 @@
     ├── InvalidCheckpoint         config.json or a safetensors file is malformed
     ├── DownloadFailed            the hub could not be reached or refused
     ├── InvalidFrame              a tensor frame is not what the stage expects
+    ├── JoinRequestNotFound       no node asks to join under that id              404
+    ├── JoinRefused               another node did not let this one in
     ├── Untrusted                 a peer showed no certificate of this cluster
+    │   └── DuplicateIdentity     another process with the same node id runs       exit 3
     └── InvalidSettings           a flag, variable or file of this node is wrong   exit 2
 
 Raised where the fault is detected, caught at the HTTP, gRPC and CLI edges only.
@@ -92,6 +95,18 @@ class InvalidFrame(ExoNodeError):
 
 class Untrusted(ExoNodeError):
     code = "untrusted_peer"
+
+
+class DuplicateIdentity(Untrusted):
+    code = "duplicate_identity"
+
+
+class JoinRefused(ExoNodeError):
+    code = "join_refused"
+
+
+class JoinRequestNotFound(ExoNodeError):
+    code = "join_request_not_found"
 
 
 class InvalidSettings(ExoNodeError):

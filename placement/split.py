@@ -1,17 +1,17 @@
-"""Where each stage of a pipeline ends: shares of the layers, moved as far as memory asks."""
+"""How many layers each stage of a pipeline gets: the fastest nodes are filled first. Exact."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
-from .card import ModelCard
-from .cost import stage_bytes
+from .cost import ModelSizes
 
 
 def proportional_layers(total: int, weights: Sequence[int]) -> list[int]:
     """`total` layers shared in proportion to `weights` by largest remainder, at least one each.
 
-    Needs a positive sum of weights and `total` >= len(weights).
+    Needs a positive sum of weights and `total` >= len(weights). Where `weights` are what each can
+    hold and `total` is no more than their sum, nobody gets more than that.
     """
     whole = sum(weights)
     counts = [total * weight // whole for weight in weights]
@@ -25,45 +25,79 @@ def proportional_layers(total: int, weights: Sequence[int]) -> list[int]:
     return counts
 
 
-def stage_ends(card: ModelCard, memory: Sequence[int], context: int) -> list[int] | None:
-    """The end of each stage on nodes of `memory` bytes, in this order; the first is the generator.
+def most_layers(sizes: ModelSizes, memory: int, *, generator: bool) -> int:
+    """The most layers that fit, wherever in the model they are; may be more than there are."""
 
-    Each gets layers in proportion to its memory, more or fewer where memory forces it. None where
-    no choice of ends fits this order (exact while each node can hold any one layer).
-    """
-    due = _due(card, memory, context)
-    ends: list[int] = []
-    first = 0
-    for i, target in enumerate(accumulate(proportional_layers(card.num_layers, memory))):
-        lowest = max(due[i + 1], first + 1)
-        highest = _reach(card, memory[i], first, i == 0, context)
-        if lowest > highest:
-            return None
-        first = min(max(target, lowest), highest)
-        ends.append(first)
-    return ends
-
-
-def _due(card: ModelCard, memory: Sequence[int], context: int) -> list[int]:
-    """For each stage the first layer from which it and those behind it can finish.
-
-    A stage needs less the later it starts and the earlier it ends, hence one bisection each.
-    """
-    due = [card.num_layers] * (len(memory) + 1)
-    for i in range(len(memory) - 1, 0, -1):
-        end = due[i + 1]
-
-        def fits(first: int, end: int = end, room: int = memory[i]) -> bool:
-            return stage_bytes(card, first, end, False, context, False) <= room
-
-        due[i] = bisect_left(range(end), True, key=fits)
-    return due
-
-
-def _reach(card: ModelCard, room: int, first: int, generator: bool, context: int) -> int:
-    """The last end of a stage that starts at `first`; `first` if not even one layer fits."""
-
+    # Of all stages of one length that at the front has the fewest caches.
     def overflows(end: int) -> bool:
-        return stage_bytes(card, first, end, generator, context, False) > room
+        return sizes.need(0, end, generator=generator) > memory
 
-    return first + bisect_right(range(first + 1, card.num_layers + 1), False, key=overflows)
+    return bisect_right(range(1, memory // sizes.layer + 1), False, key=overflows)
+
+
+def filled(total: int, costs: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
+    """The cheapest shares of `total` layers: one each, the rest to whoever computes them fastest.
+
+    `costs` are of one layer on each node, `rooms` the most layers that each can hold. Equally fast
+    nodes share in proportion to their room, so that none is full while its twin is empty. None
+    where it does not fit, or where there are fewer layers than nodes.
+    """
+    if not len(costs) <= total <= sum(rooms) or min(rooms) < 1:
+        return None
+    counts = [1] * len(costs)
+    rest = total - len(costs)
+    for _, twins in groupby(sorted(range(len(costs)), key=costs.__getitem__), costs.__getitem__):
+        group = list(twins)
+        room = [rooms[i] for i in group]
+        more = min(rest, sum(room) - len(group))
+        shares = proportional_layers(more + len(group), room)
+        for i, count in zip(group, shares, strict=True):
+            counts[i] = count
+        rest -= more
+    return counts
+
+
+def holds(sizes: ModelSizes, memory: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether every stage fits where it is; the first is the generator's."""
+    ends = list(accumulate(counts))
+    ranges = zip([0, *ends], ends, memory, strict=False)
+    return all(
+        sizes.need(first, end, generator=i == 0) <= room
+        for i, (first, end, room) in enumerate(ranges)
+    )
+
+
+def cheapest_split(
+    sizes: ModelSizes, memory: Sequence[int], costs: Sequence[int]
+) -> list[int] | None:
+    """The cheapest shares for nodes in this order where layers need unequal memory.
+
+    By dynamic programming over (stages, layers placed); None where nothing fits.
+    """
+    layers = sizes.layers
+    reached: list[int | None] = [0, *[None] * layers]
+    choices: list[list[int]] = []
+    for i, (room, cost) in enumerate(zip(memory, costs, strict=True)):
+        following: list[int | None] = [None] * (layers + 1)
+        choice = [0] * (layers + 1)
+        first = 0  # the earliest start from which a stage reaches `end`: it only grows with `end`
+        for end in range(1, layers + 1):
+            while first < end and sizes.need(first, end, generator=i == 0) > room:
+                first += 1
+            starts = [
+                (done + (end - at) * cost, at)
+                for at, done in enumerate(reached[first:end], first)
+                if done is not None
+            ]
+            if starts:
+                following[end], choice[end] = min(starts)
+        reached = following
+        choices.append(choice)
+    if reached[layers] is None:
+        return None
+    counts: list[int] = []
+    end = layers
+    for choice in reversed(choices):
+        counts.append(end - choice[end])
+        end = choice[end]
+    return counts[::-1]

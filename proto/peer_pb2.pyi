@@ -23,6 +23,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ViewStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ViewStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ViewStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VIEW_STATUS_UNSPECIFIED: _ViewStatus.ValueType  # 0
+    VIEW_STATUS_ALIVE: _ViewStatus.ValueType  # 1
+    """the sender hears it itself"""
+    VIEW_STATUS_SUSPECT: _ViewStatus.ValueType  # 2
+    VIEW_STATUS_DEAD: _ViewStatus.ValueType  # 3
+
+class ViewStatus(_ViewStatus, metaclass=_ViewStatusEnumTypeWrapper): ...
+
+VIEW_STATUS_UNSPECIFIED: ViewStatus.ValueType  # 0
+VIEW_STATUS_ALIVE: ViewStatus.ValueType  # 1
+"""the sender hears it itself"""
+VIEW_STATUS_SUSPECT: ViewStatus.ValueType  # 2
+VIEW_STATUS_DEAD: ViewStatus.ValueType  # 3
+Global___ViewStatus: _TypeAlias = ViewStatus  # noqa: Y015
+
 class _Dtype:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -78,16 +99,29 @@ class Heartbeat(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    VIEWS_FIELD_NUMBER: _builtins.int
+    FOLLOWERS_FIELD_NUMBER: _builtins.int
+    HEAD_FOR_S_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     incarnation: _builtins.int
-    """of the sender's process: a higher one is a restart"""
+    """grows when the sender refutes that it is suspect or dead"""
     term: _builtins.int
     """the head's term as the sender knows it"""
     head: _builtins.str
     """node id, empty before the first election"""
     leaving: _builtins.bool
     """the sender's last heartbeat: it stops"""
+    life: _builtins.int
+    """of the sender's process: another one is a restart"""
+    followers: _builtins.int
+    """nodes that follow the sender, 0 unless it is the head"""
+    head_for_s: _builtins.float
+    """how long the sender has been the head, 0 unless it is"""
+    draining: _builtins.bool
+    """the sender is about to stop: it takes no new work"""
     @_builtins.property
     def sender(self) -> Global___NodeFacts: ...
     @_builtins.property
@@ -97,6 +131,10 @@ class Heartbeat(_message.Message):
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementState]:
         """what the sender's runners hold"""
+
+    @_builtins.property
+    def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]:
+        """how the sender sees the others"""
 
     def __init__(
         self,
@@ -109,14 +147,46 @@ class Heartbeat(_message.Message):
         peers: _abc.Iterable[_builtins.str] | None = ...,
         placements: _abc.Iterable[Global___PlacementState] | None = ...,
         leaving: _builtins.bool = ...,
+        life: _builtins.int = ...,
+        views: _abc.Iterable[Global___View] | None = ...,
+        followers: _builtins.int = ...,
+        head_for_s: _builtins.float = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class View(_message.Message):
+    """A node as another one sees it; a node that is taken for dead refutes that by its incarnation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    incarnation: _builtins.int
+    status: Global___ViewStatus.ValueType
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        status: Global___ViewStatus.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node", b"node", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___View: _TypeAlias = View  # noqa: Y015
 
 @_typing.final
 class NodeFacts(_message.Message):
@@ -139,6 +209,12 @@ class NodeFacts(_message.Message):
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
     STRICT_ROWS_FIELD_NUMBER: _builtins.int
+    JOIN_REQUESTS_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    SPLIT_REFUSALS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -163,9 +239,31 @@ class NodeFacts(_message.Message):
     """EXO_NATIVE_MTP_ADAPTIVE, or the settings page"""
     strict_rows: _builtins.int
     """EXO_NATIVE_MTP_STRICT: 0 off, 1 as many as the card needs, or a number"""
+    uptime_ms: _builtins.int
+    """of its process: of two that claim one id, the younger is refused"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
+
+    @_builtins.property
+    def join_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinRequest]:
+        """that wait at the sender for a person"""
+
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerTimes]:
+        """of the models that it has measured"""
+
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """where its control server and its runners listen, the usual first"""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkReport]:
+        """to nodes of a higher id: one node of a pair measures"""
+
+    @_builtins.property
+    def split_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SplitRefusal]:
+        """models that failed the self-check here"""
 
     def __init__(
         self,
@@ -187,10 +285,16 @@ class NodeFacts(_message.Message):
         async_draft_eval: _builtins.bool = ...,
         adaptive_draft: _builtins.bool = ...,
         strict_rows: _builtins.int = ...,
+        join_requests: _abc.Iterable[Global___JoinRequest] | None = ...,
+        uptime_ms: _builtins.int = ...,
+        profiles: _abc.Iterable[Global___LayerTimes] | None = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        links: _abc.Iterable[Global___LinkReport] | None = ...,
+        split_refusals: _abc.Iterable[Global___SplitRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "strict_rows", b"strict_rows", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,6 +363,492 @@ class PlacementState(_message.Message):
 Global___PlacementState: _TypeAlias = PlacementState  # noqa: Y015
 
 @_typing.final
+class LayerTimes(_message.Message):
+    """Seconds of one layer of a model on one node, short context; 0: not measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
+    VERIFY_ROWS_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    PREFILL_ROWS_FIELD_NUMBER: _builtins.int
+    TAIL_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    dtype: _builtins.str
+    decode_s: _builtins.float
+    """1 row"""
+    verify_s: _builtins.float
+    """`verify_rows`"""
+    verify_rows: _builtins.int
+    prefill_s: _builtins.float
+    """`prefill_rows`"""
+    prefill_rows: _builtins.int
+    tail_s: _builtins.float
+    """final norm and lm_head, 1 row; measured where a generator ran"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        decode_s: _builtins.float = ...,
+        verify_s: _builtins.float = ...,
+        verify_rows: _builtins.int = ...,
+        prefill_s: _builtins.float = ...,
+        prefill_rows: _builtins.int = ...,
+        tail_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerTimes: _TypeAlias = LayerTimes  # noqa: Y015
+
+@_typing.final
+class LinkReport(_message.Message):
+    """One way between two nodes: what the sender measured from an address of its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    FROM_ADDRESS_FIELD_NUMBER: _builtins.int
+    TO_ADDRESS_FIELD_NUMBER: _builtins.int
+    ECHOES_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_OUT_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_IN_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """node id"""
+    from_address: _builtins.str
+    """the sender's, as its system routes"""
+    to_address: _builtins.str
+    """the peer's"""
+    bandwidth_out: _builtins.float
+    """bytes per second to the peer; 0: not measured"""
+    bandwidth_in: _builtins.float
+    age_s: _builtins.int
+    """of the measurement"""
+    @_builtins.property
+    def echoes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Echoes]:
+        """by size, the smallest first"""
+
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        from_address: _builtins.str = ...,
+        to_address: _builtins.str = ...,
+        echoes: _abc.Iterable[Global___Echoes] | None = ...,
+        bandwidth_out: _builtins.float = ...,
+        bandwidth_in: _builtins.float = ...,
+        age_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bandwidth_in", b"bandwidth_in", "bandwidth_out", b"bandwidth_out", "echoes", b"echoes", "from_address", b"from_address", "peer", b"peer", "to_address", b"to_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
+
+@_typing.final
+class Echoes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MIN_S_FIELD_NUMBER: _builtins.int
+    P50_S_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """there and back"""
+    count: _builtins.int
+    min_s: _builtins.float
+    p50_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        count: _builtins.int = ...,
+        min_s: _builtins.float = ...,
+        p50_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "count", b"count", "min_s", b"min_s", "p50_s", b"p50_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Echoes: _TypeAlias = Echoes  # noqa: Y015
+
+@_typing.final
+class SplitRefusal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitRefusal: _TypeAlias = SplitRefusal  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    ANSWER_BYTES_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    answer_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        answer_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_bytes", b"answer_bytes", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class MeasureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureRequest: _TypeAlias = MeasureRequest  # noqa: Y015
+
+@_typing.final
+class MeasureReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkReport]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___LinkReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureReply: _TypeAlias = MeasureReply  # noqa: Y015
+
+@_typing.final
+class JoinFrame(_message.Message):
+    """---------------------------------------------------------------------- join
+
+    On the join port: TLS 1.3 between nodes that do not trust each other yet, each with a certificate
+    of its own key. No gRPC, which shows neither side's program the other's certificate. A frame is
+    its length (4 bytes, big endian, at most 16 KiB) and a JoinFrame. See `node/join.py`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    REVEAL_FIELD_NUMBER: _builtins.int
+    CONFIRM_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    APPROVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___JoinHello:
+        """both, first"""
+
+    @_builtins.property
+    def reveal(self) -> Global___JoinReveal:
+        """the joiner, then the approver"""
+
+    @_builtins.property
+    def confirm(self) -> Global___JoinConfirm:
+        """the joiner, once it shows the digits"""
+
+    @_builtins.property
+    def waiting(self) -> Global___JoinWaiting:
+        """both, every two seconds while a person decides"""
+
+    @_builtins.property
+    def approved(self) -> Global___JoinApproved:
+        """the approver"""
+
+    @_builtins.property
+    def stored(self) -> Global___JoinStored:
+        """the joiner, once it has the key on its disk"""
+
+    @_builtins.property
+    def refused(self) -> Global___JoinRefused:
+        """either, last"""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___JoinHello | None = ...,
+        reveal: Global___JoinReveal | None = ...,
+        confirm: Global___JoinConfirm | None = ...,
+        waiting: Global___JoinWaiting | None = ...,
+        approved: Global___JoinApproved | None = ...,
+        stored: Global___JoinStored | None = ...,
+        refused: Global___JoinRefused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "confirm", b"confirm", "frame", b"frame", "hello", b"hello", "refused", b"refused", "reveal", b"reveal", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "confirm", b"confirm", "frame", b"frame", "hello", b"hello", "refused", b"refused", "reveal", b"reveal", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reveal", "confirm", "waiting", "approved", "stored", "refused"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___JoinFrame: _TypeAlias = JoinFrame  # noqa: Y015
+
+@_typing.final
+class JoinHello(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CHIP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FRESH_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    COMMITMENT_FIELD_NUMBER: _builtins.int
+    JOIN_PORT_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """equal majors may talk"""
+    cluster: _builtins.str
+    """fingerprint"""
+    name: _builtins.str
+    chip: _builtins.str
+    version: _builtins.str
+    address: _builtins.str
+    """host:port of its control server"""
+    fresh: _builtins.bool
+    """alone and never approved: it may leave its cluster for another"""
+    open: _builtins.bool
+    """started with --open"""
+    commitment: _builtins.bytes
+    """SHA-256 over the sender's role, key and nonce"""
+    join_port: _builtins.int
+    """the sender's own"""
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        name: _builtins.str = ...,
+        chip: _builtins.str = ...,
+        version: _builtins.str = ...,
+        address: _builtins.str = ...,
+        fresh: _builtins.bool = ...,
+        open: _builtins.bool = ...,
+        commitment: _builtins.bytes = ...,
+        join_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chip", b"chip", "cluster", b"cluster", "commitment", b"commitment", "fresh", b"fresh", "join_port", b"join_port", "name", b"name", "open", b"open", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinHello: _TypeAlias = JoinHello  # noqa: Y015
+
+@_typing.final
+class JoinReveal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinReveal: _TypeAlias = JoinReveal  # noqa: Y015
+
+@_typing.final
+class JoinConfirm(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_PROOF_FIELD_NUMBER: _builtins.int
+    open_proof: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        open_proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_proof", b"open_proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinConfirm: _TypeAlias = JoinConfirm  # noqa: Y015
+
+@_typing.final
+class JoinWaiting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinWaiting: _TypeAlias = JoinWaiting  # noqa: Y015
+
+@_typing.final
+class JoinApproved(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """the cluster's; nothing else carries it"""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of its nodes"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        peers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinApproved: _TypeAlias = JoinApproved  # noqa: Y015
+
+@_typing.final
+class JoinStored(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinStored: _TypeAlias = JoinStored  # noqa: Y015
+
+@_typing.final
+class JoinRefused(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    INSTEAD_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """of `node/join.py`"""
+    message: _builtins.str
+    instead: _builtins.str
+    """host:port of another join port to ask, or empty"""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        instead: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instead", b"instead", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRefused: _TypeAlias = JoinRefused  # noqa: Y015
+
+@_typing.final
+class JoinRequest(_message.Message):
+    """A node that waits to be let in, as the members of the cluster tell each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CHIP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    node: _builtins.str
+    name: _builtins.str
+    chip: _builtins.str
+    version: _builtins.str
+    address: _builtins.str
+    """that it asks from"""
+    code: _builtins.str
+    """the six digits"""
+    expires_in_s: _builtins.int
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        node: _builtins.str = ...,
+        name: _builtins.str = ...,
+        chip: _builtins.str = ...,
+        version: _builtins.str = ...,
+        address: _builtins.str = ...,
+        code: _builtins.str = ...,
+        expires_in_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chip", b"chip", "code", b"code", "expires_in_s", b"expires_in_s", "id", b"id", "name", b"name", "node", b"node", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
 class StageSpec(_message.Message):
     """Everything that can change an answer: a runner reads no environment and no settings of its own."""
 
@@ -286,6 +876,8 @@ class StageSpec(_message.Message):
     FIXED_ROWS_FIELD_NUMBER: _builtins.int
     PROFILE_FOLDER_FIELD_NUMBER: _builtins.int
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
+    MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
+    LISTEN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -322,6 +914,12 @@ class StageSpec(_message.Message):
     """where measured round costs are kept; empty: nowhere. As `path`"""
     draft_vocabulary: _builtins.int
     """ids below this are drafted; 0: all"""
+    measure_layers: _builtins.bool
+    """time the layers after the load: the node has no profile of them yet"""
+    @_builtins.property
+    def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """addresses besides RunnerStart.host. Filled in as `path`"""
+
     def __init__(
         self,
         *,
@@ -347,10 +945,12 @@ class StageSpec(_message.Message):
         fixed_rows: _builtins.int = ...,
         profile_folder: _builtins.str = ...,
         draft_vocabulary: _builtins.int = ...,
+        measure_layers: _builtins.bool = ...,
+        listen: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "lease_s", b"lease_s", "max_draft_tokens", b"max_draft_tokens", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_folder", b"profile_folder", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_folder", b"profile_folder", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +1022,8 @@ class LoadReady(_message.Message):
     END_LAYER_FIELD_NUMBER: _builtins.int
     MTP_HEAD_FIELD_NUMBER: _builtins.int
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -434,6 +1036,14 @@ class LoadReady(_message.Message):
     """"loaded", or why not"""
     greedy_identity: _builtins.str
     """"bitwise" | "near_tie" | "off", measured at load"""
+    @_builtins.property
+    def layers(self) -> Global___LayerTimes:
+        """absent: not measured"""
+
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]:
+        """every address that the runner listens on"""
+
     def __init__(
         self,
         *,
@@ -446,14 +1056,38 @@ class LoadReady(_message.Message):
         end_layer: _builtins.int = ...,
         mtp_head: _builtins.str = ...,
         greedy_identity: _builtins.str = ...,
+        layers: Global___LayerTimes | None = ...,
+        addresses: _abc.Iterable[Global___Address] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReady: _TypeAlias = LoadReady  # noqa: Y015
+
+@_typing.final
+class Address(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Address: _TypeAlias = Address  # noqa: Y015
 
 @_typing.final
 class UnloadStageRequest(_message.Message):
@@ -461,17 +1095,21 @@ class UnloadStageRequest(_message.Message):
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    KILL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     stage: _builtins.int
+    kill: _builtins.bool
+    """without asking the runner: it does not answer"""
     def __init__(
         self,
         *,
         placement: _builtins.str = ...,
         stage: _builtins.int = ...,
+        kill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kill", b"kill", "placement", b"placement", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,6 +1283,7 @@ class Frame(_message.Message):
     ROLLBACK_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -657,6 +1296,8 @@ class Frame(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def failure(self) -> Global___Failure: ...
+    @_builtins.property
+    def renew(self) -> Global___Renew: ...
     def __init__(
         self,
         *,
@@ -667,12 +1308,13 @@ class Frame(_message.Message):
         rollback: Global___Rollback | None = ...,
         release: Global___Release | None = ...,
         failure: Global___Failure | None = ...,
+        renew: Global___Renew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "hidden", b"hidden", "kind", b"kind", "release", b"release", "rollback", b"rollback"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "hidden", b"hidden", "kind", b"kind", "release", b"release", "renew", b"renew", "rollback", b"rollback"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "release", b"release", "request", b"request", "rollback", b"rollback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -693,6 +1335,7 @@ class Hidden(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     REPLY_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     position: _builtins.int
@@ -713,6 +1356,10 @@ class Hidden(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ids of the rows: only masks and shapes depend on them"""
 
+    @_builtins.property
+    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows of each forward that the block stands for; empty: one forward"""
+
     def __init__(
         self,
         *,
@@ -725,10 +1372,11 @@ class Hidden(_message.Message):
         data: _builtins.bytes = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         reply: Global___Reply.ValueType = ...,
+        schedule: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -773,6 +1421,23 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class Renew(_message.Message):
+    """The request still lives though nothing of it moves: its lease starts anew. Passed on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
 class Failure(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -800,6 +1465,28 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class PingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    stage: _builtins.int
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        stage: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PingRequest: _TypeAlias = PingRequest  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -1016,6 +1703,7 @@ class GenerateEvent(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    REBUILT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
@@ -1024,6 +1712,8 @@ class GenerateEvent(_message.Message):
     def delta(self) -> Global___Delta: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def rebuilt(self) -> Global___Rebuilt: ...
     def __init__(
         self,
         *,
@@ -1031,12 +1721,13 @@ class GenerateEvent(_message.Message):
         prefill: Global___Prefill | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        rebuilt: Global___Rebuilt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill", b"prefill", "rebuilt", b"rebuilt", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill", "delta", "finished", "rebuilt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1083,6 +1774,28 @@ class Prefill(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Rebuilt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rebuilt: _TypeAlias = Rebuilt  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):

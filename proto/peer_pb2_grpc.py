@@ -104,6 +104,126 @@ class Membership:
             _registered_method=True)
 
 
+class LinkStub:
+    """Served by the node process: what it takes to send bytes to this node and back.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Echo = channel.stream_stream(
+                '/exo_node.v1.Link/Echo',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
+                _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/exo_node.v1.Link/Measure',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.MeasureReply.FromString,
+                _registered_method=True)
+
+
+class LinkServicer:
+    """Served by the node process: what it takes to send bytes to this node and back.
+    """
+
+    def Echo(self, request_iterator, context):
+        """Answers each message with `answer_bytes` bytes, at most 1 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Measure(self, request, context):
+        """Measures the sender's links anew, all of them, one after the other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LinkServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Echo': grpc.stream_stream_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.MeasureRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.MeasureReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'exo_node.v1.Link', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('exo_node.v1.Link', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Link:
+    """Served by the node process: what it takes to send bytes to this node and back.
+    """
+
+    @staticmethod
+    def Echo(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/exo_node.v1.Link/Echo',
+            exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Link/Measure',
+            exo__node_dot_proto_dot_peer__pb2.MeasureRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.MeasureReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ControlStub:
     """------------------------------------------------------------------- control
 
@@ -384,6 +504,90 @@ class Stage:
             '/exo_node.v1.Stage/Stream',
             exo__node_dot_proto_dot_peer__pb2.Frame.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RunnerStub:
+    """-------------------------------------------------------------------- runner
+
+    Every runner's. Answered by its event loop, never by its compute thread: that a runner is busy
+    says nothing, that it does not answer within a second says that it is gone or stopped.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Ping = channel.unary_unary(
+                '/exo_node.v1.Runner/Ping',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
+                _registered_method=True)
+
+
+class RunnerServicer:
+    """-------------------------------------------------------------------- runner
+
+    Every runner's. Answered by its event loop, never by its compute thread: that a runner is busy
+    says nothing, that it does not answer within a second says that it is gone or stopped.
+    """
+
+    def Ping(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RunnerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.PingRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'exo_node.v1.Runner', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('exo_node.v1.Runner', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Runner:
+    """-------------------------------------------------------------------- runner
+
+    Every runner's. Answered by its event loop, never by its compute thread: that a runner is busy
+    says nothing, that it does not answer within a second says that it is gone or stopped.
+    """
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Runner/Ping',
+            exo__node_dot_proto_dot_peer__pb2.PingRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
             options,
             channel_credentials,
             insecure,

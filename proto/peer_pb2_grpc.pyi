@@ -36,6 +36,36 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _aio.Server) -> None: ...
 
+class LinkStub:
+    """Served by the node process: what it takes to send bytes to this node and back."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Echo: _aio.StreamStreamMultiCallable[_peer_pb2.Probe, _peer_pb2.Probe]
+    """Answers each message with `answer_bytes` bytes, at most 1 MiB."""
+    Measure: _aio.UnaryUnaryMultiCallable[_peer_pb2.MeasureRequest, _peer_pb2.MeasureReply]
+    """Measures the sender's links anew, all of them, one after the other."""
+
+class LinkServicer(metaclass=_abc_1.ABCMeta):
+    """Served by the node process: what it takes to send bytes to this node and back."""
+
+    @_abc_1.abstractmethod
+    def Echo(
+        self,
+        request_iterator: _abc.AsyncIterator[_peer_pb2.Probe],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_peer_pb2.Probe], _abc.AsyncIterator[_peer_pb2.Probe]],
+    ) -> _abc.AsyncIterator[_peer_pb2.Probe]:
+        """Answers each message with `answer_bytes` bytes, at most 1 MiB."""
+
+    @_abc_1.abstractmethod
+    def Measure(
+        self,
+        request: _peer_pb2.MeasureRequest,
+        context: _aio.ServicerContext[_peer_pb2.MeasureRequest, _abc.Awaitable[_peer_pb2.MeasureReply]],
+    ) -> _abc.Awaitable[_peer_pb2.MeasureReply]:
+        """Measures the sender's links anew, all of them, one after the other."""
+
+def add_LinkServicer_to_server(servicer: LinkServicer, server: _aio.Server) -> None: ...
+
 class ControlStub:
     """------------------------------------------------------------------- control"""
 
@@ -107,6 +137,32 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
         """Frames down; errors and flow control up. One stream per neighbour, for all requests."""
 
 def add_StageServicer_to_server(servicer: StageServicer, server: _aio.Server) -> None: ...
+
+class RunnerStub:
+    """-------------------------------------------------------------------- runner
+
+    Every runner's. Answered by its event loop, never by its compute thread: that a runner is busy
+    says nothing, that it does not answer within a second says that it is gone or stopped.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Ping: _aio.UnaryUnaryMultiCallable[_peer_pb2.PingRequest, _peer_pb2.RunnerState]
+
+class RunnerServicer(metaclass=_abc_1.ABCMeta):
+    """-------------------------------------------------------------------- runner
+
+    Every runner's. Answered by its event loop, never by its compute thread: that a runner is busy
+    says nothing, that it does not answer within a second says that it is gone or stopped.
+    """
+
+    @_abc_1.abstractmethod
+    def Ping(
+        self,
+        request: _peer_pb2.PingRequest,
+        context: _aio.ServicerContext[_peer_pb2.PingRequest, _abc.Awaitable[_peer_pb2.RunnerState]],
+    ) -> _abc.Awaitable[_peer_pb2.RunnerState]: ...
+
+def add_RunnerServicer_to_server(servicer: RunnerServicer, server: _aio.Server) -> None: ...
 
 class GeneratorStub:
     """----------------------------------------------------------------- generator

@@ -14,7 +14,7 @@ from ..mtp.drafters import NativeDrafter, NoDrafter
 from ..mtp.family import draft_logits, family_of
 from ..mtp.fixed_rows import FixedRows
 from ..mtp.head import DraftHead
-from ..mtp.loop import Generation, Prefilled, Steps, Task
+from ..mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ..mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
@@ -70,7 +70,7 @@ class Done:
     identity: str
 
 
-EngineEvent = Prefilled | Delta | Done
+EngineEvent = Prefilled | Rebuilt | Delta | Done
 
 
 class TextEngine:
@@ -215,6 +215,8 @@ class TextEngine:
                 param="request",
             )
         stats = StatsCollector(self._clock)
+        for round_ in request.replay:
+            stats.add(round_)
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
         chooser = Chooser(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
@@ -305,5 +307,7 @@ def _with_text(
         if isinstance(step, Round):
             stats.add(step)
             yield Delta(step, text.take())
-        else:
-            yield step
+            continue
+        if isinstance(step, Rebuilt):
+            _ = text.take()  # of the rounds that the earlier attempt handed out
+        yield step

@@ -38,6 +38,8 @@ class HiddenBlock:
     tokens: tuple[int, ...]
     reply: "pb.Reply.ValueType"
     data: bytes
+    schedule: tuple[int, ...] = ()
+    """Rows of each forward that the block stands for, as a resume repeats them; empty: one."""
 
 
 def cut(
@@ -55,6 +57,7 @@ def cut(
             data=block.data[offset : offset + MAX_DATA],
             tokens=block.tokens if offset == 0 else (),
             reply=block.reply,
+            schedule=block.schedule if offset == 0 else (),
         )
         yield pb.Frame(
             placement=placement, request=block.request, attempt=block.attempt, hidden=hidden
@@ -93,6 +96,15 @@ def check_hidden(hidden: pb.Hidden, expected: Expectation) -> None:
             len(hidden.tokens) == (hidden.rows if hidden.offset == 0 else 0)
             and all(token < expected.vocabulary for token in hidden.tokens),
             "one id of the vocabulary for each row, in the first frame",
+        ),
+        (
+            "schedule",
+            not hidden.schedule
+            or (
+                (hidden.offset == 0 and 0 not in hidden.schedule)
+                and sum(hidden.schedule) == hidden.rows
+            ),
+            "of forwards whose rows add up to the block's, in the first frame",
         ),
     )
     for field, good, wanted in checks:
@@ -154,4 +166,5 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         tokens=tuple(first.hidden.tokens),
         reply=first.hidden.reply,
         data=data[0] if len(data) == 1 else b"".join(data),
+        schedule=tuple(first.hidden.schedule),
     )

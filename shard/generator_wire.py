@@ -1,6 +1,6 @@
 """The engine's requests and events as messages of peer.proto."""
 
-from ..mtp.loop import Prefilled
+from ..mtp.loop import Prefilled, Rebuilt
 from ..mtp.types import Forward, Penalties, Round, Sampling, TokenLogprobs
 from ..proto import peer_pb2 as pb
 from .engine import Delta, Done, EngineEvent
@@ -13,6 +13,8 @@ def event_to_wire(event: EngineEvent, token_bytes: TokenBytes) -> pb.GenerateEve
     match event:
         case Prefilled(done, total):
             return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
+        case Rebuilt(done, total):
+            return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=done, total=total))
         case Delta(round_, text):
             forward = pb.Forward(position=round_.forward.position, rows=round_.forward.rows)
             wire = pb.Round(

@@ -39,6 +39,8 @@ SERVER_OPTIONS = (
 DECODE_DEADLINE_S = 8.0
 PREFILL_DEADLINE_S = 60.0
 """How long the answer to a block may take; a stage whose process hangs shows in nothing else."""
+RENEW_S = 3.0
+"""Between two signs that a request lives though nothing of it moves: a third of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,17 @@ class Ring:
         self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
+        self._behind: set[tuple[str, int]] = set()
+        """Requests with blocks under way that get no answer: the next answer waits for them."""
         self._lost: str | None = None
+        self._renewal: asyncio.TimerHandle | None = None
 
     def connect(self, stream: OutgoingStream) -> None:
         """Requests that were on their way over an earlier stream fail: part of them is lost."""
         self._fail_active("the stages of this placement were connected anew")
         self._stream, self._lost = stream, None
+        if self._renewal is None:
+            self._renewal = self._loop.call_later(RENEW_S, self._renew)
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         key = (block.request, block.attempt)
@@ -148,9 +155,12 @@ class Ring:
         self._active.add(key)
         frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
         answer: Future[HiddenBlock] | None = None
-        if block.reply != pb.REPLY_NONE:
+        if block.reply == pb.REPLY_NONE:
+            self._behind.add(key)
+        else:
             answer = self._waiting[key] = Future()
-        deadline = DECODE_DEADLINE_S if block.reply == pb.REPLY_ALL else PREFILL_DEADLINE_S
+        quick = block.reply == pb.REPLY_ALL and key not in self._behind
+        deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
         _ = self._loop.call_soon_threadsafe(self._dispatch, key, frames, deadline)
         return answer
 
@@ -160,13 +170,16 @@ class Ring:
     def release(self, request: str, attempt: int) -> None:
         key = (request, attempt)
         self._active.discard(key)
+        self._behind.discard(key)
         _ = self._waiting.pop(key, None)
         _ = self._failed.pop(key, None)
         self._tell(request, attempt, release=pb.Release())
 
     def answer(self, block: HiddenBlock) -> None:
         """A block that came round the ring; one that nobody waits for any more is dropped."""
-        future = self._waiting.pop((block.request, block.attempt), None)
+        key = (block.request, block.attempt)
+        self._behind.discard(key)
+        future = self._waiting.pop(key, None)
         if future is not None and not future.done():
             future.set_result(block)
 
@@ -210,6 +223,12 @@ class Ring:
         if self._waiting.get(key) is future:
             self._fail(key, PeerLost(f"a stage did not answer within {deadline_s:.0f} s"))
 
+    def _renew(self) -> None:
+        """A request whose reader is slow must not lose its state on the other stages."""
+        for request, attempt in list(self._active):
+            self._tell(request, attempt, renew=pb.Renew())
+        self._renewal = self._loop.call_later(RENEW_S, self._renew)
+
     def _tell(
         self,
         request: str,
@@ -217,6 +236,7 @@ class Ring:
         *,
         rollback: pb.Rollback | None = None,
         release: pb.Release | None = None,
+        renew: pb.Renew | None = None,
     ) -> None:
         frame = pb.Frame(
             placement=self._placement,
@@ -224,6 +244,7 @@ class Ring:
             attempt=attempt,
             rollback=rollback,
             release=release,
+            renew=renew,
         )
 
         def send() -> None:

@@ -18,6 +18,7 @@ from ..proto import peer_pb2 as pb
 from .checkpoint import Checkpoint, read_checkpoint, text_config
 from .frames import Expectation
 from .head_tensors import HeadFound, HeadMissing, find_head
+from .self_check import require_splittable
 from .stage_model import StageModel, load_whole_or_stage
 from .text import TextCodec
 from .wire import DTYPES
@@ -55,8 +56,11 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
             f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
             "config.json or safetensors headers are not the same; download the same revision"
         )
-    before = _bytes_read()
     generator = spec.stage == 0
+    if generator and spec.num_stages > 1:
+        report(pb.LoadProgress(step="checking that it can be split"))
+        require_splittable(checkpoint.config, spec.profile_folder)
+    before = _bytes_read()
     dtype = DTYPES[spec.dtype]
 
     def progress(done: int, total: int) -> None:

@@ -49,6 +49,8 @@ class WholeTarget:
 class LocalVerifier:
     """One request's caches over a shared target."""
 
+    remote = False
+
     def __init__(self, target: Target, caches: Sequence[object]) -> None:
         self._target = target
         self._caches = caches
@@ -64,6 +66,9 @@ class LocalVerifier:
         self._rows += tokens.shape[0]
         return self._target.forward(tokens, self._caches, want=want)
         yield  # a generator that never waits: everything is in this process
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        raise AssertionError("a drafter here needs the hidden of each forward")
 
     def rollback(self, rows: int) -> None:
         rollback(self._caches, rows)

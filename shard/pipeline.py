@@ -1,6 +1,6 @@
 """The verifier of a placement of several stages, on its generator: its own layers, then theirs."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from ..mtp.seams import Block, Wait, Want, as_ids
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
 from .frames import HiddenBlock
+from .stage import forwards
 from .stage_model import StageModel
 from .wire import from_bytes, to_bytes
 
@@ -45,6 +46,7 @@ class PipelineVerifier:
     """One request's caches of the generator's layers, and its way through the other stages."""
 
     overlaps = False  # the ids of a block travel with it, so they must be known
+    remote = True
 
     def __init__(
         self, model: StageModel, link: Link, request: str, attempt: int, dtype: str
@@ -87,6 +89,22 @@ class PipelineVerifier:
             )
         received = from_bytes(back.data, self._dtype, (1, expected, hidden.shape[-1]))
         return Block(self._model.logits(ids[:, -expected:], received)[0], None)
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        rows = tokens.shape[0]
+        hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
+        block = HiddenBlock(
+            request=self._request,
+            attempt=self._attempt,
+            position=self._rows,
+            rows=rows,
+            tokens=tuple(as_ids(tokens)),
+            reply=pb.REPLY_NONE,
+            data=to_bytes(hidden),
+            schedule=tuple(schedule),
+        )
+        self._rows += rows
+        _ = self._link.send(block)
 
     def rollback(self, rows: int) -> None:
         assert can_roll_back(self._own)

@@ -12,7 +12,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import NoReturn, cast
 
@@ -25,11 +26,13 @@ from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
 from .engine import TextEngine
+from .layer_probe import probe_layers, probed_rows
 from .links import SERVER_OPTIONS, Ring
 from .load import Loaded, load
 from .profile import Profile, ProfileKey
-from .runner_services import GeneratorService, NextStage, StageService
+from .runner_services import GeneratorService, NextStage, RunnerService, StageService
 from .stage import StageWorker
+from .wire import DTYPES
 
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
@@ -80,6 +83,7 @@ class Runner:
         self._spec = start.stage
         self._parent = parent
         self._compute = ComputeThread()
+        self._state = pb.RunnerState()
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -97,9 +101,15 @@ class Runner:
         following = NextStage(credentials)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         watch = await self._serve(server, loaded, following)
-        port = server.add_secure_port(f"{self._start.host}:0", self._server_credentials())
+        service = RunnerService(self._spec, self._current_state)
+        peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
+        addresses = self._listen(server)
         await server.start()
-        self._parent.send(pb.FromRunner(ready=self._ready(loaded, port, watch)))
+        ready = self._ready(loaded, addresses, watch)
+        if self._spec.measure_layers:
+            timing = self._compute.submit(lambda: self._layer_times(loaded))
+            ready.layers.CopyFrom(await asyncio.wrap_future(timing))
+        self._parent.send(pb.FromRunner(ready=ready))
         reporter = asyncio.create_task(self._report_state(watch))
         _ = await self._stop.wait()
         reporter.cancel()
@@ -159,6 +169,27 @@ class Runner:
         )
         return Profile.open(self._spec.profile_folder, key, time.perf_counter)
 
+    def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
+        """On every address that the node announces, the usual one first; each has its own port."""
+        credentials = self._server_credentials()
+        hosts = (self._start.host, *self._spec.listen)
+        return [
+            pb.Address(host=host, port=server.add_secure_port(f"{host}:0", credentials))
+            for host in hosts
+        ]
+
+    def _layer_times(self, loaded: Loaded) -> pb.LayerTimes:
+        self._report(pb.LoadProgress(step="timing its layers"))
+        times = probe_layers(
+            loaded.model,
+            loaded.expected.hidden_size,
+            DTYPES[self._spec.dtype],
+            probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk),
+            time.perf_counter,
+            tail=self._spec.stage == 0,
+        )
+        return pb.LayerTimes(model=self._spec.model, dtype=self._spec.dtype, **asdict(times))
+
     def _server_credentials(self) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials(
             [(self._start.private_key, self._start.certificate)],
@@ -169,13 +200,16 @@ class Runner:
     def _report(self, progress: pb.LoadProgress) -> None:
         self._parent.send(pb.FromRunner(progress=progress))
 
-    def _ready(self, loaded: Loaded, port: int, watch: TextEngine | StageWorker) -> pb.LoadReady:
+    def _ready(
+        self, loaded: Loaded, addresses: Sequence[pb.Address], watch: TextEngine | StageWorker
+    ) -> pb.LoadReady:
         identity, head_state = "off", loaded.head_state
         if isinstance(watch, TextEngine):
             identity, head_state = watch.identity, watch.head_off or head_state
         return pb.LoadReady(
-            host=self._start.host,
-            port=port,
+            host=addresses[0].host,
+            port=addresses[0].port,
+            addresses=addresses,
             pid=os.getpid(),
             weight_bytes=loaded.weight_bytes + loaded.head_bytes,
             checkpoint_bytes_read=loaded.checkpoint_bytes_read,
@@ -186,7 +220,10 @@ class Runner:
         )
 
     async def _report_state(self, watch: TextEngine | StageWorker) -> None:
-        """Signs of life for the node's heartbeat; leases are enforced here as well."""
+        """Signs of life for the node's heartbeat; leases are enforced here as well.
+
+        They come while the compute thread is busy too, with what it said last.
+        """
 
         def look() -> pb.RunnerState:
             if isinstance(watch, StageWorker):
@@ -200,10 +237,20 @@ class Runner:
                 progress=self._compute.progress,
             )
 
+        looking = asyncio.wrap_future(self._compute.submit(look))
         while True:
-            state = await asyncio.wrap_future(self._compute.submit(look))
-            self._parent.send(pb.FromRunner(state=state))
+            _ = await asyncio.wait([looking], timeout=STATE_EVERY_S)
+            if looking.done():
+                self._state = looking.result()
+                looking = asyncio.wrap_future(self._compute.submit(look))
+            self._parent.send(pb.FromRunner(state=self._current_state()))
             await asyncio.sleep(STATE_EVERY_S)
+
+    def _current_state(self) -> pb.RunnerState:
+        state = pb.RunnerState()
+        state.CopyFrom(self._state)
+        state.progress = self._compute.progress
+        return state
 
 
 async def _run(start: pb.RunnerStart, parent: Parent) -> int:

@@ -153,7 +153,9 @@ class StageService(peer_pb2_grpc.StageServicer):
                 self._forward(block, frame, ahead, up)
             case "rollback" | "release":
                 assembler.forget(frame.request)
-                self._end_rows(frame, up)
+                self._tell_worker(frame, up)
+            case "renew":
+                self._tell_worker(frame, up)
             case "failure" if self._ring is not None:
                 self._ring.fail(frame)
             case kind:
@@ -183,18 +185,21 @@ class StageService(peer_pb2_grpc.StageServicer):
         future = self._compute.submit(lambda: worker.forward(block))
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
 
-    def _end_rows(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:
-        """Rollback and release: here first, then at the stages behind this one."""
+    def _tell_worker(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:
+        """Rollback, release and renew: here first, then at the stages behind this one."""
         if self._worker is None:
             return  # it came round the ring: every stage has seen it
         worker, loop = self._worker, asyncio.get_running_loop()
         name, attempt = frame.request, int(frame.attempt)
 
         def apply() -> None:
-            if frame.WhichOneof("kind") == "rollback":
-                worker.rollback(name, attempt, int(frame.rollback.position))
-            else:
-                worker.release(name, attempt)
+            match frame.WhichOneof("kind"):
+                case "rollback":
+                    worker.rollback(name, attempt, int(frame.rollback.position))
+                case "renew":
+                    worker.renew(name, attempt)
+                case _:
+                    worker.release(name, attempt)
 
         def finished(future: "Future[None]") -> None:
             if (fault := future.exception()) is not None:
@@ -241,6 +246,21 @@ class StageService(peer_pb2_grpc.StageServicer):
         # Ending the streams from above tells the stage before this one, and so the generator.
         for up in self._upstream:
             up.put_nowait(None)
+
+
+class RunnerService(peer_pb2_grpc.RunnerServicer):
+    """Says that this process lives, and what it did last."""
+
+    def __init__(self, spec: pb.StageSpec, state: Callable[[], pb.RunnerState]) -> None:
+        """`state` must not wait for the compute thread."""
+        self._spec = spec
+        self._state = state
+
+    async def Ping(self, request: pb.PingRequest, context: "Context") -> pb.RunnerState:
+        if (request.placement, request.stage) != (self._spec.placement, self._spec.stage):
+            # The port of a runner that is gone may be another's by now.
+            await refuse(context, PeerLost("another stage listens here now"))
+        return self._state()
 
 
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):

@@ -4,14 +4,15 @@ Every method runs on the compute thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
 from ..mtp.rollback import cache_arrays, can_roll_back, rollback
-from ..placement.errors import InvalidFrame
+from ..placement.errors import InvalidFrame, PeerLost
 from ..proto import peer_pb2 as pb
 from .frames import Expectation, HiddenBlock
 from .stage_model import StageModel
@@ -43,6 +44,7 @@ class StageWorker:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._expired: OrderedDict[str, int] = OrderedDict()
 
     @property
     def live_requests(self) -> int:
@@ -67,9 +69,10 @@ class StageWorker:
         e = self._expected
         entering = from_bytes(block.data, e.dtype, (1, block.rows, e.hidden_size))
         tokens = mx.array([block.tokens], dtype=mx.int32)
-        out = self._model.hidden(tokens, entering, session.caches)
+        schedule = block.schedule or (block.rows,)
+        out = forwards(self._model, tokens, entering, session.caches, schedule)
         session.position += block.rows
-        session.last_rows = block.rows
+        session.last_rows = schedule[-1]
         session.used = self._clock()
         return self._outgoing(block, out, session)
 
@@ -96,17 +99,32 @@ class StageWorker:
             del self._sessions[request]
             mx.clear_cache()
 
+    def renew(self, request: str, attempt: int) -> None:
+        """The request lives though no frame of it moves, as where its reader is slow."""
+        session = self._sessions.get(request)
+        if session is not None and session.attempt == attempt:
+            session.used = self._clock()
+
     def expire(self, lease_s: float) -> list[str]:
         """Frees what no frame has touched for `lease_s` seconds; returns those requests."""
         limit = self._clock() - lease_s
         ended = [name for name, session in self._sessions.items() if session.used < limit]
         for name in ended:
-            self.release(name, self._sessions[name].attempt)
+            attempt = self._sessions[name].attempt
+            self.release(name, attempt)
+            self._expired[name] = attempt
+            while len(self._expired) > REMEMBERED_REQUESTS:
+                _ = self._expired.popitem(last=False)
         return ended
 
     def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
         known = self._attempts.get(request, 0)
         session = self._sessions.get(request)
+        if attempt == known and session is None and self._expired.get(request) == attempt:
+            raise PeerLost(
+                f"stage {self._expected.stage} freed request {request}: nothing of it came for "
+                "the length of its lease"
+            )
         if attempt < known or (attempt == known and session is None):
             raise InvalidFrame(
                 f"attempt {attempt} of request {request} is over: attempt {known} was seen",
@@ -115,7 +133,9 @@ class StageWorker:
         if session is not None and session.attempt == attempt:
             return session
         if not opens:
-            raise InvalidFrame(f"request {request} has no state here", param="request")
+            # Not InvalidFrame: the answer can go on once its state is rebuilt.
+            stage = self._expected.stage
+            raise PeerLost(f"stage {stage} has no state of request {request} any more")
         session = Session(attempt, self._model.make_caches(), self._clock())
         self._sessions[request] = session
         self._remember(request, attempt)
@@ -140,3 +160,25 @@ class StageWorker:
             data = to_bytes(out[:, -1:])
             return replace(block, position=last, rows=1, tokens=block.tokens[-1:], data=data)
         return replace(block, data=to_bytes(out))
+
+
+def forwards(
+    model: StageModel,
+    tokens: mx.array,
+    entering: mx.array | None,
+    caches: list[Any],
+    schedule: Sequence[int],
+) -> mx.array:
+    """The hidden (1, rows, hidden_size) behind this stage, by forwards of so many rows each.
+
+    The number of rows chooses kernels, and so the numbers: repeating it repeats them.
+    """
+    if len(schedule) == 1:
+        return model.hidden(tokens, entering, caches)
+    leaving: list[mx.array] = []
+    for end, rows in zip(accumulate(schedule), schedule, strict=True):
+        part = slice(end - rows, end)
+        incoming = None if entering is None else entering[:, part]
+        leaving.append(model.hidden(tokens[:, part], incoming, caches))
+        mx.async_eval(leaving[-1])  # while the next one's graph is built
+    return mx.concatenate(leaving, axis=1)

@@ -6,6 +6,7 @@ the last one gives its output away. What the model computes around them (embeddi
 is lazy and never evaluated unless this stage needs it.
 """
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from ..mtp.rollback import takes_tapes, with_tapes
 from ..mtp.weights import cast_parameters
 from ..placement.errors import InvalidCheckpoint, LoadFailed
 
-_MODEL_FAULTS = (
+MODEL_FAULTS = (
     ArithmeticError,
     AttributeError,
     ImportError,
@@ -150,7 +151,7 @@ class StageModel:
         token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
         try:
             found: object = self.hidden(token, row, self.make_caches()).shape
-        except _MODEL_FAULTS as fault:
+        except MODEL_FAULTS as fault:
             found = fault
         if found != row.shape:
             raise LoadFailed(
@@ -206,7 +207,7 @@ def load_whole_or_stage(
     """
     try:
         model = _load_backbone(folder)
-    except _MODEL_FAULTS as fault:
+    except MODEL_FAULTS as fault:
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
             "fit an architecture of the installed mlx-lm"
@@ -279,11 +280,17 @@ def _parameters(module: nn.Module) -> list[mx.array]:
 
 def _renamed(folder: Path) -> dict[str, str]:
     """Text-only exports name a type that mlx-lm knows under the multimodal model's name."""
-    config = json.loads((folder / "config.json").read_text())
-    kind = config.get("model_type", "")
-    if kind.endswith("_text"):
-        return {"model_type": kind.removesuffix("_text")}
-    return {}
+    kind = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    known = known_type(kind)
+    return {} if known == kind else {"model_type": known}
+
+
+def known_type(model_type: str) -> str:
+    """mlx-lm's name of a text model, which is without `_text` where it has no class for that."""
+    short = model_type.removesuffix("_text")
+    if short == model_type or importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None:
+        return model_type
+    return short
 
 
 def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.placements import Endpoint, StageSettings
+from exo_node.node.plan_request import PlacementBody, PlanBody
 from exo_node.node.requests import (
     Event,
     Finished,
@@ -140,8 +141,12 @@ class FakeOperations:
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}
 
-    async def place(self, model: str, min_nodes: int) -> Json:
-        placement: Json = {"id": f"p{len(self.placed)}", "model": model, "min_nodes": min_nodes}
+    async def preview(self, asked: PlanBody) -> Json:
+        return {"object": "placement.preview", **asked.model_dump()}
+
+    async def place(self, asked: PlacementBody) -> Json:
+        told = asked.model_dump(include={"model", "min_nodes"})
+        placement: Json = {"id": f"p{len(self.placed)}", **told}
         self.placed[placement["id"]] = placement
         return placement
 
@@ -193,6 +198,9 @@ class FakeFacts:
             raise ModelNotFound(f"there is no model '{model}'", param="model")
         return packaged_cards()[model], ""
 
+    def split_refusal(self, model: ModelId) -> str:
+        return ""
+
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
@@ -213,8 +221,13 @@ class FakeStages:
             _ = await self.held.wait()
         return pb.LoadReady(mtp_head="loaded", greedy_identity="bitwise")
 
-    async def unload(self, node: NodeId, placement: PlacementId, stage: int) -> None:
+    async def unload(
+        self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
         pass
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        return pb.RunnerState()
 
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         pass

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,13 @@ from typing import Any
 COMMAND = str(Path(sys.executable).parent / "exo-node")
 READY_WITHIN_S = 20.0
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
+
+Connect = Callable[[int, float], http.client.HTTPConnection]
+"""A connection to a node's HTTP port, with a timeout in seconds."""
+
+
+def on_loopback(port: int, timeout_s: float) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,14 @@ class Node:
     data_dir: Path
     port: int
     log: Path
+    connect: Connect = on_loopback
 
     def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0
     ) -> Reply:
         """One request; `bytes` are sent as they are."""
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = self.connect(self.port, timeout_s)
         try:
             headers = {"Content-Type": "application/json"} if raw is not None else {}
             connection.request(method, path, raw, headers)
@@ -64,7 +72,7 @@ class Node:
     @contextmanager
     def stream(self, prompt: str, **fields: Any) -> "Generator[Iterator[Any]]":
         """The `data:` objects of a streamed answer; leaving the block closes the connection."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = self.connect(self.port, 60)
         body = json.dumps(chat_body(prompt, stream=True, **fields))
         connection.request(
             "POST", "/v1/chat/completions", body, {"Content-Type": "application/json"}
@@ -84,10 +92,14 @@ class Node:
             response.close()
             connection.close()
 
+    def itself(self) -> Any:
+        """Its own entry in `GET /v1/cluster`."""
+        cluster = self.call("GET", "/v1/cluster").body
+        return next(node for node in cluster["nodes"] if node["self"])
+
     def stages(self) -> list[Any]:
         """This node's own loaded stages."""
-        cluster = self.call("GET", "/v1/cluster").body
-        return next(node["stages"] for node in cluster["nodes"] if node["self"])
+        return self.itself()["stages"]
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -104,9 +116,16 @@ def chat_body(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 def start_process(
-    data_dir: Path, *flags: str, env: Mapping[str, str] | None = None, log: Path | None = None
+    data_dir: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    command: Sequence[str] = (COMMAND,),
 ) -> "subprocess.Popen[bytes]":
-    """`exo-node start` on loopback and free ports, whatever this process's environment says."""
+    """`exo-node start` on loopback and free ports, whatever this process's environment says.
+
+    `command` stands for `exo-node`; its process must become the node's, as nsenter's does.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     output = (log or data_dir / "log").open("wb")
@@ -114,7 +133,7 @@ def start_process(
     ports = ["--port", "0", "--grpc-port", "0"]
     with output:
         return subprocess.Popen(
-            [COMMAND, "start", *base, *ports, *flags],
+            [*command, "start", *base, *ports, *flags],
             env={**environment, **(env or {})},
             stdout=output,
             stderr=output,
@@ -123,16 +142,22 @@ def start_process(
 
 
 @contextmanager
-def node(data_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Generator[Node]:
+def node(
+    data_dir: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = (COMMAND,),
+    connect: Connect = on_loopback,
+) -> Generator[Node]:
     """A node that is ready, killed at the end if it is still there."""
-    process = start_process(data_dir, *flags, env=env)
+    process = start_process(data_dir, *flags, env=env, command=command)
     log = data_dir / "log"
     try:
         record = data_dir / "node.json"
         eventually(lambda: record.exists() or process.poll() is not None, READY_WITHIN_S)
         assert process.poll() is None, log.read_text()
         port = json.loads(record.read_text())["http_port"]
-        yield Node(process, data_dir, port, log)
+        yield Node(process, data_dir, port, log, connect)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -149,6 +174,14 @@ def eventually(condition: Callable[[], object], within_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.02)
+
+
+def throughout(condition: Callable[[], object], seconds: float) -> None:
+    """Polls for that long; fails the test at once when the condition does not hold."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert condition(), f"{until - time.monotonic():.1f} s before the end"
+        time.sleep(0.1)
 
 
 def alive(pid: int) -> bool:

@@ -37,6 +37,7 @@ class TableVerifier:
 
     table: Logits
     overlaps: bool = False
+    remote: bool = False
     waits: bool = False
     """Whether each forward first yields a `Wait` on a future that is done."""
     ids: list[int] = field(default_factory=list[int])
@@ -62,6 +63,13 @@ class TableVerifier:
         logits = self._table[mx.arange(start, start + len(ids)), tokens]
         rows = {"all": logits, "last": logits[-1:], "none": logits[:0]}[want]
         return Block(rows, hidden_of(start, ids))
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        ids = as_ids(tokens)
+        assert sum(schedule) == len(ids)
+        self.calls.append(f"repeat {list(schedule)}")
+        self.ids += ids
+        self.last_rows = schedule[-1]
 
     def rollback(self, rows: int) -> None:
         assert 0 < rows <= self.last_rows, "only rows of the last forward can be taken back"

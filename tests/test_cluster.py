@@ -9,8 +9,6 @@ import pytest
 from engines import ORACLE
 from nodes import Node, alive, eventually, node
 
-from exo_node.node.trust import load_or_create_identity
-
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
 
@@ -56,7 +54,8 @@ def head_of(pair: tuple[Node, Node]) -> tuple[Node, Node]:
 
 def test_both_nodes_name_the_same_head(pair: tuple[Node, Node]) -> None:
     views = [running.call("GET", "/v1/cluster").body for running in pair]
-    assert views[0]["head"] == views[1]["head"] == min(v["self"] for v in views)
+    assert views[0]["head"] == views[1]["head"] == views[0]["self"]  # the first one that ran
+    assert views[0]["term"] == views[1]["term"]
     assert views[0]["cluster"] == views[1]["cluster"]
 
 
@@ -149,27 +148,47 @@ def test_a_node_that_stops_says_goodbye(tmp_path: Path) -> None:
         assert " left" in one.log.read_text()
 
 
-def _identity(data_dir: Path, wanted: str) -> str:
-    """Makes node keys until the id begins with one of the letters; returns the id."""
-    while True:
-        identity = load_or_create_identity(data_dir)
-        if identity.node[0] in wanted:
-            return identity.node
-        (data_dir / "node.key").unlink()
+def test_a_node_that_joins_does_not_replace_the_head_and_what_it_has_placed(
+    tmp_path: Path,
+) -> None:
+    with node(tmp_path / "first", "--no-mdns") as first:
+        _ = first.chat("Who are you?")
+        pid = first.stages()[0]["pid"]
+        # It led for more terms than the first node before they meet.
+        joining = join(first, tmp_path / "joining")
+        _ = (joining / "term").write_text("7\n")
+        with node(joining, "--no-mdns", "--peer", grpc_address(first)) as other:
+            eventually(lambda: sees(first, 2) and sees(other, 2), 10)
+            eventually(lambda: other.call("GET", "/v1/cluster").body["head"] == _id(first), 10)
+            assert first.call("GET", "/v1/cluster").body["term"] == 8
+            assert other.chat("Who are you?")["generation_stats"]["drafter_kind"] == "native_mtp"
+            assert alive(pid)
 
 
-def test_a_head_that_is_replaced_unloads_what_it_had_placed(tmp_path: Path) -> None:
-    (tmp_path / "high").mkdir()
-    _ = _identity(tmp_path / "high", "wxyz")
-    with node(tmp_path / "high", "--no-mdns") as high:
-        _ = high.chat("Who are you?")
-        pid = high.stages()[0]["pid"]
-        lower = join(high, tmp_path / "low")
-        expected = _identity(lower, "abcd")
-        with node(lower, "--no-mdns", "--peer", grpc_address(high)) as low:
-            eventually(lambda: high.call("GET", "/v1/cluster").body["head"] == expected, 10)
-            eventually(lambda: not alive(pid), 10)
-            stats = high.chat("Who are you?")["generation_stats"]
-            assert stats["drafter_kind"] == "native_mtp"
-            listed = low.call("GET", "/v1/placements").body["data"]
-            assert [p["status"] for p in listed] == ["ready"]
+def test_a_head_that_leaves_hands_over_and_unloads_what_it_had_placed(tmp_path: Path) -> None:
+    with node(tmp_path / "first", "--no-mdns") as first:
+        peer = ("--no-mdns", "--peer", grpc_address(first))
+        with node(join(first, tmp_path / "second"), *peer) as second:
+            eventually(lambda: sees(first, 2) and sees(second, 2), 10)
+            _ = second.chat("Who are you?")
+            pids = [stage["pid"] for n in (first, second) for stage in n.stages()]
+            assert pids
+            assert first.stop() == 0
+            eventually(lambda: second.call("GET", "/v1/cluster").body["head"] == _id(second), 2)
+            eventually(lambda: not any(map(alive, pids)), 10)
+            assert second.chat("Who are you?")["choices"]
+
+
+def test_a_node_that_stops_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
+    with node(tmp_path / "a", "--no-mdns") as one:
+        with one.stream("Tell me a story.") as events:
+            _ = next(events)
+            one.process.terminate()
+
+            def asked_in_vain() -> bool:
+                reply = one.call("POST", "/v1/chat/completions", {"model": "demo"})
+                return reply.status == 503 and "retry-after" in reply.headers
+
+            eventually(asked_in_vain, 2)
+            assert list(events)[-1] == "[DONE]"
+        assert one.process.wait(15) == 0

@@ -1,10 +1,25 @@
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard, parse_card
-from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
-from exo_node.placement.cost import seconds_per_token, stage_bytes
+from exo_node.placement.cluster import (
+    ClusterView,
+    LayerProfile,
+    LinkFacts,
+    NodeFacts,
+    StageAssignment,
+)
+from exo_node.placement.cost import (
+    ASSUMED_MTP_SPEEDUP,
+    SERIALISATION_S,
+    mtp_speedup,
+    seconds_per_token,
+    stage_bytes,
+)
 from exo_node.placement.ids import NodeId
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -106,7 +121,7 @@ def test_a_pipeline_adds_every_hop_and_the_way_back() -> None:
     stages = [StageAssignment(A, 0, 6), StageAssignment(B, 6, 8)]
     link = LinkFacts(B, A, round_trip_s=2e-3, bandwidth=1e6)
     compute = (6 * LAYER + ENDS / 2) / 1e9 + 2 * LAYER / 5e8
-    hop = 1e-3 + 64 * 2 / 1e6
+    hop = 1e-3 + 64 * 2 / 1e6 + SERIALISATION_S
     assert seconds_per_token(card(), stages, view(link)) == pytest.approx(compute + 2 * hop)
 
 
@@ -123,9 +138,38 @@ def test_what_was_not_measured_is_assumed_slow_and_never_divides_by_zero() -> No
     unmeasured = [StageAssignment(C, 0, 8)]
     expected = (8 * LAYER + ENDS / 2) / 50e9
     assert seconds_per_token(card(), unmeasured, view()) == pytest.approx(expected)
-    hostile = ClusterView((node(A, float("nan")), node(B, -1.0)), (LinkFacts(A, B, 1e-3, 0.0),))
     both = [StageAssignment(A, 0, 4), StageAssignment(B, 4, 8)]
-    assert 0 < seconds_per_token(card(), both, hostile) < 1
+    for hostile in (float("nan"), float("inf"), -1.0, 0.0, 1e-320):
+        link = LinkFacts(A, B, hostile, hostile)
+        nodes = (replace(node(A, hostile), profile=LayerProfile(hostile)), node(B, -1.0))
+        assert 0 < seconds_per_token(card(), both, ClusterView(nodes, (link,))) < math.inf
+
+
+def test_what_was_measured_of_the_model_counts_before_bandwidth() -> None:
+    measured = replace(node(A, 1e9), profile=LayerProfile(decode_s=2e-3, tail_s=5e-3))
+    seconds = seconds_per_token(card(), [StageAssignment(A, 0, 8)], ClusterView((measured,)))
+    assert seconds == pytest.approx(8 * 2e-3 + 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("profile", "speedup"),
+    [
+        (None, ASSUMED_MTP_SPEEDUP),
+        (LayerProfile(1e-3), ASSUMED_MTP_SPEEDUP),
+        (LayerProfile(1e-3, mtp_speedup=1.7), 1.7),
+        (LayerProfile(1e-3, mtp_speedup=0.6), 1.0),  # adaptive K drafts none there
+        # A round of K = 1: a verify of 8 layers and a tail, a draft of one layer and a tail; 1.7
+        # tokens. Plain: 8 layers and a tail.
+        (LayerProfile(1e-3, verify_s=1.1e-3, tail_s=1e-3), 1.7 * 9 / (8.8 + 1 + 2)),
+        (LayerProfile(1e-3, verify_s=4e-3, tail_s=1e-3), 1.0),
+    ],
+)
+def test_native_mtp_counts_as_measured_else_as_assumed(
+    profile: LayerProfile | None, speedup: float
+) -> None:
+    there = replace(node(A, 1e9), profile=profile)
+    assert mtp_speedup(mtp_card(), there) == pytest.approx(speedup)
+    assert mtp_speedup(card(), there) == 1.0
 
 
 def test_a_moe_reads_its_chosen_experts_only() -> None:

@@ -47,6 +47,7 @@ class Judge:
     """A `Verifier` that accepts the draft for a position when `accepts` says so."""
 
     overlaps = False
+    remote = False
 
     def __init__(self, accepts: Callable[[int], bool]) -> None:
         self.ids: list[int] = []
@@ -68,6 +69,9 @@ class Judge:
         logits = 50.0 * mx.eye(VOCABULARY)[as_row(chosen)]
         return Block(logits if want == "all" else logits[-1:], mx.concatenate(hidden, axis=1))
         yield
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        raise AssertionError("not over several nodes")
 
     def rollback(self, rows: int) -> None:
         del self.ids[-rows:]

@@ -23,7 +23,7 @@ FOLDERS: dict[str, set[str]] = {
 """Which folder may import which others."""
 
 MODULES = {
-    ("node", "shard"): {"checkpoint", "download", "head_tensors"},
+    ("node", "shard"): {"checkpoint", "download", "head_tensors", "kept_file"},
     ("node", "mtp"): {"types"},
 }
 """Where only some modules of the other folder may be imported: those that are free of mlx."""
@@ -35,6 +35,7 @@ _MLX_FREE = (
     "shard/head_layouts.py",
     "shard/head_storage.py",
     "shard/head_tensors.py",
+    "shard/kept_file.py",
 )
 _GRPC = (
     "proto/*_pb2_grpc.py",
@@ -42,6 +43,7 @@ _GRPC = (
     "shard/runner.py",
     "shard/runner_services.py",
     "node/control_client.py",
+    "node/control_links.py",
     "node/control_server.py",
     "node/trust.py",
 )
@@ -64,7 +66,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 ENVIRONMENT = "node/settings.py"
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
-PURE = ("placement/*", "mtp/*", "node/membership.py", "node/election.py")
+PURE = ("placement/*", "mtp/*", "node/membership.py", "node/election.py", "node/standing.py")
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
 

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.node.chat import ChatService
 from exo_node.node.forward import HeadForwarder
-from exo_node.node.http_errors import error_response, fault_of
 from exo_node.node.metrics import Ending, Metrics, NodeState, RunnerMemory
 from exo_node.node.placements import Placements
 from exo_node.node.requests import Event, Finished, GenerationRequest, Started, TextDelta
@@ -368,8 +367,11 @@ def test_metrics_are_behind_the_same_guard_as_the_api() -> None:
 class _Elsewhere:
     """The way to a head that is another node, which nothing may take here."""
 
-    def head_elsewhere(self) -> NodeId:
+    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId:
         return NodeId("b" * 20)
+
+    async def until_gone(self, node: NodeId) -> None:
+        raise AssertionError(f"{node} is not asked")
 
     async def http(
         self, head: NodeId, request: pb.HttpRequest
@@ -380,7 +382,7 @@ class _Elsewhere:
 
 def test_a_node_that_is_not_the_head_answers_for_itself() -> None:
     def forwarding(app: ASGIApp) -> ASGIApp:
-        return HeadForwarder(app, _Elsewhere(), lambda fault: error_response(fault_of(fault)))
+        return HeadForwarder(app, _Elsewhere())
 
     with serving_fakes(between=forwarding) as running:
         assert running.ask("GET", "/metrics").body == b"exo_node_up 1\n"

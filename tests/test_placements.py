@@ -13,6 +13,7 @@ from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
+from exo_node.placement.plan import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
@@ -35,8 +36,13 @@ class _Stages:
             await asyncio.sleep(0)
         return pb.LoadReady(mtp_head="loaded")
 
-    async def unload(self, node: NodeId, placement: PlacementId, stage: int) -> None:
+    async def unload(
+        self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
         self.loaded.discard(placement)
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        return pb.RunnerState()
 
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         raise AssertionError("one stage has no neighbour")
@@ -52,6 +58,9 @@ class _Facts:
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         await asyncio.sleep(0)
         return packaged_cards()[model], ""
+
+    def split_refusal(self, model: ModelId) -> str:
+        return ""
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
@@ -75,7 +84,7 @@ def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
     async def scenario() -> None:
         stages = _Stages()
         placements = Placements(stages, _Facts())
-        records = await asyncio.gather(*(placements.place(DEMO, 1) for _ in range(4)))
+        records = await asyncio.gather(*(placements.place(DEMO, PlanOptions()) for _ in range(4)))
         assert len({record.id for record in records}) == 4
         assert stages.most == 1
         assert [record.id for record in placements.records] == list(stages.loaded)

@@ -1,0 +1,206 @@
+"""Nodes on a far, lossy and broken network: false deaths, heads after a heal, attempts gone back.
+
+    python bench/network_faults.py steady [--minutes 10] [--round-trip-ms 200] [--loss 0.05]
+    python bench/network_faults.py partitions [--cycles 20] [--seed 1]
+
+Three nodes in network namespaces of their own, the demo model over all three. `steady` counts what
+the nodes think of each other while the network is slow and loses frames, and asks now and then.
+`partitions` cuts the network at random under an answer, one way or both, and heals it. Linux and
+root. Ends with status 1 where something was not as it should be.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from listening import Answer, ask, events
+from namespaces import Network, cluster, is_whole, network, why_not
+from nodes import Node, eventually
+from trials import NEVER_END, oracle_question
+from witness import read, witnessed
+
+NAMES = ("a", "b", "c")
+STORY = oracle_question("Tell me a story.")
+LONG = {"max_tokens": 256, **NEVER_END}
+ENDS_WITHIN_S = 90.0
+WHOLE_WITHIN_S = 60.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened, by name, and what should not have."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list[str])
+
+    def ended(self, answer: Answer, expected: tuple[int, ...], *, may_fail: bool) -> None:
+        """Judges an answer: whole, or cut short by an error that names its reason."""
+        if not answer.ended(ENDS_WITHIN_S):
+            self.counts["answers that hung"] += 1
+            self.wrong.append(f"an answer had {len(answer.ids)} ids and no end")
+        elif answer.error:
+            self.counts[f"answers that ended by {answer.error.split(':')[0]}"] += 1
+            if not may_fail:
+                self.wrong.append(f"an answer ended by {answer.error}")
+        else:
+            self.counts["answers that ended well"] += 1
+            self.counts["resumes"] += int(answer.stats.get("resumes", 0))
+        if tuple(answer.ids) != expected[: len(answer.ids)]:
+            self.wrong.append(f"an answer's ids differ: {answer.ids}")
+
+    def print(self) -> int:
+        print("\n| what | times |\n|---|---|")
+        for name, count in sorted(self.counts.items()):
+            print(f"| {name} | {count} |")
+        for sentence in self.wrong:
+            print(f"wrong: {sentence}")
+        print("as it should be" if not self.wrong else f"{len(self.wrong)} things were wrong")
+        return 1 if self.wrong else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Nodes on a bad network")
+    commands = parser.add_subparsers(required=True)
+    slow = commands.add_parser("steady")
+    _ = slow.add_argument("--minutes", type=float, default=10.0)
+    _ = slow.add_argument("--round-trip-ms", type=float, default=200.0)
+    _ = slow.add_argument("--loss", type=float, default=0.05)
+    slow.set_defaults(run=steady)
+    broken = commands.add_parser("partitions")
+    _ = broken.add_argument("--cycles", type=int, default=20)
+    _ = broken.add_argument("--seed", type=int, default=1)
+    broken.set_defaults(run=partitions)
+    options = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(reason)
+        return 2
+    with running() as (net, nodes, attempts):
+        return int(options.run(options, net, nodes, attempts))
+
+
+@contextmanager
+def running() -> Generator[tuple[Network, dict[str, Node], Path]]:
+    """The network, its nodes, and where their runners write down the attempts that they run."""
+    with tempfile.TemporaryDirectory() as scratch, network(*NAMES) as net:
+        root = Path(scratch)
+        attempts = root / "attempts"
+        command = witnessed(root / "python", attempts)
+        with cluster(net, root, NAMES, command=command) as nodes:
+            eventually(lambda: is_whole(nodes), WHOLE_WITHIN_S)
+            yield net, nodes, attempts
+
+
+def place(nodes: Mapping[str, Node], spares: int) -> None:
+    body = {"model": "demo", "min_nodes": 3, "max_nodes": 3, "spares": spares}
+    reply = nodes["a"].call("POST", "/v1/placements", body)
+    assert reply.status == 200, reply
+    eventually(lambda: is_ready(nodes["a"], 3 * spares), WHOLE_WITHIN_S)
+
+
+def is_ready(door: Node, spares: int) -> bool:
+    placed = door.call("GET", "/v1/placements").body["data"]
+    waiting = [s for each in placed for s in each["spares"] if s["status"] == "ready"]
+    return bool(placed) and placed[0]["status"] == "ready" and len(waiting) == spares
+
+
+def undisturbed(door: Node) -> tuple[int, ...]:
+    answer = ask(door, STORY.prompt, **LONG)
+    assert answer.ended(ENDS_WITHIN_S) and not answer.error, answer.error
+    return tuple(answer.ids)
+
+
+def kinds(nodes: Mapping[str, Node]) -> Counter[str]:
+    """Events of all nodes together, by kind."""
+    return Counter(str(event["kind"]) for n in nodes.values() for event in events(n))
+
+
+def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
+    tally = Tally()
+    place(nodes, spares=0)
+    before, counts = kinds(nodes), net.counts()
+    _ = net.shape(delay_ms=options.round_trip_ms / 2, loss=options.loss)
+    begun = time.monotonic()
+    while time.monotonic() - begun < 60 * options.minutes:
+        for running in nodes.values():
+            answer = ask(running, STORY.prompt, max_tokens=16)
+            tally.ended(answer, STORY.ids, may_fail=False)
+            time.sleep(5)
+        minutes = (time.monotonic() - begun) / 60
+        print(f"{minutes:.1f} min: {dict(kinds(nodes) - before)}", flush=True)
+    after = net.shape()
+    seen = kinds(nodes) - before
+    tally.counts.update({f"event: {kind}": count for kind, count in seen.items()})
+    tally.counts["frames forwarded"] = after.forwarded - counts.forwarded
+    tally.counts["frames lost"] = after.lost - counts.lost
+    tally.counts["frames over the queue's length"] = after.overflowed - counts.overflowed
+    for kind in ("died", "head_changed", "election", "stage_lost"):
+        if seen[kind]:
+            tally.wrong.append(f"{kind} {seen[kind]} times, and nothing had failed")
+    return tally.print()
+
+
+def partitions(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
+    tally = Tally()
+    chance = random.Random(options.seed)
+    place(nodes, spares=1)
+    expected = undisturbed(nodes["a"])
+    slowest = 0.0
+    for cycle in range(options.cycles):
+        door = nodes[chance.choice(NAMES)]
+        answer = ask(door, STORY.prompt, **LONG)
+        at = chance.randrange(1, 200)
+        _ = answer.until(lambda a, at=at: len(a.ids) >= at, ENDS_WITHIN_S)
+        cut = _cut(net, chance)
+        time.sleep(chance.uniform(1, 12))
+        _ = net.heal()
+        healed = time.monotonic()
+        tally.ended(answer, expected, may_fail=True)
+        try:
+            eventually(lambda: is_whole(nodes), WHOLE_WITHIN_S)
+        except AssertionError:
+            tally.wrong.append(f"cycle {cycle}: not one cluster with one head after {cut}")
+        took = time.monotonic() - healed
+        slowest = max(slowest, took)
+        for running in nodes.values():
+            after = ask(running, STORY.prompt)
+            tally.ended(after, STORY.ids, may_fail=False)
+        tally.counts["partitions healed"] += 1
+        print(f"cycle {cycle}: {cut}, whole {took:.1f} s after the heal", flush=True)
+    seen = read(attempts)
+    tally.counts["forwards"] = seen.forwards
+    tally.counts["requests with several attempts on a runner"] = seen.resumed
+    tally.counts["forwards of an attempt after a newer one"] = seen.went_back
+    tally.counts["seconds until whole, at most"] = round(slowest)
+    if seen.went_back:
+        tally.wrong.append("a stage ran an old attempt after a newer one")
+    return tally.print()
+
+
+def _cut(net: Network, chance: random.Random) -> str:
+    """One node from the others, both ways or one; in words."""
+    lonely = chance.choice(NAMES)
+    others = [name for name in NAMES if name != lonely]
+    match chance.choice(("both ways", "hears nobody", "nobody hears it")):
+        case "both ways" as how:
+            _ = net.part([lonely], others)
+        case "hears nobody" as how:
+            for name in others:
+                _ = net.block(name, lonely)
+        case how:
+            for name in others:
+                _ = net.block(lonely, name)
+    return f"{lonely} {how}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""A pipeline of runners on this machine against one runner and against mlx-lm's own ring, in one run.
+
+    python bench/pipeline.py [--repeats 15] [--tokens 96] [--dtype bfloat16] [--model FOLDER]
+
+Every repeat runs all arms once, in an order that rotates; figures are medians, and ratios are
+medians of the ratios within a repeat. What is compared is in `bench/README.md`.
+"""
+
+import argparse
+import asyncio
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from engines import DEMO
+from pipeline_hops import KINDS, Chain, chain
+from pipeline_peer import MlxRing
+from runners import Placement, running
+
+CHUNK = 256
+"""Rows of a prefill chunk, on both sides."""
+LONG_PROMPT = 8 * CHUNK
+IN_FLIGHT = 4
+TRIPS = 200
+PROMPT = (1, 9, 73, 512, 40, 7, 3000, 88, 250, 19, 4, 61, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One turn of an arm: what it gave in a second, and the cores that its processes kept busy."""
+
+    ids: tuple[int, ...]
+    rate: float
+    cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Something that is measured once in every repeat; `pids` are the processes that do it."""
+
+    pids: tuple[int, ...]
+    run: Callable[[], Awaitable[tuple[Sequence[int], float]]]
+
+    async def turn(self) -> Timed:
+        processes = [psutil.Process(pid) for pid in self.pids]
+        begun, before = time.perf_counter(), _busy(processes)
+        ids, rate = await self.run()
+        cores = (_busy(processes) - before) / (time.perf_counter() - begun)
+        return Timed(tuple(ids), rate, cores)
+
+
+def main() -> None:
+    asyncio.run(_main(_options()))
+
+
+async def _main(options: argparse.Namespace) -> None:
+    async with AsyncExitStack() as stack:
+        hops, arms = await _open(stack, options)
+        for arm in arms.values():
+            _ = await arm.turn()  # warm-up, not counted
+        turns: dict[str, list[Timed]] = {name: [] for name in arms}
+        micros: dict[tuple[int, str], list[float]] = {}
+        names = list(arms)
+        for repeat in range(options.repeats):
+            await _measure_hops(hops, micros)
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                turns[name].append(await arms[name].turn())
+    _report(options, micros, turns)
+
+
+async def _open(
+    stack: AsyncExitStack, options: argparse.Namespace
+) -> tuple[dict[int, Chain], dict[str, Arm]]:
+    folder, dtype, layers = options.model, options.dtype, options.layers
+    hops = {n: await stack.enter_async_context(chain(n)) for n in (2, 3)}
+    changes = {"dtype": dtype, "prefill_chunk": CHUNK}
+    arms: dict[str, Arm] = {}
+    for stages in (1, 2, 3):
+        bounds = _bounds(layers, stages)
+        placement = await stack.enter_async_context(running(bounds, folder, **changes))
+        arms |= _ours(placement, stages, options.tokens)
+    for ranks in (1, 2, 3):
+        peer = await stack.enter_async_context(MlxRing.opened(folder, dtype, ranks))
+        arms |= _rings(peer, ranks, options.tokens)
+    return hops, arms
+
+
+def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
+    pids = tuple(process.pid for process in placement.processes)
+    long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
+
+    async def decode() -> tuple[Sequence[int], float]:
+        ids, times = await _answer(placement, PROMPT, tokens)
+        return ids, (len(times) - 1) / (times[-1] - times[0])
+
+    async def several() -> tuple[Sequence[int], float]:
+        """Tokens a second while all of them decode."""
+        answers = await asyncio.gather(
+            *(_answer(placement, PROMPT, tokens) for _ in range(IN_FLIGHT))
+        )
+        first, last = max(t[0] for _, t in answers), min(t[-1] for _, t in answers)
+        inside = sum(first < when <= last for _, times in answers for when in times)
+        return [i for ids, _ in answers for i in ids], inside / (last - first)
+
+    async def prefill() -> tuple[Sequence[int], float]:
+        begun = time.perf_counter()
+        ids, times = await _answer(placement, long, 1)
+        return ids, LONG_PROMPT / (times[0] - begun)
+
+    name = f"{stages} {'stages' if stages > 1 else 'stage'}"
+    return {
+        f"decode, {name}": Arm(pids, decode),
+        f"decode, {name}, {IN_FLIGHT} in flight": Arm(pids, several),
+        f"prefill, {name}": Arm(pids, prefill),
+    }
+
+
+def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
+    long = [PROMPT[i % len(PROMPT)] for i in range(LONG_PROMPT)]
+
+    async def decode() -> tuple[Sequence[int], float]:
+        answer = await peer.answer(PROMPT, tokens, CHUNK)
+        return answer.ids, (len(answer.ids) - 1) / answer.rest_s
+
+    async def prefill() -> tuple[Sequence[int], float]:
+        answer = await peer.answer(long, 1, CHUNK)
+        return answer.ids, LONG_PROMPT / answer.first_s
+
+    name = f"mlx-lm ring of {ranks}" if ranks > 1 else "mlx-lm"
+    return {f"decode, {name}": Arm(peer.pids, decode), f"prefill, {name}": Arm(peer.pids, prefill)}
+
+
+async def _answer(
+    placement: Placement, prompt: Sequence[int], tokens: int
+) -> tuple[list[int], list[float]]:
+    """Greedy ids without drafts, and when each arrived here."""
+    ids, times = list[int](), list[float]()
+    wanted = placement.request(prompt, max_tokens=tokens, ignore_eos=True)
+    async for event in placement.generate(wanted):
+        if event.WhichOneof("event") == "delta":
+            ids += event.delta.round.tokens
+            times += [time.perf_counter()] * len(event.delta.round.tokens)
+    return ids, times
+
+
+async def _measure_hops(hops: Mapping[int, Chain], into: dict[tuple[int, str], list[float]]) -> None:
+    for stages, found in hops.items():
+        for kind in KINDS:
+            if kind != "bare" or stages == 2:
+                measured = await found.microseconds(kind, TRIPS)
+                into.setdefault((stages, kind), []).append(statistics.median(measured))
+
+
+def _busy(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _bounds(layers: int, stages: int) -> list[int]:
+    """As mlx-lm splits: the last stages get the layers that are left over."""
+    base, extra = divmod(layers, stages)
+    bounds = [0]
+    for stage in range(stages):
+        bounds.append(bounds[-1] + base + (stage >= stages - extra))
+    return bounds
+
+
+# ---- the report
+
+
+def _report(
+    options: argparse.Namespace,
+    micros: Mapping[tuple[int, str], Sequence[float]],
+    turns: Mapping[str, Sequence[Timed]],
+) -> None:
+    print(f"{platform.machine()} {platform.system()}, {psutil.cpu_count()} cores", end=", ")
+    print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, grpcio {version('grpcio')}", end=", ")
+    print(f"Python {platform.python_version()}; {options.model.name}, {options.dtype}")
+    print(f"{options.repeats} repeats, medians (least-most)\n")
+    print("| one way, 10 KiB, TLS, loopback | µs |\n|---|---|")
+    for (stages, kind), row in micros.items():
+        print(f"| {kind}, {stages} processes | {_spread(row, 0)} |")
+    for phase in ("decode", "prefill"):
+        _table(phase, {name: row for name, row in turns.items() if name.startswith(phase)})
+    _ratios(turns)
+
+
+def _table(phase: str, turns: Mapping[str, Sequence[Timed]]) -> None:
+    reference = turns[f"{phase}, 1 stage"]
+    print(f"\n| {phase} | tok/s | of one stage | cores busy | same ids |\n|---|---|---|---|---|")
+    for name, row in turns.items():
+        rate = _spread([turn.rate for turn in row], 1)
+        cores = statistics.median(turn.cores for turn in row)
+        same = _same_ids(row, reference)
+        print(
+            f"| {name.removeprefix(phase + ', ')} | {rate} | {_ratio(row, reference):.3f} "
+            f"| {cores:.2f} | {'yes' if same else 'no'} |"
+        )
+
+
+def _ratios(turns: Mapping[str, Sequence[Timed]]) -> None:
+    pairs = [
+        *((f"{phase}, {n} stages", f"{phase}, mlx-lm ring of {n}") for phase in ("decode", "prefill")
+          for n in (2, 3)),
+        (f"decode, 2 stages, {IN_FLIGHT} in flight", "decode, 2 stages"),
+        (f"decode, 3 stages, {IN_FLIGHT} in flight", "decode, 3 stages"),
+    ]
+    print("\n| ratio | median (least-most) |\n|---|---|")
+    for of, to in pairs:
+        each = [a.rate / b.rate for a, b in zip(turns[of], turns[to], strict=True)]
+        print(f"| {of} / {to} | {_spread(each, 3)} |")
+
+
+def _ratio(row: Sequence[Timed], reference: Sequence[Timed]) -> float:
+    return statistics.median(a.rate / b.rate for a, b in zip(row, reference, strict=True))
+
+
+def _same_ids(row: Sequence[Timed], reference: Sequence[Timed]) -> bool:
+    wanted = reference[0].ids
+    size = len(wanted)
+    return all(
+        turn.ids[at : at + size] == wanted
+        for turn in row
+        for at in range(0, len(turn.ids), size)
+    )
+
+
+def _spread(row: Sequence[float], digits: int) -> str:
+    middle, least, most = statistics.median(row), min(row), max(row)
+    return f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--tokens", type=int, default=96)
+    _ = parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    _ = parser.add_argument("--model", type=Path, default=DEMO)
+    _ = parser.add_argument("--layers", type=int, default=16, help="that the model has")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

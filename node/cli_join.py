@@ -1,0 +1,218 @@
+"""`exo-node nodes`, `approve`, `deny`, `join`, `key` and `leave`: who is in the cluster."""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ..placement.errors import ExoNodeError, InvalidRequest
+
+if TYPE_CHECKING:
+    from .cli_client import Endpoint
+    from .settings import ClientSettings
+
+DataDir = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]"),
+]
+LocalPort = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PORT",
+        help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Wanted = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CODE|NODE]", help="The six digits, or a name or id that asks."),
+]
+
+_REQUESTS: Final = "/v1/join/requests"
+_APPROVE_S: Final = 30.0
+
+
+def add_join_commands(app: typer.Typer) -> None:
+    """Adds this file's commands."""
+    for command in (nodes, approve, deny, join, key, leave):
+        _ = app.command()(command)
+
+
+def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the cluster's nodes, and who asks to join.
+
+    Where digits are shown, they must be the same on both screens.
+    """
+    from . import cli_client
+
+    endpoint = cli_client.locate(_settings(port, data_dir))
+    cluster = cli_client.call(endpoint, "/v1/cluster")
+    joining = cli_client.call(endpoint, _REQUESTS)
+    if as_json:
+        _print_json({"cluster": cluster, "joining": joining})
+        return
+    from . import cli_output
+
+    print(cli_output.nodes(cluster, joining))
+
+
+def approve(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
+    """Let a node into the cluster, once the digits on its screen are known.
+
+    With the digits themselves nothing is asked: `exo-node approve 123 456`.
+    """
+    from . import cli_client
+    from .join import parse_code
+
+    endpoint = cli_client.locate(_settings(port, data_dir))
+    text = " ".join(wanted or ())
+    request = _chosen(endpoint, text)
+    code = parse_code(text) or str(request["code"])
+    if parse_code(text) is None and not _confirmed(request):
+        raise ExoNodeError(
+            "nothing was approved; if the digits differ, somebody is between the two nodes: "
+            f"`exo-node deny {request['node']}`"
+        )
+    path = f"{_REQUESTS}/{request['id']}/approve"
+    answer = cli_client.call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
+    _note(f"{answer.get('name') or request['name']} is in the cluster")
+
+
+def deny(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
+    """Turn a node away that asks to join."""
+    from . import cli_client
+
+    endpoint = cli_client.locate(_settings(port, data_dir))
+    request = _chosen(endpoint, " ".join(wanted or ()))
+    _ = cli_client.call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
+    _note(f"{request['name']} was turned away")
+
+
+def join(
+    cluster_key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="The cluster's key (`exo-node key`); - or nothing: it is asked for."
+        ),
+    ] = "-",
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Put this node into the cluster that has the key.
+
+    Other users can read a key on the command line, so rather let it be asked for, or pipe it in.
+    A running node joins at once, a stopped one when it is started.
+    """
+    from . import cli_client
+    from .join_keys import KeyFolder
+    from .presence import find_running
+    from .trust import parse_cluster_key
+
+    settings = _settings(port, data_dir)
+    text = _asked_for() if cluster_key == "-" else cluster_key
+    parsed = parse_cluster_key(text, "KEY")
+    if settings.port is not None or find_running(settings.data_dir) is not None:
+        endpoint = cli_client.locate(settings)
+        answer = cli_client.call(endpoint, "/v1/join/key", {"key": parsed.text})
+        _note("the node joins it now" if answer.get("changed") else "the node has this key already")
+        return
+    aside = KeyFolder(settings.data_dir).take(parsed)
+    kept = f"; the old key is kept as {aside.name}" if aside else ""
+    _note(f"the node on {settings.data_dir} joins when it is started{kept}")
+
+
+def key(data_dir: DataDir = None) -> None:
+    """Print the cluster's key, for `exo-node join` elsewhere. Whoever has it is trusted like you.
+
+    It is read from the data folder.
+    """
+    from .trust import KEY_FILE, load_or_create_cluster_key
+
+    folder = _settings(None, data_dir).data_dir
+    if not (folder / KEY_FILE).exists():
+        raise ExoNodeError(
+            f"{folder} holds no cluster key: no node was started there yet, or its key comes from "
+            "EXO_CLUSTER_KEY or --cluster-key-file"
+        )
+    print(load_or_create_cluster_key(folder).text)
+
+
+def leave(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Take this node out of its cluster: it forgets the key and founds a cluster of its own.
+
+    The old key is kept beside the new one. Others are told, if the node runs.
+    """
+    from . import cli_client
+    from .join_keys import KeyFolder
+    from .presence import find_running
+
+    settings = _settings(port, data_dir)
+    if not yes and sys.stdin.isatty():
+        _ = typer.confirm("Leave the cluster?", abort=True, err=True)
+    if settings.port is not None or find_running(settings.data_dir) is not None:
+        _ = cli_client.call(cli_client.locate(settings), "/v1/join/leave", {})
+        _note("the node has left its cluster")
+        return
+    aside = KeyFolder(settings.data_dir).leave()
+    _note(f"the node has left its cluster; the old key is kept as {aside.name}")
+
+
+def _chosen(endpoint: "Endpoint", text: str) -> Mapping[str, Any]:
+    """The request that the digits, the name or the id means. Raises InvalidRequest."""
+    from . import cli_client, cli_output
+    from .join import parse_code
+
+    pending: list[Mapping[str, Any]] = cli_client.call(endpoint, _REQUESTS).get("data", [])
+    code = parse_code(text)
+    if code is not None:
+        found = [request for request in pending if request.get("code") == code]
+    elif text:
+        found = [r for r in pending if r.get("name") == text or str(r.get("node")).startswith(text)]
+    else:
+        found = pending
+    if len(found) == 1:
+        return found[0]
+    raise InvalidRequest(cli_output.no_choice(text, code, pending, found), param="CODE")
+
+
+def _confirmed(request: Mapping[str, Any]) -> bool:
+    """Whether a person at the terminal says that the digits are the same."""
+    from . import cli_output
+
+    question = cli_output.question(request)
+    if not sys.stdin.isatty():
+        raise InvalidRequest(
+            f"{question} If so: `exo-node approve {request['code']}`", param="CODE"
+        )
+    return typer.confirm(question, default=False, err=True)
+
+
+def _asked_for() -> str:
+    if not sys.stdin.isatty():
+        return sys.stdin.readline()
+    from getpass import getpass
+
+    return getpass("Cluster key: ", stream=sys.stderr)
+
+
+def _settings(port: str | None, data_dir: str | None) -> "ClientSettings":
+    from .settings import environment, load_client_settings
+
+    return load_client_settings({"port": port, "data_dir": data_dir}, environment())
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    import json
+
+    print(json.dumps(value, indent=2))
+
+
+def _note(text: str) -> None:
+    from .log import escape_controls
+
+    print(escape_controls(text), file=sys.stderr, flush=True)

@@ -1,0 +1,181 @@
+"""What happened, one line each for a person: kept in memory, logged, and told to who listens.
+
+Every node keeps its own log of its own sight. What it notices of the cluster is the same on every
+node but for the moment; what becomes of placements is known to the head alone.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+log = logging.getLogger(__name__)
+
+Kind: TypeAlias = Literal[
+    "joined",
+    "left",
+    "leaving",
+    "suspected",
+    "recovered",
+    "refuted",
+    "died",
+    "election",
+    "head_changed",
+    "placed",
+    "stage_lost",
+    "replanned",
+    "resumed",
+    "degraded",
+    "load_failed",
+    "unloaded",
+    "join_requested",
+    "join_approved",
+    "join_refused",
+    "dropped",
+]
+Fact: TypeAlias = str | int | float | bool | None
+
+CAPACITY: Final = 1000
+BACKLOG: Final = 256
+"""Events that a listener may leave unread before it is dropped."""
+
+_WARNINGS: Final[frozenset[Kind]] = frozenset(
+    ("suspected", "died", "stage_lost", "degraded", "load_failed", "join_refused", "dropped")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened; `time` in Unix seconds, `sequence` from 1 without gaps."""
+
+    log: str
+    sequence: int
+    time: float
+    kind: Kind
+    text: str
+    facts: Mapping[str, Fact]
+
+    @property
+    def id(self) -> str:
+        """`LOG-SEQUENCE`: unlike the number alone, it is not another node's or process's."""
+        return f"{self.log}-{self.sequence}"
+
+    def describe(self) -> dict[str, Any]:
+        """As `GET /v1/events` shows it."""
+        own = {"id": self.id, "sequence": self.sequence, "time": self.time}
+        return {**own, "kind": self.kind, "text": self.text, "facts": dict(self.facts)}
+
+
+class EventLog:
+    """The last `capacity` events. All methods run on the node's event loop."""
+
+    def __init__(self, capacity: int = CAPACITY, *, clock: Callable[[], float] = time.time) -> None:
+        self.name: Final = secrets.token_hex(4)
+        """Of this log; another process of the same node has another one."""
+        self._clock = clock
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._sequence = 0
+        self._listeners: set[_Listener] = set()
+        self._closed = False
+
+    def add(self, kind: Kind, text: str, **facts: Fact) -> Event:
+        """Keeps, logs and tells it; `text` is a sentence for a person, without its full stop."""
+        level = logging.WARNING if kind in _WARNINGS else logging.INFO
+        log.log(level, "%s", text)
+        self._sequence += 1
+        event = self._event(self._sequence, kind, text, facts)
+        self._events.append(event)
+        for listener in list(self._listeners):
+            if not listener.put(event):
+                self._listeners.discard(listener)
+                listener.end(self._dropped(event.sequence - 1))
+        return event
+
+    def held(self, after: str | int | None = None) -> list[Event]:
+        """The events after that id or sequence number, oldest first.
+
+        All that are held where `after` is None, of another log, or not reached yet by this one:
+        then it is an earlier process's.
+        """
+        last = self._position(after)
+        return [event for event in self._events if event.sequence > last]
+
+    async def subscribe(self, after: str | int | None = None) -> AsyncGenerator[Event]:
+        """What is held after `after` (see `held`), then what happens, until the log is closed.
+
+        A listener that leaves BACKLOG events unread gets a last one, `dropped`, and the end.
+        """
+        listener = _Listener()
+        if self._closed:
+            listener.end(None)
+        else:
+            self._listeners.add(listener)
+        try:
+            for event in self.held(after):  # nothing can happen between this and `add` above
+                yield event
+            while (event := await listener.next()) is not None:
+                yield event
+        finally:
+            self._listeners.discard(listener)
+
+    def close(self) -> None:
+        """Ends every subscription."""
+        self._closed = True
+        for listener in self._listeners:
+            listener.end(None)
+        self._listeners.clear()
+
+    def _position(self, after: str | int | None) -> int:
+        match after:
+            case None:
+                return 0
+            case int():
+                return after if after <= self._sequence else 0
+            case str():
+                name, _, number = after.rpartition("-")
+                known = name == self.name and number.isdecimal()
+                return self._position(int(number)) if known else 0
+
+    def _event(self, sequence: int, kind: Kind, text: str, facts: Mapping[str, Fact]) -> Event:
+        return Event(self.name, sequence, self._clock(), kind, text, facts)
+
+    def _dropped(self, last: int) -> Event:
+        """Under the number of the last event that the listener gets: it goes on from there."""
+        text = f"{BACKLOG} events were left unread, so no more follow; ask again with the last id"
+        return self._event(last, "dropped", text, {})
+
+
+class _Listener:
+    """A bounded queue, and an end that always fits."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Event] = deque()
+        self._news = asyncio.Event()
+        self._ended = False
+        self._last: Event | None = None
+
+    def put(self, event: Event) -> bool:
+        """False where it is full."""
+        if len(self._queue) >= BACKLOG:
+            return False
+        self._queue.append(event)
+        self._news.set()
+        return True
+
+    def end(self, last: Event | None) -> None:
+        """What is in the queue still comes, then `last`."""
+        self._ended, self._last = True, last
+        self._news.set()
+
+    async def next(self) -> Event | None:
+        while not self._queue:
+            if self._ended:
+                last, self._last = self._last, None
+                return last
+            self._news.clear()
+            _ = await self._news.wait()
+        return self._queue.popleft()

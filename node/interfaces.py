@@ -1,0 +1,68 @@
+"""This machine's addresses that peers may use, and which of them it would send from."""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+LOOPBACK: Final = "127.0.0.1"
+MAX_ADDRESSES: Final = 8
+
+# Bridges of containers and virtual machines lead to no other machine, and macOS's awdl and llw
+# (AirDrop, low-latency WLAN) take no servers. A Thunderbolt bridge is called bridge0 and stays.
+_INWARD: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "awdl", "llw")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One IPv4 address of a network interface."""
+
+    name: str
+    address: str
+    up: bool = True
+
+
+def own_interfaces() -> list[Interface]:
+    """What the system says now, by name."""
+    states = psutil.net_if_stats()
+    return [
+        Interface(name, found.address, name not in states or states[name].isup)
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+        for found in addresses
+        if found.family == socket.AF_INET
+    ]
+
+
+def announced_addresses(usual: str, given: bool, interfaces: Iterable[Interface]) -> list[str]:
+    """Where peers may reach this node, the `usual` address first, at most MAX_ADDRESSES.
+
+    Besides it every private and link-local address of an interface that is up; none where a person
+    has `given` the address, or where it is loopback, which no other address is equal to.
+    """
+    if given or ipaddress.ip_address(usual).is_loopback:
+        return [usual]
+    near = [found.address for found in interfaces if _leads_outside(found)]
+    return list(dict.fromkeys([usual, *near]))[:MAX_ADDRESSES]
+
+
+def source_address(destination: str) -> str | None:
+    """The own address that the system would send from to an IPv4 address; None: no way there.
+
+    Nothing is sent: connecting a datagram socket only looks the route up.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((destination, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _leads_outside(found: Interface) -> bool:
+    if not found.up or found.name.startswith(_INWARD):
+        return False
+    address = ipaddress.ip_address(found.address)
+    return address.is_private and not address.is_loopback

@@ -1,0 +1,124 @@
+"""One placement and what became of it: its stages, its spares, who uses it."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..placement.card import ModelCard
+from ..placement.cluster import ClusterView
+from ..placement.drafting import HeadState
+from ..placement.ids import NodeId, PlacementId
+from ..placement.plan import Placement, PlanOptions
+from ..proto import peer_pb2 as pb
+
+Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
+SpareStatus = Literal["loading", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A loaded stage that can be called."""
+
+    node: NodeId
+    ready: pb.LoadReady
+
+
+@dataclass(slots=True)
+class Spare:
+    """A second runner of a stage, loaded and idle, that takes its place when it is lost."""
+
+    stage: int
+    node: NodeId
+    endpoint: Endpoint | None = None
+    error: str = ""
+
+    @property
+    def status(self) -> SpareStatus:
+        if self.endpoint is not None:
+            return "ready"
+        return "failed" if self.error else "loading"
+
+
+@dataclass(slots=True)
+class Record:
+    """A placement on its head."""
+
+    id: PlacementId
+    card: ModelCard
+    plan: Placement
+    options: PlanOptions = field(default_factory=PlanOptions)
+    spares_wanted: int = 0
+    """Spares of each stage."""
+    status: Status = "loading"
+    error: str = ""
+    progress: str = ""
+    specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
+    endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
+    spares: list[Spare] = field(default_factory=list[Spare])
+    spares_missing: str = ""
+    """Why there are fewer spares than were asked for."""
+    chips: dict[NodeId, str] = field(default_factory=dict[NodeId, str])
+    """Backend and chip of the nodes that were seen: kernels, and so numbers, follow from them."""
+    head_asked_for: bool = False
+    head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
+    identity: str = "off"
+    """greedy_identity as the generator measured it at load."""
+    gone: set[int] = field(default_factory=set[int])
+    """Stages that are known to be lost."""
+    retired: list[tuple[int, Endpoint]] = field(default_factory=list[tuple[int, Endpoint]])
+    """Stages' former runners, which are to be ended."""
+    restoring: "asyncio.Task[None] | None" = None
+    active: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @property
+    def generator(self) -> Endpoint:
+        return self.endpoints[0]
+
+    def begin(self) -> None:
+        """A request starts to use it; it is not unloaded before `end`."""
+        self.active += 1
+        self.idle.clear()
+
+    def end(self) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self.idle.set()
+
+    def see(self, view: ClusterView) -> None:
+        """Remembers the chips of the live nodes: a lost one's is asked for afterwards."""
+        self.chips.update({node.id: f"{node.backend} {node.chip}" for node in view.nodes})
+
+    def move(self, stage: int, endpoint: Endpoint) -> None:
+        """Puts another runner in a stage's place."""
+        stages = list(self.plan.stages)
+        stages[stage] = replace(stages[stage], node=endpoint.node)
+        self.plan = replace(self.plan, stages=tuple(stages))
+        self.endpoints[stage] = endpoint
+        self.gone.discard(stage)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Notes what the generator's runner said when it was loaded."""
+        ready = self.generator.ready
+        loaded = ready.mtp_head == "loaded"
+        self.identity = ready.greedy_identity
+        self.head = HeadState(loaded, "" if loaded else ready.mtp_head)
+
+    def kernels(self) -> tuple[str, ...]:
+        """What computes each layer, and the dtype: where it is equal, the same forwards give the
+        same numbers."""
+        layers = [
+            self.chips.get(stage.node, stage.node)
+            for stage in self.plan.stages
+            for _ in range(stage.first_layer, stage.end_layer)
+        ]
+        return (self.specs[0].dtype, *layers)
+
+    def holders(self) -> set[tuple[NodeId, int]]:
+        """(node, stage) of every runner that this placement has or waits for."""
+        stages = {(stage.node, number) for number, stage in enumerate(self.plan.stages)}
+        return stages | {(spare.node, spare.stage) for spare in self.spares}

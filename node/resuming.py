@@ -1,0 +1,93 @@
+"""What the chat service keeps of an answer so that another attempt can go on with it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..proto import peer_pb2 as pb
+from .records import Record
+
+MAX_RESUMES = 3
+RESUME_WITHIN_S = 30.0
+"""Without a new token for this long, an answer that is being resumed is given up."""
+
+
+@dataclass(slots=True)
+class AnswerLog:
+    """The rounds that reached this node, with the forwards that made them.
+
+    Text and ids of these rounds were handed out, so whatever attempt comes next begins behind them.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    attempt: int = 1
+    prompt_ids: tuple[int, ...] = ()
+    rounds: list[pb.Round] = field(default_factory=list[pb.Round])
+    exact: bool = True
+    """Whether every attempt ran where the same forwards give the same numbers."""
+    _kernels: tuple[str, ...] | None = None
+    _announced: bool = False
+    _begun: float = 0.0
+    _first: float | None = None
+    _last: float = 0.0
+    _lost_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self._begun = self._last = self.clock()
+
+    @property
+    def resumes(self) -> int:
+        return self.attempt - 1
+
+    def runs_on(self, record: Record) -> None:
+        """An attempt begins there."""
+        kernels = record.kernels()
+        self.exact = self.exact and self._kernels in (None, kernels)
+        self._kernels = kernels
+
+    def announce(self) -> bool:
+        """Whether the client is yet to be told that its prompt was read; only once."""
+        first, self._announced = not self._announced, True
+        return first
+
+    def saw(self, event: pb.GenerateEvent) -> None:
+        match event.WhichOneof("event"):
+            case "started":
+                self.prompt_ids = tuple(event.started.prompt_ids)
+            case "delta":
+                self.rounds.append(event.delta.round)
+                self._last = self.clock()
+                self._first = self._first or self._last
+                self._lost_at = None
+            case _:
+                pass
+
+    def lost(self) -> bool:
+        """The attempt was lost; whether another one may be made."""
+        now = self.clock()
+        self._lost_at = self._lost_at or now
+        if self.attempt > MAX_RESUMES or now - self._lost_at > RESUME_WITHIN_S:
+            return False
+        self.attempt += 1
+        return True
+
+    def continues(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """The request of the present attempt: the same ids, then the recorded forwards."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(request)
+        again.attempt = self.attempt
+        if self.prompt_ids:  # rendered once: a template may hold the date
+            again.token_ids.CopyFrom(pb.TokenIds(ids=self.prompt_ids))
+        again.replay.extend(self.rounds)
+        return again
+
+    def timings(self) -> dict[str, float]:
+        """Of the whole answer as it was handed out, where no single attempt can tell."""
+        tokens = sum(len(round_.tokens) for round_ in self.rounds)
+        first = self._begun if self._first is None else self._first
+        decoding = self._last - first
+        behind = tokens - (len(self.rounds[0].tokens) if self.rounds else 0)
+        return {
+            "time_to_first_token_s": first - self._begun,
+            "generation_tps": behind / decoding if decoding > 0 else 0.0,
+        }

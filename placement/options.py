@@ -1,0 +1,176 @@
+"""What a person may ask of a placement, checked against the model and the live nodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .card import ModelCard
+from .cluster import ClusterView, NodeFacts
+from .errors import InsufficientMemory, InvalidRequest
+from .ids import NodeId
+from .search import MAX_NODES
+
+DEFAULT_CONTEXT = 32768
+"""Tokens of KV that a placement has room for when nobody asks: longer is a choice with a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The bounds of a plan; the defaults leave everything to the planner."""
+
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    context: int | None = None
+    """Tokens of KV to keep room for; None: the card's context, at most DEFAULT_CONTEXT."""
+    exclude: frozenset[NodeId] = frozenset()
+    """Never used; a node that is not live may be named."""
+    nodes: tuple[NodeId, ...] = ()
+    """Pinned: all of these are used and no others, in the quickest order; empty: any."""
+    layers: tuple[tuple[NodeId, int], ...] = ()
+    """A split by hand: node and number of layers in pipeline order, the generator first."""
+
+
+ANY: Final = PlanOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What remains to choose from."""
+
+    nodes: tuple[NodeFacts, ...]
+    """In the order of their ids."""
+    least: int
+    """Stages."""
+    most: int
+    context: int
+    pinned: bool
+
+
+def allowed(card: ModelCard, view: ClusterView, options: PlanOptions, refusal: str) -> Allowed:
+    """What `options` leave; `refusal` says why the model must not be split ("" where it may).
+
+    Raises InvalidRequest naming the field for what nothing can meet, and InsufficientMemory where
+    no node is left.
+    """
+    nodes = _nodes(card, view, options)
+    pinned = bool(options.nodes or options.layers)
+    least, most = (_pinned_sizes if pinned else _sizes)(card, len(nodes), options)
+    if refusal and least > 1:
+        field = "layers" if options.layers else "nodes" if options.nodes else "min_nodes"
+        raise InvalidRequest(
+            f"{field} asks for {least} stages, and {card.id} runs on one node only: {refusal}; "
+            f"leave {field} out, or name one node",
+            param=field,
+        )
+    if least > MAX_NODES and not options.layers:
+        raise InvalidRequest(
+            f"{least} stages are more than the planner weighs ({MAX_NODES}); ask for fewer, or "
+            "split by hand with layers",
+            param="nodes" if options.nodes else "min_nodes",
+        )
+    context = _context(card, options.context)
+    return Allowed(nodes, least, 1 if refusal else most, context, pinned)
+
+
+def _nodes(card: ModelCard, view: ClusterView, options: PlanOptions) -> tuple[NodeFacts, ...]:
+    by_id = {node.id: node for node in view.nodes}
+    for field, named in (("nodes", options.nodes), ("layers", [n for n, _ in options.layers])):
+        _check_named(field, named, by_id, options.exclude)
+    if options.layers:
+        return _split_by_hand(card, by_id, options)
+    wanted = options.nodes or sorted(by_id.keys() - options.exclude)
+    if not wanted:
+        raise InsufficientMemory(
+            f"no live node is left to hold {card.id}; start a node or exclude fewer"
+        )
+    return tuple(by_id[id] for id in sorted(wanted))
+
+
+def _check_named(
+    field: str, named: Sequence[NodeId], live: dict[NodeId, NodeFacts], exclude: frozenset[NodeId]
+) -> None:
+    for at, node in enumerate(named):
+        if node not in live:
+            names = ", ".join(sorted(each.name for each in live.values()))
+            raise InvalidRequest(f"{field}: {node} is no live node; there are {names}", param=field)
+        if node in exclude:
+            what = f"{live[node].name} is in exclude too; name it in one of them"
+            raise InvalidRequest(f"{field}: {what}", param=field)
+        if node in named[:at]:
+            what = f"{live[node].name} stands there twice; name each node once"
+            raise InvalidRequest(f"{field}: {what}", param=field)
+
+
+def _split_by_hand(
+    card: ModelCard, live: dict[NodeId, NodeFacts], options: PlanOptions
+) -> tuple[NodeFacts, ...]:
+    if options.nodes and set(options.nodes) != {node for node, _ in options.layers}:
+        raise InvalidRequest("layers names other nodes than nodes; leave nodes out", param="layers")
+    for node, count in options.layers:
+        if count < 1:
+            raise InvalidRequest(
+                f"layers gives {live[node].name} {count} layers; give it 1 or more or leave it out",
+                param="layers",
+            )
+    total = sum(count for _, count in options.layers)
+    if total != card.num_layers:
+        fault = f"{card.num_layers - total} more" if total < card.num_layers else "fewer"
+        raise InvalidRequest(
+            f"layers adds up to {total}, and {card.id} has {card.num_layers}; give {fault}",
+            param="layers",
+        )
+    return tuple(live[node] for node, _ in options.layers)
+
+
+def _sizes(card: ModelCard, live: int, options: PlanOptions) -> tuple[int, int]:
+    """The least and the most stages."""
+    least, most = options.min_nodes, options.max_nodes
+    if not 1 <= least <= live:
+        raise InvalidRequest(
+            f"min_nodes is {least} of {live} live nodes; ask for 1 to {live} or start more",
+            param="min_nodes",
+        )
+    if least > card.num_layers:
+        raise InvalidRequest(
+            f"min_nodes is {least}, and {card.id} has {card.num_layers} layers to share; "
+            f"ask for 1 to {card.num_layers}",
+            param="min_nodes",
+        )
+    if most is not None and most < least:
+        raise InvalidRequest(
+            f"max_nodes is {most}, below min_nodes = {least}; raise it or leave it out",
+            param="max_nodes",
+        )
+    return least, min(live, card.num_layers, live if most is None else most)
+
+
+def _pinned_sizes(card: ModelCard, size: int, options: PlanOptions) -> tuple[int, int]:
+    """As `_sizes`, where just the named nodes are used."""
+    field = "layers" if options.layers else "nodes"
+    most = size if options.max_nodes is None else options.max_nodes
+    for name, bound, broken in (
+        ("min_nodes", options.min_nodes, options.min_nodes > size),
+        ("max_nodes", most, most < size),
+    ):
+        if broken:
+            raise InvalidRequest(
+                f"{name} is {bound}, and {field} names {size}; leave {name} out", param=name
+            )
+    if size > card.num_layers:
+        raise InvalidRequest(
+            f"{field} names {size} nodes, and {card.id} has {card.num_layers} layers to share; "
+            f"name {card.num_layers} or fewer",
+            param=field,
+        )
+    return size, size
+
+
+def _context(card: ModelCard, asked: int | None) -> int:
+    if asked is None:
+        return min(card.context_length, DEFAULT_CONTEXT)
+    if not 1 <= asked <= card.context_length:
+        raise InvalidRequest(
+            f"context is {asked} tokens; {card.id} takes 1 to {card.context_length}",
+            param="context",
+        )
+    return asked

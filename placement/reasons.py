@@ -1,0 +1,156 @@
+"""What a person is told of a plan: why these nodes, why no MTP, why nothing fits."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .candidates import Candidate, Task, assigned
+from .drafting import split_reason, undeclared_reason
+from .errors import InsufficientMemory
+from .options import PlanOptions
+
+
+def why(
+    task: Task,
+    best: Candidate,
+    ranked: Sequence[Candidate],
+    bound: float,
+    options: PlanOptions,
+    refusal: str,
+) -> str:
+    """A sentence on the chosen candidate; `ranked` are all that were found, the best first."""
+    if len(best.nodes) == 1:
+        text = _why_alone(task, best, ranked)
+    else:
+        text = _why_split(task, best, ranked, options)
+    if refusal:
+        text += f"; not split: {refusal}"
+    if bound < best.seconds and not options.layers:
+        text += f"; nothing can take less than {bound * 1000:.3g} ms, which may not be reachable"
+    return text
+
+
+def _why_alone(task: Task, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    able = sum(len(candidate.nodes) == 1 for candidate in ranked)
+    if len(task.allowed.nodes) == 1:
+        choice = "the only node" if not task.allowed.pinned else "the node that was named"
+    elif able == 1:
+        choice = f"the only one of {len(task.allowed.nodes)} nodes with enough memory"
+    else:
+        choice = f"the fastest of {able} nodes with enough memory"
+    if any(len(candidate.nodes) > 1 for candidate in ranked):
+        choice += ", and quicker than any split"
+    text = f"{best}: {choice} ({needed(task)})"
+    if best.speedup:
+        return f"{text}; {_speedup(best)}"
+    no_mtp = mtp_off_reason(task, best)
+    return f"{text}; no native MTP: {no_mtp}" if no_mtp else text
+
+
+def _why_split(
+    task: Task, best: Candidate, ranked: Sequence[Candidate], options: PlanOptions
+) -> str:
+    ranges = ", ".join(
+        f"{node.name} layers {stage.first_layer}-{stage.end_layer - 1}"
+        for node, stage in zip(best.nodes, best.stages, strict=True)
+    )
+    alone = next((candidate for candidate in ranked if len(candidate.nodes) == 1), None)
+    if options.layers:
+        cause = "layers asked for it"
+    elif options.nodes:
+        cause = "nodes asked for them"
+    elif options.min_nodes > 1:
+        cause = f"min_nodes = {options.min_nodes} was asked for"
+    elif alone is not None:
+        cause = f"that is quicker than {alone}"
+    else:
+        cause = f"no node alone has enough memory ({needed(task)})"
+    no_mtp = "; no native MTP: it runs only where one node holds the whole model"
+    return f"{best}: {ranges}, because {cause}" + (no_mtp if task.mtp else "")
+
+
+def _speedup(candidate: Candidate) -> str:
+    profile = candidate.nodes[0].profile
+    known = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
+    return (
+        f"native MTP counts as {candidate.speedup:.3g} times as fast "
+        f"({'by measurement' if known else 'assumed'})"
+    )
+
+
+def drafting_reason(task: Task, best: Candidate, *, native_mtp: bool) -> str:
+    """Why the model will draft there, or why not, with the remedy."""
+    if task.card.native_mtp is None:
+        return undeclared_reason(task.card.id)
+    if not native_mtp:
+        return "native MTP is turned off"
+    return mtp_off_reason(task, best) or _speedup(best)
+
+
+def mtp_off_reason(task: Task, best: Candidate) -> str:
+    """Why no head is loaded that the card declares; empty where it is."""
+    if not task.mtp or best.speedup:
+        return ""
+    if len(best.nodes) > 1:
+        return split_reason(len(best.nodes))
+    node = task.view.node(best.stages[0].node)
+    need = task.sizes.need(0, task.card.num_layers, generator=True, mtp=True)
+    return (
+        f"with the MTP head {task.card.id} needs {_gigabytes_up(need)}, and {node.name} has "
+        f"{_gigabytes_down(node.memory_bytes)}; free memory there, ask for a shorter context or "
+        "choose a smaller quantisation"
+    )
+
+
+def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
+    """The split that was asked for: `counts` layers on each allowed node, in their order.
+
+    Raises InsufficientMemory naming the first node that its layers do not fit.
+    """
+    ends = list(accumulate(counts))
+    for node, first, end in zip(task.allowed.nodes, [0, *ends], ends, strict=False):
+        need = task.sizes.need(first, end, generator=first == 0)
+        if need > node.memory_bytes:
+            ends_too = ", embeddings and lm_head" if first == 0 else ""
+            raise InsufficientMemory(
+                f"layers gives {node.name} layers {first}-{end - 1} of {task.card.id}{ends_too}, "
+                f"which need {_gigabytes_up(need)} with {task.allowed.context} tokens of KV and "
+                f"headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer layers, "
+                "free memory there or ask for a shorter context",
+                param="layers",
+            )
+    return assigned(task, task.allowed.nodes, counts)
+
+
+def insufficient(task: Task, options: PlanOptions, refusal: str) -> InsufficientMemory:
+    """Why nothing fits, with what is needed and what there is."""
+    nodes, most = task.allowed.nodes, task.allowed.most
+    has = ", ".join(f"{node.name} has {_gigabytes_down(node.memory_bytes)}" for node in nodes)
+    if task.allowed.pinned:
+        count = "the nodes that were named"
+    else:
+        count = "one node" if most == 1 else f"{most} nodes or fewer"
+    remedies = ["free memory", "add a node", "ask for a shorter context"]
+    if options.max_nodes is not None and options.max_nodes < len(nodes):
+        remedies.append(f"raise max_nodes = {options.max_nodes}")
+    if options.exclude:
+        remedies.append("exclude fewer nodes")
+    cannot = f" ({task.card.id} is not split: {refusal})" if refusal else ""
+    return InsufficientMemory(
+        f"{task.card.id} needs {needed(task)}, and no set of {count} can hold it{cannot}: {has}; "
+        f"{', '.join(remedies)} or choose a smaller quantisation"
+    )
+
+
+def needed(task: Task) -> str:
+    """What the whole model takes, for a person."""
+    need = task.sizes.need(0, task.card.num_layers, generator=True)
+    return f"{_gigabytes_up(need)} for weights, {task.allowed.context} tokens of KV and headroom"
+
+
+def _gigabytes_up(count: int) -> str:
+    """Rounded up, and what is available down, so that a shortage never reads as a fit."""
+    return f"{-(-count // 10**7) / 100:.2f} GB"
+
+
+def _gigabytes_down(count: int) -> str:
+    return f"{count // 10**7 / 100:.2f} GB"

@@ -1,0 +1,193 @@
+"""A config.json of the same class and structure as a real one, for a model of a few megabytes.
+
+Sizes become small; what decides how layers work together stays: which layers are of which kind,
+shared and routed experts, groups, windows, latent attention, tied embeddings, scalings.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeGuard, cast
+
+MAX_LAYERS: Final = 8
+HIDDEN: Final = 128
+HEADS: Final = 4
+HEAD_DIM: Final = 32
+"""MLX's kernels for recurrent layers want multiples of 32."""
+
+_LAYERS: Final = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_transformer_layers",
+)
+_WINDOW: Final = 8  # shorter than what the check writes, so that it slides
+
+_MOST: Final[Mapping[str, int]] = {
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "block_dim", "conv_dim"), HIDDEN
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size", "ffn_hidden_size", "n_inner", "intermediate_size_mlp",
+            "shared_intermediate_size", "ffn_dim", "mlp_hidden_size", "block_ff_dim",
+        ),
+        2 * HIDDEN,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size", "moe_latent_size",
+        ),
+        HIDDEN // 2,
+    ),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "num_vocab"), 512),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"), HEAD_DIM),
+    "qk_head_dim": 2 * HEAD_DIM,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 64),
+    **dict.fromkeys(("index_head_dim",), 2 * HEAD_DIM),
+    **dict.fromkeys(("index_n_heads",), HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    **dict.fromkeys(
+        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k",
+            "num_shared_experts", "n_shared_experts", "n_group", "num_expert_group",
+        ),
+        2,
+    ),
+    **dict.fromkeys(("topk_group", "limited_groups"), 1),
+    **dict.fromkeys(
+        (
+            "sliding_window", "sliding_window_size", "attention_window_size", "window_size",
+            "window_length", "attention_chunk_size",
+        ),
+        _WINDOW,
+    ),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_head_dim", "mamba_d_head"), HEAD_DIM),
+    **dict.fromkeys(("mamba_d_ssm", "d_inner", "lru_width"), 2 * HIDDEN),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "ssm_n_groups"), 2),
+    **dict.fromkeys(("ssm_state_size", "mamba_d_state", "state_size"), 32),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 64),
+    "time_step_rank": HIDDEN // 16,
+    "hidden_size_per_layer_input": 32,
+}  # fmt: skip
+"""The most of each size; a smaller one stays, as it may be a switch (0 and 1 mean off)."""
+
+_KEY_VALUE_HEADS: Final = (
+    ("num_key_value_heads", "num_attention_heads"),
+    ("n_kv_heads", "n_heads"),
+    ("num_global_key_value_heads", "num_attention_heads"),
+    ("linear_num_key_heads", "linear_num_value_heads"),
+)
+_DENSE_FIRST: Final = ("first_k_dense_replace", "num_dense_layers", "n_dense_layers")
+_PERIODS: Final = (
+    "full_attention_interval", "sliding_window_pattern", "attn_layer_period", "layer_group_size",
+    "interleave_moe_layer_step", "no_rope_layer_interval", "moe_layer_freq",
+)  # fmt: skip
+_SHARED_TAIL: Final = "num_kv_shared_layers"
+
+
+def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with small sizes, in its nested `text_config` too where it has one.
+
+    Quantisation is left out: how weights are stored does not change how layers are put together.
+    """
+    text = config.get("text_config")
+    small = _shrunk(config)
+    if isinstance(text, Mapping):
+        small["text_config"] = _shrunk(cast("Mapping[str, Any]", text))
+    for name in ("quantization", "quantization_config"):
+        _ = small.pop(name, None)
+    return small
+
+
+def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    small = {name: _size(name, value) for name, value in config.items()}
+    _share_heads(config, small)
+    layers = next((config[name] for name in _LAYERS if _is_count(config.get(name))), 0)
+    if layers:
+        _fewer_layers(config, small, layers)
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        small["rope_scaling"] = _fewer_factors(cast("Mapping[str, Any]", scaling), config)
+    if _is_count(config.get("rotary_dim")) and _is_count(config.get("head_dim")):
+        small["rotary_dim"] = config["rotary_dim"] * HEAD_DIM // config["head_dim"]
+    return small
+
+
+def _size(name: str, value: object) -> Any:
+    most = _MOST.get(name)
+    return min(value, most) if most is not None and _is_count(value) else value
+
+
+def _share_heads(config: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Key heads stay one, as many as the others, or fewer."""
+    for keys, values in _KEY_VALUE_HEADS:
+        of_keys, of_values = config.get(keys), config.get(values)
+        if not _is_count(of_keys) or not _is_count(of_values) or of_values < HEADS:
+            continue
+        small[values] = HEADS
+        small[keys] = HEADS if of_keys == of_values else min(of_keys, HEADS // 2)
+
+
+def _fewer_layers(config: Mapping[str, Any], small: dict[str, Any], layers: int) -> None:
+    kept = min(layers, MAX_LAYERS)
+    small |= {name: kept for name in _LAYERS if config.get(name) == layers}
+    lists = {
+        name: cast("Sequence[Any]", value)
+        for name, value in config.items()
+        if isinstance(value, list | str) and len(cast("Sequence[Any]", value)) == layers
+    }
+    first = _richest(list(lists.values()), layers, kept)
+    small |= {name: value[first : first + kept] for name, value in lists.items()}
+    for name, value in config.items():
+        if name not in lists and _lists_layers(value, layers):
+            small[name] = [index for index in value if index < kept]
+    _change(small, _DENSE_FIRST, lambda count: min(count, kept // 2))
+    _change(small, _PERIODS, lambda period: period if period <= kept else kept // 2)
+    _change(small, (_SHARED_TAIL,), lambda count: count * kept // layers)
+
+
+def _fewer_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """LongRoPE has a factor for each pair of rotated dimensions."""
+    share = config.get("partial_rotary_factor")
+    pairs = int(HEAD_DIM * (share if isinstance(share, float) else 1)) // 2
+    return {
+        name: value[:pairs] if name in ("long_factor", "short_factor") else value
+        for name, value in scaling.items()
+    }
+
+
+def _richest(lists: Sequence[Sequence[Any]], layers: int, kept: int) -> int:
+    """Where the run of `kept` layers with the most different kinds begins; the first of these.
+
+    A list with a value of its own for each layer names no kinds.
+    """
+    lists = [each for each in lists if len(set(map(repr, each))) <= kept]
+    kinds = [repr([each[index] for each in lists]) for index in range(layers)]
+    return max(range(layers - kept + 1), key=lambda at: (len(set(kinds[at : at + kept])), -at))
+
+
+def _lists_layers(value: object, layers: int) -> bool:
+    """Whether it reads as a list of layers by number, such as [0, 4, 8]."""
+    if not isinstance(value, list):
+        return False
+    items = cast("list[object]", value)
+    numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+    if len(numbers) != len(items):
+        return False
+    return numbers == sorted(set(numbers)) and all(0 <= n < layers for n in numbers)
+
+
+def _change(small: dict[str, Any], names: Sequence[str], new: Callable[[int], int]) -> None:
+    small |= {name: new(small[name]) for name in names if _is_count(small.get(name))}
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """A positive whole number."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,182 @@
+"""A cluster of real nodes on loopback to be broken: nodes and runners that end and come back."""
+
+import time
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from nodes import Node, eventually, node
+
+KEY = "b" * 32
+WHOLE_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A runner's place: the stage, the node that has it, and the process."""
+
+    stage: int
+    node: str
+    pid: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A node that can be started again with the same data folder and address."""
+
+    folder: Path
+    opened: AbstractContextManager[Node]
+    running: Node
+    id: str
+    address: str
+
+
+@dataclass(slots=True)
+class Laboratory:
+    """The nodes by id, and one placement of the demo model over some of them."""
+
+    root: Path
+    spares: int
+    """Warm runners of each stage beside the one that works."""
+    stages: int
+    load_s: float = 0.0
+    """How long the first placement took: what a stage without a spare costs, at most."""
+    _kept: dict[str, _Kept] = field(default_factory=dict[str, _Kept])
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._kept)
+
+    def node(self, node_id: str) -> Node:
+        return self._kept[node_id].running
+
+    def head(self) -> str:
+        """As a node that answers names it."""
+        return str(self._any().call("GET", "/v1/cluster", timeout_s=5).body["head"])
+
+    def place(self, **options: int) -> Any:
+        """Places the demo model, replacing what there was."""
+        wanted = {"min_nodes": self.stages, "max_nodes": self.stages, "spares": self.spares}
+        begun = time.monotonic()
+        reply = self._any().call("POST", "/v1/placements", {"model": "demo", **wanted, **options})
+        assert reply.status == 200, reply
+        self.load_s = self.load_s or time.monotonic() - begun
+        return reply.body
+
+    def placement(self) -> Any:
+        """The entry in `GET /v1/placements`; None where there is none."""
+        found = self._any().call("GET", "/v1/placements", timeout_s=5).body["data"]
+        return found[0] if found else None
+
+    def places(self) -> list[Place]:
+        """The working runners, by stage."""
+        stages = self.placement()["stages"]
+        return [Place(i, s["node"], s["pid"]) for i, s in enumerate(stages) if s.get("pid")]
+
+    def ready_spares(self) -> list[Place]:
+        spares = self.placement()["spares"]
+        return [Place(s["stage"], s["node"], s["pid"]) for s in spares if s["status"] == "ready"]
+
+    def is_whole(self) -> bool:
+        """All nodes see all alive, every stage works, and every spare that was asked for waits."""
+        seen = [n["status"] for n in self._any().call("GET", "/v1/cluster").body["nodes"]]
+        placed = self.placement()
+        if seen != ["alive"] * len(self._kept) or placed is None or placed["status"] != "ready":
+            return False
+        spared = sorted(place.stage for place in self.ready_spares())
+        expected = sorted(list(range(len(placed["stages"]))) * self.spares)
+        running = [*self.places(), *self.ready_spares()]
+        return spared == expected and all(psutil.pid_exists(place.pid) for place in running)
+
+    def until_whole(self) -> float:
+        """Restarts the nodes that ended; the seconds until all was as at first."""
+        begun = time.monotonic()
+        self.restart()
+        eventually(self.is_whole, WHOLE_WITHIN_S)
+        return time.monotonic() - begun
+
+    def restart(self) -> None:
+        """The nodes whose processes have ended."""
+        for kept in list(self._kept.values()):
+            if kept.running.process.poll() is not None:
+                _ = kept.opened.__exit__(None, None, None)
+                (kept.folder / "node.json").unlink(missing_ok=True)
+                log = kept.folder / "log"
+                _ = log.rename(kept.folder / f"log-{time.monotonic_ns()}")
+                peers = (each.address for each in self._kept.values() if each is not kept)
+                self._start(kept.folder, peers, port=kept.address.rpartition(":")[2])
+
+    def held(self) -> dict[str, int]:
+        """Requests and bytes of KV that live nodes still report, by `node stage`; zeros left out.
+
+        A node that has died still shows its last report, which counts for nothing.
+        """
+        nodes = self._any().call("GET", "/v1/cluster", timeout_s=5).body["nodes"]
+        return {
+            f"{node['name']} {stage['stage']}": stage["live_requests"] or stage["cache_bytes"]
+            for node in nodes
+            if node["status"] != "dead"
+            for stage in node["stages"]
+            if stage["live_requests"] or stage["cache_bytes"]
+        }
+
+    def processes(self, node_id: str) -> list[psutil.Process]:
+        """The node's and its runners'."""
+        process = psutil.Process(self.node(node_id).process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for kept in self._kept.values():
+                stack.push(kept.opened)
+
+    def start(self, count: int) -> None:
+        for number in range(count):
+            first = [kept.address for kept in self._kept.values()][:1]
+            self._start(self.root / f"n{number}", first)
+        eventually(lambda: self._alive(self._any()) == count, 15)
+
+    def _start(self, folder: Path, peers: Iterable[str], *, port: str = "0") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = folder / "key"
+        _ = key.write_text(KEY)
+        key.chmod(0o600)
+        dialled = [flag for peer in peers for flag in ("--peer", peer)]
+        flags = ("--no-mdns", "--dtype", "float32", "--grpc-port", port, "--log-format", "human")
+        opened = node(folder, *flags, "--cluster-key-file", str(key), *dialled)
+        running = opened.__enter__()
+        own = running.itself()
+        address = f"{own['host']}:{own['port']}"
+        self._kept[own["id"]] = _Kept(folder, opened, running, own["id"], address)
+
+    def _alive(self, running: Node) -> int:
+        nodes = running.call("GET", "/v1/cluster", timeout_s=5).body["nodes"]
+        return [node["status"] for node in nodes].count("alive")
+
+    def _any(self) -> Node:
+        """A node whose process runs, and is not stopped."""
+        for kept in self._kept.values():
+            process = kept.running.process
+            if process.poll() is not None:
+                continue
+            if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                return kept.running
+        raise AssertionError("no node runs")
+
+
+@contextmanager
+def laboratory(
+    root: Path, *, nodes: int = 4, stages: int = 3, spares: int = 1
+) -> Generator[Laboratory]:
+    """Nodes with the demo model placed and its spares ready."""
+    lab = Laboratory(root, spares, stages)
+    try:
+        lab.start(nodes)
+        _ = lab.place()
+        _ = lab.until_whole()
+        yield lab
+    finally:
+        lab.close()

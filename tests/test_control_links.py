@@ -1,0 +1,138 @@
+"""Links are timed over mutual TLS, and a probe cannot make a node allocate without bound."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from exo_node.node.control_links import MAX_ANSWER_BYTES, LinkClient, LinkService
+from exo_node.node.trust import (
+    ClusterKey,
+    Credentials,
+    channel_credentials,
+    load_or_create_identity,
+    node_credentials,
+    node_name,
+    server_credentials,
+)
+from exo_node.placement.errors import PeerLost, Untrusted
+from exo_node.placement.ids import NodeId
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+
+KEY = ClusterKey(b"0123456789abcdefghij")
+REPORT = pb.LinkReport(peer="c", from_address="10.0.0.1", to_address="10.0.0.3")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node that only answers probes."""
+
+    node: NodeId
+    address: str
+    credentials: Credentials
+
+
+@asynccontextmanager
+async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[Peer]:
+    identity = load_or_create_identity(folder)
+    credentials = node_credentials(identity, key)
+    server = grpc.aio.server()
+
+    async def measure() -> list[pb.LinkReport]:
+        return [REPORT]
+
+    peer_pb2_grpc.add_LinkServicer_to_server(LinkService(measure), server)
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
+    await server.start()
+    try:
+        yield Peer(identity.node, f"127.0.0.1:{port}", credentials)
+    finally:
+        await server.stop(grace=0)
+
+
+def with_peer(tmp_path: Path, run: Callable[[Peer], Awaitable[None]]) -> None:
+    async def inside() -> None:
+        async with peer(tmp_path) as found:
+            await run(found)
+
+    asyncio.run(inside())
+
+
+def test_a_link_is_timed_by_size_and_in_both_directions(tmp_path: Path) -> None:
+    async def run(found: Peer) -> None:
+        client = LinkClient(found.credentials, time.perf_counter)
+        measured = await client.measure(found.address, found.node)
+        sizes = [(each.bytes, each.count) for each in measured.echoes]
+        assert sizes == [(1024, 30), (8192, 20), (65536, 10)]
+        assert all(0 < each.min_s <= each.p50_s < 1 for each in measured.echoes)
+        # Loopback; anything below would be a mistake in the arithmetic, above too.
+        assert 1e6 < measured.bandwidth_out < 1e11
+        assert 1e6 < measured.bandwidth_in < 1e11
+
+    with_peer(tmp_path, run)
+
+
+def test_a_slow_network_is_measured_by_fewer_probes(tmp_path: Path) -> None:
+    """A clock that says 0.6 s for each look: 5 echoes, and not the 30 that take half a minute."""
+
+    async def run(found: Peer) -> None:
+        ticks = itertools.count(0.0, 0.6)
+        client = LinkClient(found.credentials, lambda: next(ticks))
+        measured = await client.measure(found.address, found.node)
+        assert [each.count for each in measured.echoes] == [5, 5, 5]
+        assert measured.echoes[0].min_s == pytest.approx(0.6)
+
+    with_peer(tmp_path, run)
+
+
+def test_the_head_has_a_node_measure_its_own_links(tmp_path: Path) -> None:
+    async def run(found: Peer) -> None:
+        client = LinkClient(found.credentials, time.perf_counter)
+        assert await client.measure_all(found.address, found.node) == [REPORT]
+
+    with_peer(tmp_path, run)
+
+
+def test_a_probe_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
+    async def run(found: Peer) -> None:
+        options = [("grpc.ssl_target_name_override", node_name(found.node))]
+        credentials = channel_credentials(found.credentials)
+        async with grpc.aio.secure_channel(found.address, credentials, options) as channel:
+            call = peer_pb2_grpc.LinkStub(channel).Echo()
+            await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES))
+            answer = await call.read()
+            assert isinstance(answer, pb.Probe) and len(answer.data) == MAX_ANSWER_BYTES
+            await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES + 1))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    with_peer(tmp_path, run)
+
+
+def test_another_node_at_the_address_is_no_link(tmp_path: Path) -> None:
+    async def run(found: Peer) -> None:
+        client = LinkClient(found.credentials, time.perf_counter)
+        with pytest.raises((Untrusted, PeerLost)):
+            _ = await client.measure(found.address, NodeId("x" * 20))
+
+    with_peer(tmp_path, run)
+
+
+def test_an_address_where_nobody_listens_is_given_up_soon(tmp_path: Path) -> None:
+    async def run(found: Peer) -> None:
+        client = LinkClient(found.credentials, time.perf_counter)
+        begun = time.monotonic()
+        with pytest.raises(PeerLost):
+            _ = await client.measure("127.0.0.1:9", found.node)
+        assert time.monotonic() - begun < 5
+
+    with_peer(tmp_path, run)

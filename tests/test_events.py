@@ -1,0 +1,298 @@
+"""The event log, its stream over HTTP, and what the command prints of it."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from api_stub import as_events, exo_node, serve_stub
+from fakes import FakeChat, FakeOperations
+from http_node import no_files, serving_fakes
+
+from exo_node.node.cli_events import line
+from exo_node.node.events import BACKLOG, Event, EventLog
+from exo_node.node.events_api import EventsApi
+from exo_node.node.http_server import HttpServer, build_app
+from exo_node.node.sse import comment
+
+
+def log_of(count: int, capacity: int = 1000) -> EventLog:
+    log = EventLog(capacity, clock=lambda: 12.5)
+    for number in range(1, count + 1):
+        _ = log.add("joined", f"n{number} joined", node=f"n{number}")
+    return log
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.text for event in events]
+
+
+# ------------------------------------------------------------------------------ the log
+
+
+def test_events_are_numbered_without_gaps_and_the_oldest_go_first() -> None:
+    log = log_of(5, capacity=3)
+    assert [event.sequence for event in log.held()] == [3, 4, 5]
+    assert [event.id for event in log.held()] == [f"{log.name}-{n}" for n in (3, 4, 5)]
+
+
+def test_a_person_finds_the_same_sentence_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log = EventLog()
+        _ = log.add("joined", "desk joined")
+        _ = log.add("died", "desk is dead")
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert found == [("INFO", "desk joined"), ("WARNING", "desk is dead")]
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (None, 3),
+        (0, 3),
+        (2, 1),
+        (3, 0),
+        (99, 3),
+        ("{log}-2", 1),
+        ("{log}-99", 3),
+        ("00000000-2", 3),
+    ],
+    ids=[
+        "nothing is known",
+        "from the start",
+        "after a number",
+        "after the last",
+        "a number that this log has not reached",
+        "after an id",
+        "an id that this log has not reached",
+        "an id of another log",
+    ],
+)
+def test_what_follows_the_last_known_event(after: str | int | None, expected: int) -> None:
+    log = log_of(3)
+    known = after.format(log=log.name) if isinstance(after, str) else after
+    assert len(log.held(known)) == expected
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 10))
+
+
+def test_a_listener_gets_what_is_held_and_what_happens_until_the_log_closes() -> None:
+    async def listen() -> None:
+        log = log_of(2)
+        news = log.subscribe(after=1)
+        assert (await anext(news)).text == "n2 joined"
+        _ = log.add("left", "n1 left")
+        _ = log.add("left", "n2 left")
+        log.close()
+        assert [event.text async for event in news] == ["n1 left", "n2 left"]
+        assert [event async for event in log.subscribe(after=4)] == []
+
+    run(listen())
+
+
+def test_nothing_that_happens_while_held_events_are_read_is_lost() -> None:
+    async def listen() -> None:
+        log = log_of(2)
+        news = log.subscribe()
+        assert (await anext(news)).sequence == 1
+        _ = log.add("left", "n1 left")
+        assert [(await anext(news)).sequence for _ in range(2)] == [2, 3]
+
+    run(listen())
+
+
+def test_a_listener_that_does_not_read_is_dropped_and_told_where_to_go_on() -> None:
+    async def listen() -> None:
+        log = log_of(1)
+        slow, quick = log.subscribe(), log.subscribe()
+        for news in (slow, quick):
+            assert (await anext(news)).sequence == 1
+        for number in range(BACKLOG + 5):
+            _ = log.add("joined", str(number))
+            assert (await anext(quick)).text == str(number)
+        seen = [event async for event in slow]
+        assert [event.sequence for event in seen[:-1]] == list(range(2, BACKLOG + 2))
+        assert (seen[-1].kind, seen[-1].id) == ("dropped", seen[-2].id)
+        assert len(log.held(seen[-1].id)) == 5
+        _ = log.add("joined", "last")
+        assert (await anext(quick)).text == "last"
+
+    run(listen())
+
+
+# ---------------------------------------------------------------------------- over HTTP
+
+
+def parsed(body: bytes) -> list[dict[str, str]]:
+    """The fields of each event."""
+    blocks = body.decode().split("\n\n")
+    rows = [[r.split(": ", 1) for r in b.splitlines() if not r.startswith(":")] for b in blocks]
+    return [{name: value for name, value in found} for found in rows if found]
+
+
+def test_an_event_has_its_id_its_kind_and_everything_as_json() -> None:
+    log = log_of(1)
+    with serving_fakes(events=log) as node:
+        reply = node.ask("GET", "/v1/events?follow=0")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    [event] = parsed(reply.body)
+    assert (event["id"], event["event"]) == (f"{log.name}-1", "joined")
+    assert json.loads(event["data"]) == {
+        "id": f"{log.name}-1",
+        "sequence": 1,
+        "time": 12.5,
+        "kind": "joined",
+        "text": "n1 joined",
+        "facts": {"node": "n1"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("", [1, 2, 3]),
+        ("&limit=2", [2, 3]),
+        ("&limit=0", []),
+        ("&after=1", [2, 3]),
+        ("&after={log}-2", [3]),
+        ("&after=00000000-2&limit=1", [3]),
+        ("&scope=node", [1, 2, 3]),
+        ("&scope=cluster", [1, 2, 3]),
+    ],
+)
+def test_a_query_chooses_events(query: str, expected: list[int]) -> None:
+    log = log_of(3)
+    with serving_fakes(events=log) as node:
+        reply = node.ask("GET", f"/v1/events?follow=0{query.format(log=log.name)}")
+        assert [json.loads(e["data"])["sequence"] for e in parsed(reply.body)] == expected
+
+
+def test_a_browser_that_reconnects_gets_what_it_missed() -> None:
+    log = log_of(3)
+    with serving_fakes(events=log) as node:
+        headers = {"Last-Event-ID": f"{log.name}-2"}
+        reply = node.ask("GET", "/v1/events?follow=0&after=0", headers=headers)
+    assert [event["id"] for event in parsed(reply.body)] == [f"{log.name}-3"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("since=3", "since"),
+        ("after=", "after"),
+        ("after=-1", "after"),
+        ("after=x-1", "after"),
+        ("after=1&after=2", "after"),
+        ("limit=-1", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=%D9%A3", "limit"),
+        ("limit=99999999999999999999", "limit"),
+        ("follow=yes", "follow"),
+        ("scope=all", "scope"),
+    ],
+)
+def test_a_wrong_query_is_refused_by_name(query: str, param: str) -> None:
+    with serving_fakes() as node:
+        reply = node.ask("GET", f"/v1/events?{query}")
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert node.ask("GET", "/v1/events?follow=0").status == 200
+
+
+def test_events_are_behind_the_key() -> None:
+    with serving_fakes(api_key="k") as node:
+        assert node.ask("GET", "/v1/events?follow=0").status == 401
+
+
+@asynccontextmanager
+async def served(log: EventLog) -> AsyncGenerator[asyncio.StreamReader]:
+    """The bytes of `GET /v1/events` from a server in this loop."""
+    server = HttpServer(
+        build_app(FakeChat(), FakeOperations(), static=no_files, events=log), grace_s=5
+    )
+    await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"GET /v1/events HTTP/1.1\r\nHost: localhost:{server.port}\r\n\r\n".encode())
+    try:
+        yield reader
+    finally:
+        await server.close()
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_a_stream_goes_on_with_what_happens_and_ends_with_the_log() -> None:
+    async def follow() -> None:
+        log = log_of(1)
+        async with served(log) as reader:
+            _ = await reader.readuntil(b"n1 joined")
+            _ = log.add("left", "n1 left")
+            _ = await reader.readuntil(b"n1 left")
+            log.close()  # as a node does that ends: its server need not wait for listeners
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+
+    run(follow())
+
+
+def test_silence_is_filled_with_comments() -> None:
+    async def listen() -> None:
+        log = EventLog()
+        api = EventsApi(log, keep_alive_s=0.01)
+        sent: list[bytes] = []
+        enough = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) > 4:
+                enough.set()
+
+        async def receive() -> Any:
+            _ = await enough.wait()
+            return {"type": "http.disconnect"}
+
+        [route] = api.routes()
+        scope = {"type": "http", "method": "GET", "path": "/v1/events", "headers": []}
+        await route.app({**scope, "query_string": b""}, receive, send)
+        assert sent[2:5] == [comment("no news")] * 3
+
+    run(listen())
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def event(number: int, text: str) -> str:
+    body = {"id": f"ab-{number}", "sequence": number, "time": 0.0, "kind": "joined", "text": text}
+    return f"id: ab-{number}\nevent: joined\ndata: {json.dumps({**body, 'facts': {}})}"
+
+
+def test_the_command_prints_a_line_for_each_event() -> None:
+    path = "/v1/events?follow=0&limit=100&scope=cluster"
+    with serve_stub() as stub:
+        stub.replies[path] = as_events(event(1, "desk joined"), ": no news", event(2, "desk left"))
+        done = exo_node("events", "--port", str(stub.port))
+        assert done.returncode == 0, done.stderr
+        assert [row.split(" ", 1)[1] for row in done.stdout.splitlines()] == [
+            "desk joined",
+            "desk left",
+        ]
+        stub.replies[path.replace("0&limit=100", "1&limit=5")] = as_events(event(1, "desk joined"))
+        done = exo_node("events", "-f", "--limit", "5", "--json", "--port", str(stub.port))
+        assert [json.loads(row)["text"] for row in done.stdout.splitlines()] == ["desk joined"]
+
+
+def test_a_stream_that_ends_with_an_error_fails_the_command() -> None:
+    fault = {"error": {"message": "the head was lost", "code": "peer_lost", "type": "server_error"}}
+    with serve_stub() as stub:
+        path = "/v1/events?follow=1&limit=100&scope=node"
+        stub.replies[path] = as_events(event(1, "desk joined"), fault)
+        done = exo_node("events", "--follow", "--node", "--port", str(stub.port))
+    assert (done.returncode, "the head was lost" in done.stderr) == (75, True)
+
+
+def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
+    assert "\x1b" not in line({"time": 0.0, "text": "\x1b[2Jdesk joined"})

@@ -1,0 +1,184 @@
+"""Three nodes as processes whose head is killed, stopped, restarted; and what clients see of it."""
+
+import signal
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodes import Node, eventually, node
+from test_cluster import grpc_address, join, sees
+
+LONG: dict[str, Any] = {
+    "max_tokens": 4000,
+    "num_draft_tokens": 0,
+    "logit_bias": {"4095": -100, "4093": -100},
+}
+"""An answer that does not end before it is broken off."""
+
+
+class Trio:
+    """Three nodes of one cluster that know each other by --peer."""
+
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        self.root = root
+        self._stack = stack
+        self.nodes: dict[str, Node] = {}
+        self._flags = ("--no-mdns", "--dtype", "float32")
+
+    def start(self, name: str) -> Node:
+        folder = self.root / name
+        peers = [f for n in self.nodes.values() for f in ("--peer", grpc_address(n))]
+        if self.nodes and not folder.exists():
+            _ = join(next(iter(self.nodes.values())), folder)
+        (folder / "node.json").unlink(missing_ok=True)  # of a process that was killed
+        started = self._stack.enter_context(node(folder, *self._flags, *peers))
+        self.nodes[name] = started
+        return started
+
+    def complete(self) -> None:
+        """Starts those that a test has killed, and waits for the whole."""
+        for name in ("one", "two", "three"):
+            if name not in self.nodes:
+                _ = self.start(name)
+        everybody = list(self.nodes.values())
+        eventually(lambda: all(sees(n, 3) for n in everybody) and agree(everybody), 15)
+
+    def kill(self, running: Node) -> None:
+        """SIGKILL."""
+        running.process.kill()
+        _ = running.process.wait()
+        del self.nodes[running.data_dir.name]
+
+    def by_id(self, wanted: str) -> Node:
+        return next(n for n in self.nodes.values() if cluster(n)["self"] == wanted)
+
+    def head(self) -> Node:
+        return self.by_id(cluster(next(iter(self.nodes.values())))["head"])
+
+    def others(self) -> list[Node]:
+        head = self.head()
+        return [n for n in self.nodes.values() if n is not head]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    with ExitStack() as stack:
+        yield Trio(tmp_path_factory.mktemp("trio"), stack)
+
+
+@pytest.fixture
+def trio(nodes: Trio) -> Trio:
+    nodes.complete()
+    return nodes
+
+
+def cluster(running: Node) -> Any:
+    return running.call("GET", "/v1/cluster").body
+
+
+def status(observer: Node, of: str) -> str:
+    return next(n["status"] for n in cluster(observer)["nodes"] if n["id"] == of)
+
+
+def agree(nodes: list[Node]) -> bool:
+    """On a head that is one of them and says so itself."""
+    views = [cluster(n) for n in nodes]
+    heads = {(v["head"], v["term"]) for v in views}
+    return len(heads) == 1 and sum(v["head"] == v["self"] for v in views) == 1
+
+
+def stored_term(running: Node) -> int:
+    return int((running.data_dir / "term").read_text())
+
+
+def kinds(running: Node) -> list[str]:
+    """Of the events that the node saw itself."""
+    connection = running.connect(running.port, 10)
+    try:
+        connection.request("GET", "/v1/events?scope=node&follow=0")
+        lines = connection.getresponse().read().decode().splitlines()
+    finally:
+        connection.close()
+    return [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+
+
+@contextmanager
+def stopped(running: Node) -> Generator[None]:
+    running.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        running.process.send_signal(signal.SIGCONT)
+
+
+def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> None:
+    old = trio.head()
+    name, term = old.data_dir.name, cluster(old)["term"]
+    trio.kill(old)
+    killed = time.monotonic()
+    survivors = list(trio.nodes.values())
+    eventually(lambda: agree(survivors), 5)
+    assert [stored_term(n) for n in survivors] == [term + 1, term + 1]
+    [follower] = trio.others()
+    assert follower.call("GET", "/v1/placements").status == 200
+    assert time.monotonic() - killed < 10
+    assert follower.chat("Who are you?")["choices"]  # after the model's load on the new head
+    assert {"died", "election", "head_changed"} <= set(kinds(follower))
+
+    new_head = cluster(follower)["head"]
+    back = trio.start(name)
+    eventually(lambda: agree(list(trio.nodes.values())), 5)
+    assert cluster(back)["head"] == new_head
+    assert stored_term(back) == cluster(back)["term"] >= term + 1
+
+
+def test_a_stream_through_another_node_ends_with_an_error_when_the_head_is_killed(
+    trio: Trio,
+) -> None:
+    head, [other, _] = trio.head(), trio.others()
+    with other.stream("Tell me a story.", **LONG) as events:
+        _ = next(events)
+        trio.kill(head)
+        killed = time.monotonic()
+        rest = list(events)
+    assert time.monotonic() - killed < 2
+    assert rest[-1]["error"]["code"] == "peer_lost"
+    assert "[DONE]" not in rest
+
+
+def test_a_request_during_the_election_waits_for_it(trio: Trio) -> None:
+    head, others = trio.head(), trio.others()
+    trio.kill(head)
+    reply = others[0].call("GET", "/v1/placements", timeout_s=10)
+    assert (reply.status, reply.body["data"]) == (200, [])
+
+
+def test_a_head_that_stops_for_two_seconds_is_not_taken_for_dead(trio: Trio) -> None:
+    head, others = trio.head(), trio.others()
+    term = cluster(head)["term"]
+    own_id, died = cluster(head)["self"], [kinds(n).count("died") for n in others]
+    with stopped(head):
+        eventually(lambda: status(others[0], own_id) == "suspect", 2.5)
+    eventually(lambda: all(sees(n, 3) for n in trio.nodes.values()), 5)
+    assert {cluster(n)["term"] for n in trio.nodes.values()} == {term}
+    assert [kinds(n).count("died") for n in others] == died
+
+
+def test_a_head_that_stops_for_long_is_replaced_and_follows_when_it_wakes(trio: Trio) -> None:
+    head, others = trio.head(), trio.others()
+    old = cluster(head)
+    with stopped(head):
+        begun = time.monotonic()
+        eventually(lambda: all(status(n, old["self"]) == "dead" for n in others), 5)
+        eventually(lambda: agree(others), max(0.1, 5 - (time.monotonic() - begun)))
+        elected = cluster(others[0])
+        eventually(lambda: time.monotonic() - begun > 8, 10)
+    eventually(lambda: agree(list(trio.nodes.values())), 5)
+    eventually(lambda: all(sees(n, 3) for n in trio.nodes.values()), 5)
+    now = cluster(head)
+    assert (now["head"], now["term"]) == (elected["head"], elected["term"])
+    assert now["lease"]["incarnation"] > old["lease"]["incarnation"]
+    assert "refuted" in kinds(head)

@@ -1,0 +1,56 @@
+"""A node announces the addresses that lead to other machines, and no others."""
+
+import pytest
+
+from exo_node.node.interfaces import (
+    MAX_ADDRESSES,
+    Interface,
+    announced_addresses,
+    own_interfaces,
+    source_address,
+)
+
+MAC = [
+    Interface("awdl0", "169.254.9.9"),
+    Interface("bridge0", "169.254.1.2"),
+    Interface("en0", "192.168.1.5"),
+    Interface("en5", "10.0.0.7", up=False),
+    Interface("lo0", "127.0.0.1"),
+    Interface("utun3", "100.64.0.2"),
+]
+LINUX = [
+    Interface("br-1f00ba", "172.18.0.1"),
+    Interface("docker0", "172.17.0.1"),
+    Interface("eth0", "192.168.1.6"),
+    Interface("eth0", "8.8.4.4"),
+    Interface("veth12", "169.254.3.3"),
+    Interface("virbr0", "192.168.122.1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("usual", "given", "interfaces", "announced"),
+    [
+        # A cable between two Macs has link-local addresses only, and is the fastest there is.
+        ("192.168.1.5", False, MAC, ["192.168.1.5", "169.254.1.2"]),
+        ("192.168.1.6", False, LINUX, ["192.168.1.6"]),
+        ("192.168.1.5", True, MAC, ["192.168.1.5"]),
+        ("127.0.0.1", False, MAC, ["127.0.0.1"]),
+    ],
+)
+def test_private_addresses_that_lead_outside_are_announced(
+    usual: str, given: bool, interfaces: list[Interface], announced: list[str]
+) -> None:
+    assert announced_addresses(usual, given, interfaces) == announced
+
+
+def test_a_heartbeat_does_not_grow_without_bound() -> None:
+    many = [Interface(f"en{i}", f"10.0.{i}.1") for i in range(40)]
+    found = announced_addresses("10.0.7.1", False, many)
+    assert len(found) == MAX_ADDRESSES
+    assert found[0] == "10.0.7.1"
+
+
+def test_this_machine_has_loopback_and_sends_to_it_from_there() -> None:
+    assert "127.0.0.1" in {interface.address for interface in own_interfaces()}
+    assert source_address("127.0.0.1") == "127.0.0.1"

@@ -1,0 +1,118 @@
+"""Runners and nodes killed under an answer: no token lost, none repeated, no long wait.
+
+The long version, with every combination at random, is `bench/kills.py`.
+"""
+
+import random
+import signal
+from collections.abc import Generator
+from itertools import islice
+
+import psutil
+import pytest
+from laboratory import Laboratory, laboratory
+from listening import ask
+from nodes import eventually
+from trials import (
+    HOWS,
+    PHASES,
+    TARGETS,
+    How,
+    Outcome,
+    Phase,
+    Question,
+    Target,
+    Trial,
+    attempt,
+    oracle_question,
+    questions,
+    trials,
+)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Generator[Laboratory]:
+    with laboratory(tmp_path_factory.mktemp("kills")) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def story(lab: Laboratory) -> Question:
+    """Answered once undisturbed: the ids are the oracle's, the times this machine's."""
+    return oracle_question("Tell me a story.").asked(lab)
+
+
+def struck(
+    lab: Laboratory, story: Question, target: Target, how: How, phase: Phase = "decode"
+) -> Outcome:
+    """The outcome of one trial, which must have met an answer that still went on."""
+    trial = Trial("test", target, how, phase, story, random.Random(1))
+    outcome = attempt(lab, trial)
+    assert outcome.hit
+    assert outcome.warm
+    return outcome
+
+
+@pytest.mark.parametrize("target", ["generator", "stage 1", "stage 2"])
+def test_an_answer_goes_on_when_a_stages_runner_is_killed(
+    lab: Laboratory, story: Question, target: Target
+) -> None:
+    outcome = struck(lab, story, target, "kill")
+    assert outcome.faults == ()
+    assert outcome.resumes == 1
+
+
+def test_an_answer_goes_on_when_a_stages_runner_is_stopped(
+    lab: Laboratory, story: Question
+) -> None:
+    assert struck(lab, story, "stage 1", "stop, continue").faults == ()
+
+
+def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
+    lab: Laboratory, story: Question
+) -> None:
+    assert struck(lab, story, "node", "kill").faults == ()
+
+
+def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
+    lab: Laboratory, story: Question
+) -> None:
+    before = {place.pid for place in lab.ready_spares()}
+    trial = Trial("test", "spare", "kill", "decode", story, random.Random(1))
+    outcome = attempt(lab, trial)
+    assert (outcome.faults, outcome.resumes) == ((), 0)
+    after = {place.pid for place in lab.ready_spares()}
+    assert len(after) == len(before) == 3
+    assert len(after - before) == 1
+
+
+def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
+    lab: Laboratory, story: Question
+) -> None:
+    _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
+    eventually(lambda: lab.placement()["status"] == "ready", 20)
+    [place] = lab.places()
+    answer = ask(lab.node(lab.head()), story.prompt, **story.fields)
+    assert answer.until(lambda a: len(a.ids) >= 20, 30)
+    psutil.Process(place.pid).send_signal(signal.SIGKILL)
+    assert answer.ended_at is None
+    assert answer.ended(30)
+    assert answer.error == ""
+    assert tuple(answer.ids) == story.ids
+    stats = answer.stats
+    assert (stats["drafter_kind"], stats["resumes"], stats["resume_exact"]) == (
+        "native_mtp",
+        1,
+        True,
+    )
+
+
+def test_the_seed_and_number_of_a_trial_repeat_it() -> None:
+    def first(seed: int) -> list[tuple[Target, How, Phase, float]]:
+        made = islice(trials(seed, questions()), 50)
+        return [(t.target, t.how, t.phase, t.chance.random()) for t in made]
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+    combinations = len(TARGETS) * len(HOWS) * len(PHASES)
+    assert len({row[:3] for row in first(1)}) == combinations

@@ -1,0 +1,97 @@
+"""What a stage's layers take: the least of a few runs, within a budget."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from engines import load_quietly, spec
+
+from exo_node.shard import layer_probe
+from exo_node.shard.layer_probe import BUDGET_S, LayerTimes, probe_layers, probed_rows
+from exo_node.shard.stage_model import StageModel
+
+HIDDEN = 256
+
+
+class SlowModel:
+    """A `StageModel`'s shape with a clock that its forwards turn: no time but what they say."""
+
+    def __init__(self, per_row_s: float, per_forward_s: float = 0.0) -> None:
+        self.now = 100.0
+        self.rows: list[int] = []
+        self._per_row_s = per_row_s
+        self._per_forward_s = per_forward_s
+
+    def clock(self) -> float:
+        return self.now
+
+    def ran(self, rows: int, layers: int) -> None:
+        self.rows.append(rows)
+        # The first run of a shape compiles its kernels.
+        warm = 2 if self.rows.count(rows) == 1 else 1
+        self.now += warm * (self._per_forward_s + rows * self._per_row_s) * layers
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowModel], LayerTimes]:
+    stage = load_quietly(spec(first=4, end=16, stage=1, num_stages=2)).model
+
+    def timed(model: SlowModel) -> LayerTimes:
+        def hidden(
+            self: StageModel, tokens: mx.array, entering: mx.array, _caches: object
+        ) -> mx.array:
+            model.ran(tokens.shape[1], self.end - self.first)
+            return entering
+
+        monkeypatch.setattr(StageModel, "hidden", hidden)
+        rows = probed_rows(3, 512)
+        return probe_layers(stage, HIDDEN, mx.float32, rows, model.clock, tail=False)
+
+    return timed
+
+
+def test_a_layers_time_is_the_least_of_its_runs(slow: Callable[[SlowModel], LayerTimes]) -> None:
+    model = SlowModel(per_row_s=1e-6, per_forward_s=1e-4)
+    found = slow(model)
+    assert found.decode_s == pytest.approx(1.01e-4)
+    assert found.verify_s == pytest.approx(1.04e-4)
+    assert found.prefill_s == pytest.approx(1e-4 + 512e-6)
+    assert (found.verify_rows, found.prefill_rows, found.tail_s) == (4, 512, 0.0)
+    assert model.now - 100.0 < BUDGET_S
+
+
+def test_a_machine_too_slow_for_a_chunk_has_it_estimated(
+    slow: Callable[[SlowModel], LayerTimes],
+) -> None:
+    model = SlowModel(per_row_s=1e-3)
+    found = slow(model)
+    assert 512 not in model.rows
+    assert found.prefill_s == pytest.approx(2 * 512e-3), "by a first run of fewer rows"
+    assert found.decode_s > 0 < found.verify_s
+    assert model.rows.count(1) <= layer_probe.REPEATS + 1
+
+
+def test_the_budget_bounds_the_runs(slow: Callable[[SlowModel], LayerTimes]) -> None:
+    model = SlowModel(per_row_s=1.0)
+    _ = slow(model)
+    assert [len(list(group)) for _, group in itertools.groupby(model.rows)] == [1, 1, 1]
+
+
+def test_a_model_without_drafts_is_timed_at_the_rows_of_three() -> None:
+    assert probed_rows(0, 512).verify == 4
+    assert probed_rows(2, 512).verify == 3
+
+
+@pytest.mark.parametrize(("first", "tail"), [(0, True), (8, False)])
+def test_the_demos_stage_is_timed_and_left_as_it_was(first: int, tail: bool) -> None:
+    loaded = load_quietly(spec(first=first, stage=int(first > 0), num_stages=2, end=first + 8))
+    found = probe_layers(
+        loaded.model, HIDDEN, mx.float32, probed_rows(3, 32), time.perf_counter, tail=tail
+    )
+    figures = (found.decode_s, found.verify_s, found.prefill_s)
+    assert all(math.isfinite(figure) and figure > 0 for figure in figures)
+    assert (found.tail_s > 0) == tail
+    assert len(loaded.model.make_caches()) == 16

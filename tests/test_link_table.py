@@ -1,0 +1,168 @@
+"""Of several ways between two nodes the quickest is used, by the planner and by the stages."""
+
+import math
+from typing import Any
+
+import pytest
+
+from exo_node.node.facts import MemberFacts, NodeFactsSource, with_kin_profiles
+from exo_node.node.link_table import fastest, link_facts, nearest, reached_at, ways
+from exo_node.placement.cluster import LayerProfile, NodeFacts
+from exo_node.placement.ids import ModelId, NodeId
+from exo_node.proto import peer_pb2 as pb
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+DEMO = ModelId("demo")
+
+
+def report(peer: NodeId, net: int, p50_s: float = 1e-3, rate: float = 1e8) -> pb.LinkReport:
+    """Over network `net`, in which every node has its own last number."""
+    return pb.LinkReport(
+        peer=peer,
+        from_address=f"10.0.{net}.1",
+        to_address=f"10.0.{net}.2",
+        echoes=[pb.Echoes(bytes=1024, count=30, min_s=p50_s / 2, p50_s=p50_s)],
+        bandwidth_out=rate,
+        bandwidth_in=2 * rate,
+    )
+
+
+def members(*reports: pb.LinkReport, **more: Any) -> list[pb.NodeFacts]:
+    """Three nodes of which the first tells of links."""
+    return [
+        pb.NodeFacts(id=A, links=reports, **more),
+        pb.NodeFacts(id=B),
+        pb.NodeFacts(id=C),
+    ]
+
+
+WIFI = report(B, 0, 4e-3, 3e7)
+CABLE = report(B, 1, 4e-4, 1.2e8)
+THUNDERBOLT = report(B, 2, 5e-4, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("reports", "network"),
+    [
+        ((WIFI,), 0),
+        ((WIFI, CABLE), 1),
+        ((CABLE, WIFI), 1),
+        # A little slower to answer, and a prefill chunk takes a tenth of the time.
+        ((CABLE, THUNDERBOLT, WIFI), 2),
+        # Not measured is not infinitely fast.
+        ((WIFI, report(B, 3, 1e-4, 0.0)), 0),
+    ],
+)
+def test_the_quickest_way_is_taken_from_both_ends(
+    reports: tuple[pb.LinkReport, ...], network: int
+) -> None:
+    told = members(*reports)
+    way = fastest(ways(told), A, B)
+    assert way is not None and way == fastest(ways(told), B, A)
+    assert reached_at(told, A, B) == f"10.0.{network}.2"
+    assert reached_at(told, B, A) == f"10.0.{network}.1"
+    assert reached_at(told, A, C) is None
+    [link] = link_facts(told)
+    assert {link.a, link.b} == {A, B}
+    assert link.round_trip_s == way.round_trip_s
+    assert link.bandwidth == way.bandwidth
+
+
+def test_the_slower_direction_counts() -> None:
+    [way] = ways(members(report(B, 0, 1e-3, 1e8)))
+    assert way.bandwidth == 1e8
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf, 1e13])
+def test_a_peers_figures_are_not_believed_blindly(wrong: float) -> None:
+    assert ways(members(report(B, 0, wrong))) == []
+    assert ways(members(report(B, 0, 1e-3, wrong))) == []
+    assert ways(members(pb.LinkReport(peer=B))) == []
+
+
+def test_links_to_nodes_that_are_gone_and_to_itself_do_not_count() -> None:
+    assert ways(members(report(NodeId("gone"), 0), report(A, 0))) == []
+
+
+def test_a_runner_is_dialled_on_the_quickest_way_if_it_listens_there() -> None:
+    told = members(WIFI, THUNDERBOLT)
+    usual = pb.LoadReady(host="10.0.0.2", port=1, pid=7)
+    usual.addresses.extend(
+        [pb.Address(host="10.0.0.2", port=1), pb.Address(host="10.0.2.2", port=2)]
+    )
+    near = nearest(told, A, B, usual)
+    assert (near.host, near.port, near.pid) == ("10.0.2.2", 2, 7)
+    assert (usual.host, usual.port) == ("10.0.0.2", 1)
+    assert nearest(told, C, B, usual) == usual
+    del usual.addresses[1]
+    assert nearest(told, A, B, usual) == usual
+
+
+# ------------------------------------------------------------------ what the planner gets
+
+
+def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> pb.LayerTimes:
+    return pb.LayerTimes(
+        model=model,
+        dtype="float32",
+        decode_s=decode_s,
+        verify_s=2e-3,
+        verify_rows=4,
+        prefill_s=0.1,
+        prefill_rows=512,
+        tail_s=tail_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "profile"),
+    [
+        ([], None),
+        ([times("other")], None),
+        ([times()], LayerProfile(1e-3, 2e-3, 0.1, 2e-3)),
+        ([times(decode_s=5.0), times()], LayerProfile(1e-3, 2e-3, 0.1, 2e-3)),
+        ([times(decode_s=math.nan)], None),
+        ([times(decode_s=-1.0)], None),
+        ([times(decode_s=0.0)], None),
+    ],
+)
+def test_the_planner_gets_the_last_measurement_of_the_model(
+    told: list[pb.LayerTimes], profile: LayerProfile | None
+) -> None:
+    facts = pb.NodeFacts(id=A, profiles=told)
+    assert MemberFacts(facts).for_planner(DEMO).profile == profile
+
+
+def node(name: str, chip: str, profile: LayerProfile | None) -> NodeFacts:
+    return NodeFacts(NodeId(name), name, 1, 1.0, "metal", chip, profile=profile)
+
+
+def test_nodes_of_one_chip_share_the_least_of_their_times() -> None:
+    fast, slow = LayerProfile(1.0, 4.0, 9.0, 0.0), LayerProfile(2.0, 3.0, 9.0, 5.0)
+    shared = with_kin_profiles(
+        [
+            node("a", "M4", fast),
+            node("b", "M4", slow),
+            node("c", "M4", None),
+            node("d", "M1", None),
+            node("e", "", slow),
+            node("f", "", None),
+        ]
+    )
+    least = LayerProfile(1.0, 3.0, 9.0, 5.0)
+    assert [n.profile for n in shared] == [least, least, least, None, slow, None]
+
+
+def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:
+    told = members(CABLE, WIFI, profiles=[times()], chip="M4")
+    told[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="it leaks"))
+    nothing: Any = None
+    source = NodeFactsSource(
+        A, lambda: [MemberFacts(facts) for facts in told], lambda: A, nothing, nothing
+    )
+    view = source.view(DEMO)
+    assert view.node(A).profile is not None
+    assert view.node(B).profile is None
+    assert [link.round_trip_s for link in view.links] == [4e-4]
+    assert source.split_refusal(DEMO) == "it leaks"
+    assert source.split_refusal(ModelId("other")) == ""

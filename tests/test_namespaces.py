@@ -1,0 +1,154 @@
+"""Nodes on networks with faults: found, named, parted and healed, half deaf, far and lossy."""
+
+import random
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from namespaces import Network, cluster, heads, is_whole, network, statuses
+from nodes import Node, eventually, throughout
+from switch import Shape, Switch, mac
+
+NAMES = ("a", "b", "c")
+
+
+def sees(running: Node, **wanted: str) -> bool:
+    return statuses(running) == wanted
+
+
+def answered(running: Node) -> Any:
+    """A short answer's text, from wherever the model is."""
+    body = running.chat("What is 34 + 58?", max_tokens=8)
+    return body["choices"][0]["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Network, dict[str, Node]]]:
+    with network(*NAMES) as net, cluster(net, tmp_path_factory.mktemp("lab"), NAMES) as nodes:
+        yield net, nodes
+
+
+@pytest.fixture
+def lab(shared: tuple[Network, dict[str, Node]]) -> Generator[tuple[Network, dict[str, Node]]]:
+    """Whole at the start of each test, whatever the one before did to the network."""
+    net, nodes = shared
+    eventually(lambda: is_whole(nodes), 15)
+    yield shared
+    _ = net.shape()
+    _ = net.heal()
+
+
+# -------------------------------------------------------------------------- the switch itself
+
+
+def frame(target: int | None, number: int = 0) -> bytes:
+    address = b"\xff" * 6 if target is None else mac(target)
+    return address + number.to_bytes(8, "big")
+
+
+def through(shape: Shape, frames: Sequence[bytes], *, until: float = 10.0) -> list[Any]:
+    """(port, frame) of what three ports get of the frames that the first one sends at 0 s."""
+    switch = Switch(NAMES, random.Random(1), shape)
+    for each in frames:
+        switch.take(0, each, 0.0)
+    return switch.due(until)
+
+
+def test_the_switch_sends_a_frame_to_its_address_and_a_broadcast_to_all_others() -> None:
+    assert through(Shape(), [frame(2)]) == [(2, frame(2))]
+    assert [port for port, _ in through(Shape(), [frame(None)])] == [1, 2]
+    assert through(Shape(), [frame(0)]) == []
+
+
+def test_the_switch_blocks_one_way_only() -> None:
+    assert through(Shape(blocked=(("a", "b"),)), [frame(1)]) == []
+    assert len(through(Shape(blocked=(("b", "a"),)), [frame(1)])) == 1
+
+
+def test_without_multicast_groups_are_dropped_and_broadcasts_pass() -> None:
+    group = b"\x01\x00\x5e\x00\x00\xfb" + b"mdns"
+    assert len(through(Shape(), [group])) == 2
+    assert through(Shape(multicast=False), [group]) == []
+    assert len(through(Shape(multicast=False), [frame(None)])) == 2
+
+
+def test_the_switch_delays_and_keeps_the_order_under_jitter() -> None:
+    frames = [frame(1, number) for number in range(100)]
+    shape = Shape(delay_ms=50, jitter_ms=100)
+    assert len(through(Shape(delay_ms=50), frames, until=0.051)) == 100
+    assert len(through(shape, frames, until=0.051)) < 100
+    assert through(shape, frames, until=0.049) == []
+    assert [each for _, each in through(shape, frames, until=0.151)] == frames
+
+
+def test_the_switch_loses_the_share_that_it_is_told() -> None:
+    arrived = len(through(Shape(loss=0.05), [frame(1)] * 10_000))
+    assert 9400 < arrived < 9600
+
+
+# ----------------------------------------------------------------------------- nodes behind it
+
+
+def test_nodes_find_each_other_by_mdns_across_namespaces(
+    lab: tuple[Network, dict[str, Node]],
+) -> None:
+    net, nodes = lab
+    assert all(set(statuses(n).values()) == {"alive"} for n in nodes.values())
+    assert {n.itself()["host"] for n in nodes.values()} == {net.address(name) for name in NAMES}
+    assert len(heads(nodes)) == 1
+
+
+def test_a_named_peer_is_found_where_multicast_is_blocked(tmp_path: Path) -> None:
+    with network("a", "b") as net:
+        _ = net.multicast(False)
+        with cluster(net, tmp_path, ["a"]) as first:
+            peer = ("--peer", f"{net.address('a')}:{first['a'].itself()['port']}")
+            with cluster(net, tmp_path, ["b"], *peer) as second:
+                nodes = {**first, **second}
+                eventually(lambda: is_whole(nodes), 10)
+                assert net.counts().groups > 0
+                assert answered(second["b"])
+
+
+def test_a_partition_that_heals_leaves_one_head_that_serves(
+    lab: tuple[Network, dict[str, Node]],
+) -> None:
+    net, nodes = lab
+    _ = net.part(["a"], ["b", "c"])
+    eventually(lambda: sees(nodes["a"], b="dead", c="dead"), 10)
+    eventually(lambda: sees(nodes["b"], a="dead", c="alive"), 10)
+    assert net.heal().blocked > 0
+    eventually(lambda: is_whole(nodes), 15)
+    assert len({answered(n) for n in nodes.values()}) == 1
+
+
+def test_a_node_that_is_heard_but_hears_nothing_hangs_nobody(
+    lab: tuple[Network, dict[str, Node]],
+) -> None:
+    net, nodes = lab
+    _ = net.block("a", "b")
+    _ = net.block("c", "b")
+    eventually(lambda: sees(nodes["b"], a="dead", c="dead"), 8)
+    # It may serve alone or refuse, and so may the others; nobody leaves a client waiting.
+    for running in nodes.values():
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}]}
+        reply = running.call("POST", "/v1/chat/completions", body, timeout_s=15)
+        assert reply.status in (200, 503), reply
+    assert net.heal().blocked > 0
+    eventually(lambda: is_whole(nodes), 15)
+    assert answered(nodes["b"])
+
+
+def test_nobody_is_taken_for_dead_at_200_ms_and_5_percent_loss(
+    lab: tuple[Network, dict[str, Node]],
+) -> None:
+    net, nodes = lab
+    before = net.shape(delay_ms=100, loss=0.05)
+    told = {name: running.log.read_text() for name, running in nodes.items()}
+    throughout(lambda: all("dead" not in statuses(n).values() for n in nodes.values()), 10)
+    after = net.shape()
+    assert after.lost > before.lost
+    assert after.forwarded - before.forwarded > 200
+    for name, running in nodes.items():
+        assert " is dead" not in running.log.read_text().removeprefix(told[name])

@@ -1,0 +1,228 @@
+"""Previews and what may be asked of a plan: bounds, pins, splits by hand; over HTTP and as text."""
+
+from dataclasses import replace
+
+import pytest
+
+from exo_node.node.cli_plan import query, told
+from exo_node.node.plan_request import PlacementBody, PlanBody, parse_query
+from exo_node.node.preview_json import as_json
+from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.errors import InsufficientMemory, InvalidRequest
+from exo_node.placement.ids import NodeId
+from exo_node.placement.options import PlanOptions
+from exo_node.placement.plan import plan, preview
+
+MTP = {"default_k": 1, "max_k": 3}
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+def card(**changes: object) -> ModelCard:
+    facts = {
+        "id": "m",
+        "model_type": "llama",
+        "num_layers": 12,
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "num_attention_layers": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "context_length": 1000,
+        "weight_bytes": 120_000_000,
+    }
+    return parse_card(facts | changes, "test.toml")
+
+
+def cluster(*megabytes: int) -> ClusterView:
+    ids = (A, B, C)
+    sizes = zip(ids, megabytes, strict=False)
+    return ClusterView(tuple(NodeFacts(i, f"node-{i}", mb * 10**6, 1e9) for i, mb in sizes))
+
+
+def test_a_preview_is_the_plan_with_the_runner_up_and_the_bound() -> None:
+    found = preview(card(native_mtp=MTP), cluster(400, 300, 80))
+    assert found.best == plan(card(native_mtp=MTP), cluster(400, 300, 80))
+    assert [stage.node for stage in found.best.stages] == [A]
+    assert found.runner_up is not None
+    assert [stage.node for stage in found.runner_up.stages] == [B]
+    assert found.best.runner_up == found.runner_up.reason
+    assert found.bound_s == found.best.bound == found.best.score
+    assert found.candidates_considered >= 2
+    assert found.drafting == "native MTP counts as 1.2 times as fast (assumed)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "native_mtp", "says"),
+    [
+        ({}, (400,), True, "does not declare native MTP"),
+        ({"native_mtp": MTP}, (400,), False, "native MTP is turned off"),
+        ({"native_mtp": MTP}, (100, 100), True, "the placement has 2 stages"),
+        ({"native_mtp": MTP}, (140,), True, "with the MTP head m needs"),
+    ],
+)
+def test_a_preview_says_why_nothing_will_draft(
+    changes: dict[str, object], memory: tuple[int, ...], native_mtp: bool, says: str
+) -> None:
+    found = preview(card(**changes), cluster(*memory), native_mtp=native_mtp)
+    assert says in found.drafting
+
+
+def test_pinned_nodes_are_all_used_and_no_others() -> None:
+    view = cluster(400, 300, 300)
+    both = plan(card(), view, PlanOptions(nodes=(C, B)))
+    assert {stage.node for stage in both.stages} == {B, C}
+    assert "because nodes asked for them" in both.reason
+    one = plan(card(), view, PlanOptions(nodes=(C,)))
+    assert [stage.node for stage in one.stages] == [C]
+    assert "the node that was named" in one.reason
+    with pytest.raises(InsufficientMemory, match="the nodes that were named"):
+        plan(card(), cluster(400, 60, 60), PlanOptions(nodes=(B, C)))
+
+
+def test_a_split_by_hand_is_kept_and_compared() -> None:
+    view = cluster(400, 300, 300)
+    found = preview(card(), view, PlanOptions(layers=((B, 5), (A, 7))))
+    assert [(s.node, s.first_layer, s.end_layer) for s in found.best.stages] == [
+        (B, 0, 5),
+        (A, 5, 12),
+    ]
+    assert "because layers asked for it" in found.best.reason
+    assert found.runner_up is not None
+    assert [stage.node for stage in found.runner_up.stages] == [A]
+    assert found.bound_s == found.runner_up.score < found.best.score
+    alone = plan(card(), view, PlanOptions(layers=((C, 12),)))
+    assert [stage.node for stage in alone.stages] == [C]
+
+
+ASKED = [
+    ({"nodes": (A, NodeId("z"))}, "nodes", "nodes: z is no live node; there are node-a, node-b"),
+    ({"nodes": (A, A)}, "nodes", "node-a stands there twice; name each node once"),
+    ({"nodes": (A,), "exclude": frozenset({A})}, "nodes", "node-a is in exclude too"),
+    ({"nodes": (A,), "min_nodes": 2}, "min_nodes", "min_nodes is 2, and nodes names 1; leave"),
+    ({"nodes": (A, B), "max_nodes": 1}, "max_nodes", "max_nodes is 1, and nodes names 2; leave"),
+    ({"layers": ((NodeId("z"), 12),)}, "layers", "layers: z is no live node"),
+    ({"layers": ((A, 6), (A, 6))}, "layers", "twice"),
+    ({"layers": ((A, 12), (B, 0))}, "layers", "gives node-b 0 layers; give it 1 or more"),
+    ({"layers": ((A, 6), (B, 5))}, "layers", "adds up to 11, and m has 12; give 1 more"),
+    ({"layers": ((A, 9), (B, 5))}, "layers", "adds up to 14, and m has 12; give fewer"),
+    ({"layers": ((A, 6), (B, 6)), "nodes": (A, C)}, "layers", "other nodes than nodes"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param", "says"), ASKED)
+def test_what_cannot_be_met_names_the_field_and_the_remedy(
+    asked: dict[str, object], param: str, says: str
+) -> None:
+    options = replace(PlanOptions(), **asked)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        plan(card(), cluster(400, 300, 300), options)
+    assert caught.value.param == param
+
+
+def test_a_split_by_hand_that_does_not_fit_gives_the_figures() -> None:
+    with pytest.raises(InsufficientMemory) as caught:
+        plan(card(), cluster(300, 60), PlanOptions(layers=((A, 6), (B, 6))))
+    assert "layers gives node-b layers 6-11 of m, which need 0.08 GB with 1000 tokens" in str(
+        caught.value
+    )
+    assert "it has 0.06 GB; give it fewer layers" in str(caught.value)
+    assert caught.value.param == "layers"
+
+
+def test_a_model_that_must_not_be_split_runs_on_one_node_or_not_at_all() -> None:
+    refusal = "its layers share a cache"
+    view = cluster(400, 300, 60)
+    chosen = plan(card(), view, pipeline_refusal=refusal)
+    assert len(chosen.stages) == 1
+    assert chosen.reason.endswith(f"not split: {refusal}")
+    with pytest.raises(InsufficientMemory, match=refusal):
+        plan(card(), cluster(100, 100), pipeline_refusal=refusal)
+    asked = [
+        ("min_nodes", PlanOptions(min_nodes=2)),
+        ("nodes", PlanOptions(nodes=(A, B))),
+        ("layers", PlanOptions(layers=((A, 6), (B, 6)))),
+    ]
+    for field, options in asked:
+        with pytest.raises(InvalidRequest, match=f"one node only: {refusal}") as caught:
+            plan(card(), view, options, pipeline_refusal=refusal)
+        assert caught.value.param == field
+
+
+def test_a_query_says_what_a_body_says() -> None:
+    asked = parse_query(
+        [
+            ("model", "owner/m"),
+            ("min_nodes", "2"),
+            ("max_nodes", "3"),
+            ("context", "500"),
+            ("nodes", "a,node-b"),
+            ("layers", "node-b:5,a:7"),
+            ("exclude", "c"),
+        ]
+    )
+    assert asked == PlanBody.model_validate(
+        {
+            "model": "owner/m",
+            "min_nodes": 2,
+            "max_nodes": 3,
+            "context": 500,
+            "nodes": ["a", "node-b"],
+            "layers": [{"node": "node-b", "layers": 5}, {"node": "a", "layers": 7}],
+            "exclude": ["c"],
+        }
+    )
+    assert asked.options(cluster(1, 1, 1).nodes) == PlanOptions(
+        2, 3, 500, frozenset({C}), (A, B), ((B, 5), (A, 7))
+    )
+    assert PlacementBody(model="m").options(()) == PlanOptions()
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([], "model"),
+        ([("model", "m"), ("min_node", "2")], "min_node"),
+        ([("model", "m"), ("spares", "1")], "spares"),
+        ([("model", "m"), ("model", "n")], "model"),
+        ([("model", "m"), ("min_nodes", "two")], "min_nodes"),
+        ([("model", "m"), ("min_nodes", "-1")], "min_nodes"),
+        ([("model", "m"), ("min_nodes", "0")], "min_nodes"),
+        ([("model", "m"), ("context", "9" * 5000)], "context"),
+        ([("model", "m"), ("nodes", "")], "nodes[0]"),
+        ([("model", "m"), ("layers", "a")], "layers"),
+        ([("model", "m"), ("layers", "a:x")], "layers"),
+        ([("model", "m"), ("layers", ":3")], "layers"),
+        ([("model", "m"), ("layers", "a:0")], "layers[0].layers"),
+    ],
+)
+def test_a_query_with_a_fault_names_its_field(given: list[tuple[str, str]], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_query(given)
+    assert caught.value.param == param
+
+
+def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
+    twins = ClusterView((NodeFacts(A, "mac", 1, 1), NodeFacts(B, "mac", 1, 1)))
+    by_id = PlanBody(model="m", nodes=["b"])
+    assert by_id.options(twins.nodes).nodes == (B,)
+    for body, says in [
+        (PlanBody(model="m", exclude=["mac"]), "2 nodes are called mac; name it by its id: a, b"),
+        (PlanBody(model="m", exclude=["pc"]), "no live node is called pc; there are mac, mac"),
+    ]:
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            body.options(twins.nodes)
+        assert caught.value.param == "exclude"
+
+
+def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
+    view = cluster(100, 100, 100)
+    text = told(as_json(preview(card(), view), view, "not declared"))
+    assert "  node-a: layers 0-5\n  node-b: layers 6-11\n" in text
+    assert "runner-up: " in text
+    assert "bound: nothing else is faster by these figures" in text
+    assert "why: node-a + node-b, " in text
+    assert text.endswith("drafting: not declared")
+    assert query("a/b", {"nodes": "x,y", "context": None}) == (
+        "/v1/placements/preview?model=a%2Fb&nodes=x%2Cy"
+    )

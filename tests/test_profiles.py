@@ -1,0 +1,116 @@
+"""Layer times are kept for what decides them, over restarts, and a bad file is measured anew."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from exo_node.node.profiles import LayerProfiles
+from exo_node.proto import peer_pb2 as pb
+
+
+def times(**changes: Any) -> pb.LayerTimes:
+    fields: dict[str, Any] = {
+        "model": "demo",
+        "dtype": "float32",
+        "decode_s": 1e-3,
+        "verify_s": 2e-3,
+        "verify_rows": 4,
+        "prefill_s": 0.1,
+        "prefill_rows": 512,
+        "tail_s": 5e-4,
+    }
+    return pb.LayerTimes(**(fields | changes))
+
+
+def opened(folder: Path, device: str = "M4, metal", mlx: str = "1") -> LayerProfiles:
+    return LayerProfiles(folder, device, mlx)
+
+
+def test_a_profile_outlives_the_process(tmp_path: Path) -> None:
+    opened(tmp_path).keep("f1", times())
+    again = opened(tmp_path)
+    assert again.times() == [times()]
+    assert not again.missing("f1", "float32", generator=True)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype", "device", "mlx"),
+    [
+        ("f2", "float32", "M4, metal", "1"),
+        ("f1", "bfloat16", "M4, metal", "1"),
+        ("f1", "float32", "M4, cpu", "1"),
+        ("f1", "float32", "M4, metal", "2"),
+    ],
+)
+def test_whatever_decides_speeds_asks_for_another_profile(
+    tmp_path: Path, checkpoint: str, dtype: str, device: str, mlx: str
+) -> None:
+    opened(tmp_path).keep("f1", times())
+    assert opened(tmp_path, device, mlx).missing(checkpoint, dtype, generator=False)
+
+
+def test_a_generators_tail_is_measured_once_and_kept(tmp_path: Path) -> None:
+    profiles = opened(tmp_path)
+    profiles.keep("f1", times(tail_s=0.0))
+    assert not profiles.missing("f1", "float32", generator=False)
+    assert profiles.missing("f1", "float32", generator=True)
+    profiles.keep("f1", times())
+    profiles.keep("f1", times(decode_s=2e-3, tail_s=0.0))
+    assert opened(tmp_path).times() == [times(decode_s=2e-3)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"key": {}}',
+        b'{"key": {"x": "y"}, "model": "m"}',
+        b"{}" + b" " * 70_000,
+    ],
+)
+def test_a_file_that_is_no_profile_is_named_and_measured_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    opened(tmp_path).keep("f1", times())
+    [file] = tmp_path.iterdir()
+    _ = file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        profiles = opened(tmp_path)
+    assert file.name in caplog.text
+    assert profiles.missing("f1", "float32", generator=False)
+    profiles.keep("f1", times())
+    assert opened(tmp_path).times() == [times()]
+
+
+def test_a_file_under_another_profiles_name_is_not_believed(tmp_path: Path) -> None:
+    opened(tmp_path).keep("f1", times())
+    [file] = tmp_path.iterdir()
+    opened(tmp_path).keep("f2", times(decode_s=9.0))
+    [other] = set(tmp_path.iterdir()) - {file}
+    _ = file.replace(other)
+    assert opened(tmp_path).times() == []
+
+
+@pytest.mark.parametrize("figure", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_a_figure_that_is_no_time_is_refused(tmp_path: Path, figure: float) -> None:
+    profiles = opened(tmp_path)
+    with pytest.raises(ValidationError):
+        profiles.keep("f1", times(decode_s=figure))
+    assert list(tmp_path.iterdir()) == []
+    assert profiles.times() == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    profiles = opened(tmp_path / "file")
+    profiles.keep("f1", times())
+    assert profiles.times() == [times()]
+    assert "could not be saved" in caplog.text

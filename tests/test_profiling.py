@@ -1,0 +1,128 @@
+"""Two real nodes: links and layers are measured, kept, told to the head, planned with, printed."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import DEMO
+from nodes import COMMAND, Node, eventually, node
+from test_cluster import grpc_address, join, sees
+
+from exo_node.shard.self_check import require_splittable
+
+PROFILE = "/v1/cluster/profile"
+FLAGS = ("--no-mdns", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    root = tmp_path_factory.mktemp("profiling")
+    with (
+        node(root / "one", *FLAGS) as one,
+        node(join(one, root / "two"), *FLAGS, "--peer", grpc_address(one)) as two,
+    ):
+        eventually(lambda: sees(one, 2) and sees(two, 2), 10)
+        yield one, two
+
+
+def profile(running: Node) -> Any:
+    return running.call("GET", PROFILE).body
+
+
+def reason(running: Node) -> str:
+    """Why the demo would be placed as it would."""
+    text: str = running.call("GET", "/v1/placements/preview?model=demo").body["best"]["reason"]
+    return text
+
+
+def files(running: Node, kind: str) -> dict[str, int]:
+    """Kept files of a kind, and when each was written."""
+    found = (running.data_dir / "profiles").glob(f"{kind}-*.json")
+    return {path.name: path.stat().st_mtime_ns for path in found}
+
+
+def bench(running: Node, *flags: str) -> str:
+    """What `exo-node bench cluster` prints."""
+    command = [COMMAND, "bench", "cluster", "--data-dir", str(running.data_dir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_link_is_measured_when_a_node_joins(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    eventually(lambda: profile(one)["links"], 10)
+    [link] = profile(one)["links"]
+    ids = {n["id"]: n["name"] for n in profile(one)["nodes"]}
+    assert {ids[end] for end in link["nodes"]} == {"one", "two"}
+    assert link["addresses"] == ["127.0.0.1", "127.0.0.1"]
+    assert 0 < link["round_trip_min_s"] <= link["round_trip_s"] < 0.5
+    assert link["bandwidth"] > 1e6
+    assert link["chosen"]
+    # The other node passes the question on to the head.
+    assert profile(two)["links"][0]["nodes"] == link["nodes"]
+
+
+def test_layers_are_timed_once_on_each_node_and_planned_with(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    assert "measured" not in reason(one)
+    body = {"model": "demo", "min_nodes": 2}
+    placed = one.call("POST", "/v1/placements", body)
+    assert placed.status == 200, placed
+    eventually(lambda: all(n["layers"] for n in profile(one)["nodes"]), 10)
+    generator = placed.body["stages"][0]["node"]
+    for each in profile(one)["nodes"]:
+        [times] = each["layers"]
+        assert (times["model"], times["dtype"]) == ("demo", "float32")
+        assert 0 < times["decode_s"] < times["prefill_s"] < 60
+        assert (times["verify_rows"], times["prefill_rows"]) == (4, 512)
+        assert (times["tail_s"] is not None) == (each["id"] == generator)
+    known = files(one, "layers"), files(two, "layers")
+    assert one.call("POST", "/v1/placements", body).status == 200
+    assert "measured" in reason(one)
+    assert (files(one, "layers"), files(two, "layers")) == known
+
+
+def test_a_person_reads_the_tables_and_may_measure_anew(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    before = profile(one)["links"][0]["round_trip_s"]
+    text = bench(two, "--measure", "--model", "demo")
+    assert profile(one)["links"][0]["round_trip_s"] != before
+    lines = text.splitlines()
+    assert lines[0].split() == ["NODE", "CHIP", "BACKEND", "MEMORY", "BANDWIDTH", "ADDRESSES"]
+    assert [row.split()[0] for row in lines[1:3]] == ["one", "two"]
+    assert sum(row.startswith("demo ") for row in lines) == 2
+    assert any("127.0.0.1 - 127.0.0.1" in row and row.endswith("yes") for row in lines)
+    assert "best:" in text
+    told = json.loads(bench(one, "--json"))
+    assert told["profile"]["object"] == "cluster.profile"
+    assert told["plan"] is None
+
+
+def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: Path) -> None:
+    """The kept result of a check stands in for a class that fails: the demo's passes."""
+    config = json.loads((DEMO / "config.json").read_text())
+    seeded = tmp_path / "seeded"
+    require_splittable(config, str(seeded))
+    [kept] = seeded.iterdir()
+    _ = kept.write_text(json.dumps(json.loads(kept.read_text()) | {"refusal": "it leaks state"}))
+
+    def refusing(folder: Path) -> Path:
+        (folder / "profiles").mkdir(parents=True)
+        _ = (folder / "profiles" / kept.name).write_text(kept.read_text())
+        return folder
+
+    first = refusing(tmp_path / "a")
+    with node(first, *FLAGS) as one:
+        second = join(one, tmp_path / "b")
+        _ = refusing(second)
+        with node(second, *FLAGS, "--peer", grpc_address(one)) as two:
+            eventually(lambda: sees(one, 2) and sees(two, 2), 10)
+            split = one.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
+            assert split.status >= 400, split
+            assert "it leaks state" in split.body["error"]["message"]
+            assert one.chat("Who are you?")["generation_stats"]["drafter_kind"] == "native_mtp"
+            eventually(lambda: "runs on one node only" in bench(two), 5)

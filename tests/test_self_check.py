@@ -1,0 +1,240 @@
+"""A class of models is split over nodes only after a small one of it gave the same bits split."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import DEMO, load_quietly, spec
+from mlx_lm.models.llama import TransformerBlock
+
+from exo_node.placement.errors import LoadFailed
+from exo_node.shard import self_check
+from exo_node.shard.self_check import REFUSED, require_splittable, split_fault
+from exo_node.shard.small_config import small_config
+
+HEADERS = Path(__file__).parent / "headers"
+PLAIN: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def plain(model_type: str, **more: Any) -> dict[str, Any]:
+    """A config.json with the sizes of an 8B model."""
+    return PLAIN | {"model_type": model_type} | more
+
+
+def published(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((HEADERS / f"{name}.json").read_text())["config"]
+    return config
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "the demo": json.loads((DEMO / "config.json").read_text()),
+    "llama": plain("llama", rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "qwen3": plain("qwen3", head_dim=128, tie_word_embeddings=True),
+    "recurrent and attention layers": published("qwen3.6-27b"),
+    "those with experts": published("qwen3.5-35b-a3b"),
+    "qwen3_next": published("qwen3-next-80b-a3b"),
+    "latent attention, groups of experts": published("deepseek-v3"),
+    "dense layers before experts": published("glm-4.5-air"),
+    "a pattern of windows": plain(
+        "cohere2",
+        head_dim=128,
+        layer_norm_eps=1e-5,
+        logit_scale=0.25,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+        attention_bias=False,
+        layer_norm_bias=False,
+    ),
+    "layers without positions": plain(
+        "smollm3", no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 8
+    ),
+    "state-space layers": plain(
+        "mamba2",
+        num_heads=80,
+        head_dim=64,
+        hidden_size=2560,
+        intermediate_size=5120,
+        state_size=128,
+        n_groups=1,
+        expand=2,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        time_step_limit=[0.0, 1e9],
+        time_step_rank=160,
+        layer_norm_epsilon=1e-5,
+        chunk_size=256,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_class_that_can_be_split_passes(kind: str) -> None:
+    assert split_fault(small_config(CONFIGS[kind])) == ""
+
+
+def test_layers_that_read_an_earlier_layers_cache_do_not_pass() -> None:
+    """gemma3n's last layers have no keys and values of their own: a real class that fails."""
+    text = {
+        "model_type": "gemma3n_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 30,
+        "intermediate_size": [8192] * 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262400,
+        "num_kv_shared_layers": 10,
+        "vocab_size_per_layer_input": 262144,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1e6,
+        "final_logit_softcapping": 30.0,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+        "activation_sparsity_pattern": [0.0] * 30,
+        "hidden_size_per_layer_input": 256,
+        "altup_num_inputs": 4,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 64,
+        "rope_scaling": None,
+        "query_pre_attn_scalar": 256,
+    }
+    assert "differ" in split_fault(small_config({"model_type": "gemma3n", "text_config": text}))
+
+
+def through_the_class(layer: Any, x: mx.array, out: mx.array) -> mx.array:
+    """State that every layer of the process sees, and no other process does."""
+    mixed = out + getattr(TransformerBlock, "seen", mx.zeros(1))[..., -1:, :1]
+    TransformerBlock.seen = 0.01 * out  # pyright: ignore[reportAttributeAccessIssue]
+    return mixed
+
+
+def through_the_object(layer: Any, x: mx.array, out: mx.array) -> mx.array:
+    """State of a layer's own that its cache does not hold, and that a rollback leaves."""
+    before = getattr(layer, "before", mx.zeros(1))
+    object.__setattr__(layer, "before", 0.01 * mx.mean(out))
+    return out + before
+
+
+@pytest.mark.parametrize("leak", [through_the_class, through_the_object])
+def test_a_class_whose_layers_share_state_aside_does_not_pass(
+    leak: Callable[[Any, mx.array, mx.array], mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock: Any = TransformerBlock.__call__
+    monkeypatch.setattr(TransformerBlock, "seen", mx.zeros((1, 1, 1)), raising=False)
+
+    def leaking(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return leak(self, x, stock(self, x, *args, **kwargs))
+
+    monkeypatch.setattr(TransformerBlock, "__call__", leaking)
+    assert "differ" in split_fault(small_config(CONFIGS["llama"]))
+
+
+def test_a_class_that_cannot_be_built_does_not_pass() -> None:
+    assert "nosuch" in split_fault(small_config(plain("nosuch")))
+    assert "cannot be run" in split_fault({"model_type": "llama"})
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes that are checked from now on; `nosuch` fails, the others pass."""
+    ran: list[str] = []
+
+    def check(small: Any) -> str:
+        ran.append(small["model_type"])
+        return "there is no class nosuch" if small["model_type"] == "nosuch" else ""
+
+    monkeypatch.setattr(self_check, "split_fault", check)
+    return ran
+
+
+def test_a_result_is_kept_for_the_structure_and_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = counted(monkeypatch)
+    bigger = CONFIGS["llama"] | {"hidden_size": 8192, "num_hidden_layers": 80}
+    for config in (CONFIGS["llama"], CONFIGS["llama"], bigger):
+        require_splittable(config, str(tmp_path))
+    assert ran == ["llama"], "sizes alone are no other structure"
+    require_splittable(CONFIGS["llama"] | {"layer_types": ["full_attention"] * 32}, str(tmp_path))
+    assert len(ran) == 2
+    monkeypatch.setattr(self_check, "version", lambda name: f"another {name}")
+    require_splittable(CONFIGS["llama"], str(tmp_path))
+    assert len(ran) == 3
+
+
+def test_a_refusal_is_kept_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = counted(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(LoadFailed, match="place it on one node") as caught:
+            require_splittable(plain("nosuch"), str(tmp_path))
+        assert caught.value.param == REFUSED
+        assert "nosuch" in caught.value.message
+    assert ran == ["nosuch"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"refusal": "no"}', "x" * 100_000])
+def test_a_file_that_says_nothing_is_checked_anew(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    content: str,
+) -> None:
+    ran = counted(monkeypatch)
+    require_splittable(CONFIGS["qwen3"], str(tmp_path))
+    [file] = tmp_path.iterdir()
+    _ = file.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        require_splittable(CONFIGS["qwen3"], str(tmp_path))
+    assert ran == ["qwen3", "qwen3"]
+    assert "cannot be used" in caplog.text
+
+
+def test_a_name_out_of_the_folder_stays_in_it(tmp_path: Path) -> None:
+    with pytest.raises(LoadFailed):
+        require_splittable(plain("../../x"), str(tmp_path / "kept"))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_the_generators_load_checks_the_class_of_a_split_and_of_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = counted(monkeypatch)
+    kept = {"profile_folder": str(tmp_path)}
+    _ = load_quietly(spec(**kept))
+    _ = load_quietly(spec(first=8, stage=1, num_stages=2, **kept))
+    assert ran == []
+    _ = load_quietly(spec(end=8, num_stages=2, **kept))
+    assert ran == ["qwen3_5"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_check_leaves_the_process_as_it_was(dtype: str) -> None:
+    mx.random.seed(7)
+    wanted = mx.random.normal((4,)).tolist()
+    mx.random.seed(7)
+    before = mx.get_active_memory()
+    assert split_fault(small_config(CONFIGS["the demo"] | {"dtype": dtype})) == ""
+    mx.random.seed(7)
+    assert mx.random.normal((4,)).tolist() == wanted
+    assert mx.get_active_memory() - before < 1 << 20

@@ -1,0 +1,93 @@
+"""A small config keeps what decides how layers work together, and no size."""
+
+from typing import Any
+
+import pytest
+
+from exo_node.shard.small_config import HEAD_DIM, HIDDEN, small_config
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"hidden_size": 7168, "vocab_size": 129280}, {"hidden_size": HIDDEN, "vocab_size": 512}),
+        ({"hidden_size": 64}, {"hidden_size": 64}),
+        ({"num_hidden_layers": 61}, {"num_hidden_layers": 8}),
+        ({"num_hidden_layers": 4}, {"num_hidden_layers": 4}),
+        (
+            {"num_attention_heads": 96, "num_key_value_heads": 8},
+            {"num_attention_heads": 4, "num_key_value_heads": 2},
+        ),
+        (
+            {"num_attention_heads": 128, "num_key_value_heads": 128},
+            {"num_attention_heads": 4, "num_key_value_heads": 4},
+        ),
+        (
+            {"num_attention_heads": 71, "num_key_value_heads": 1},
+            {"num_attention_heads": 4, "num_key_value_heads": 1},
+        ),
+        ({"head_dim": 128, "rotary_dim": 64}, {"head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM // 2}),
+        ({"q_lora_rank": None, "kv_lora_rank": 512}, {"q_lora_rank": None, "kv_lora_rank": 64}),
+        ({"sliding_window": None}, {"sliding_window": None}),
+        ({"sliding_window": 4096}, {"sliding_window": 8}),
+        ({"num_experts": 0}, {"num_experts": 0}),
+        (
+            {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
+            {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        ),
+        (
+            {"num_hidden_layers": 61, "first_k_dense_replace": 3},
+            {"num_hidden_layers": 8, "first_k_dense_replace": 3},
+        ),
+        (
+            {"num_hidden_layers": 60, "full_attention_interval": 15},
+            {"num_hidden_layers": 8, "full_attention_interval": 4},
+        ),
+        (
+            {"num_hidden_layers": 30, "num_kv_shared_layers": 10},
+            {"num_hidden_layers": 8, "num_kv_shared_layers": 2},
+        ),
+        (
+            {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10]},
+            {"num_hidden_layers": 8, "full_attn_idxs": [2, 5]},
+        ),
+        (
+            {"head_dim": 128, "rope_scaling": {"long_factor": [1.0] * 64, "type": "longrope"}},
+            {"head_dim": 32, "rope_scaling": {"long_factor": [1.0] * 16, "type": "longrope"}},
+        ),
+        ({"tie_word_embeddings": True, "x": "y"}, {"tie_word_embeddings": True, "x": "y"}),
+        ({"quantization": {"bits": 4}, "quantization_config": {}}, {}),
+        (
+            {"text_config": {"hidden_size": 4096, "num_hidden_layers": 40}},
+            {"text_config": {"hidden_size": HIDDEN, "num_hidden_layers": 8}},
+        ),
+    ],
+)
+def test_sizes_shrink_and_structure_stays(given: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert small_config(given) == kept
+
+
+def test_lists_of_layers_are_cut_where_the_most_kinds_are() -> None:
+    """Far into the model where the start has one kind only, and every list at the same place."""
+    kinds = ["a"] * 20 + ["b", "c"] + ["a"] * 10
+    numbers = list(range(100, 132))
+    small = small_config({"num_hidden_layers": 32, "kinds": kinds, "of": numbers})
+    assert small["kinds"] == kinds[14:22]
+    assert small["of"] == numbers[14:22]
+
+
+def test_a_pattern_in_letters_is_cut_like_a_list() -> None:
+    pattern = "MMMMMMMMMMMM*-MM"
+    small = small_config({"num_hidden_layers": 16, "hybrid_override_pattern": pattern})
+    assert small["hybrid_override_pattern"] == "MMMMMM*-"
+
+
+def test_a_period_that_fits_stays() -> None:
+    given = {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4}
+    assert small_config(given) == given | {"num_hidden_layers": 8}
+
+
+def test_the_given_config_is_not_changed() -> None:
+    given: dict[str, Any] = {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}
+    _ = small_config(given)
+    assert given == {"hidden_size": 4096, "text_config": {"hidden_size": 4096}}

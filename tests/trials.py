@@ -1,0 +1,267 @@
+"""One answer, and processes that are killed or stopped under it: what is done, what must hold.
+
+A trial says which runner or node is hit, how and when. It is made from a seed and a number, so
+that `bench/kills.py --seed S --only N` repeats it.
+"""
+
+import contextlib
+import itertools
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import psutil
+from engines import ORACLE
+from laboratory import Laboratory, Place
+from listening import SILENCE_S, Answer, ask
+
+Target = Literal["generator", "stage 1", "stage 2", "spare", "node"]
+How = Literal["kill", "stop, continue", "stop, kill"]
+Phase = Literal["prefill", "decode", "resume"]
+
+TARGETS: Final[tuple[Target, ...]] = ("generator", "stage 1", "stage 2", "spare", "node")
+HOWS: Final[tuple[How, ...]] = ("kill", "stop, continue", "stop, kill")
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode", "resume")
+
+GAP_AFTER_KILL_S: Final = 3.0
+GAP_AFTER_STOP_S: Final = 6.0
+FREED_WITHIN_S: Final = 10.0
+NEVER_END: Final = {"logit_bias": {"4095": -100}}
+"""The demo model's end token, never chosen: answers as long as asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what an answer of it is when nothing is killed."""
+
+    name: str
+    prompt: str
+    fields: Mapping[str, Any]
+    ids: tuple[int, ...] = ()
+    first_s: float = 0.0
+    gap_s: float = 0.0
+
+    def asked(self, lab: Laboratory) -> "Question":
+        """With the ids and times of an undisturbed answer. Fails the test where it does not end."""
+        answer = ask(lab.node(lab.head()), self.prompt, **self.fields)
+        assert answer.ended(120) and not answer.error, answer.error
+        first, *rest = answer.gaps()
+        assert self.ids in ((), tuple(answer.ids)), f"{self.name} is not the oracle's"
+        ids = tuple(answer.ids)
+        return Question(self.name, self.prompt, self.fields, ids, first, max(rest, default=0.0))
+
+
+def oracle_question(prompt: str) -> Question:
+    row = next(row for row in ORACLE if row["prompt"] == prompt)
+    return Question(f"oracle: {prompt}", prompt, {}, tuple(row["greedy_ids"]))
+
+
+def questions() -> list[Question]:
+    """The oracle's answers of 20 tokens or more, long ones, and long prompts."""
+    long = " ".join(str(row["prompt"]) for row in ORACLE)
+    return [
+        *(oracle_question(row["prompt"]) for row in ORACLE if len(row["greedy_ids"]) >= 20),
+        *(
+            Question(f"{n} tokens", "Tell me a story.", {"max_tokens": n, **NEVER_END})
+            for n in (128, 256, 512)
+        ),
+        # Read in several chunks, over all stages.
+        Question("long prompt", " ".join([long] * 6), {"max_tokens": 64, **NEVER_END}),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is done to one answer; `chance` decides what the rest leaves open."""
+
+    name: str
+    target: Target
+    how: How
+    phase: Phase
+    question: Question
+    chance: random.Random = field(compare=False, repr=False)
+
+
+def trials(seed: int, asked: Sequence[Question]) -> Iterator[Trial]:
+    """Without end: every combination once in a random order, then again in another."""
+    reading = [q for q in asked if q.name == "long prompt"]
+    for turn in itertools.count():
+        order = list(itertools.product(TARGETS, HOWS, PHASES))
+        random.Random(f"{seed}/{turn}").shuffle(order)
+        for number, (target, how, phase) in enumerate(order, start=turn * len(order)):
+            chance = random.Random(f"{seed}/{turn}/{number}")
+            question = chance.choice(reading if phase == "prefill" else asked)
+            yield Trial(f"{seed}/{number}", target, how, phase, question, chance)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial showed; it passed where `faults` is empty."""
+
+    trial: Trial
+    faults: tuple[str, ...]
+    hit: bool
+    """Whether the answer still went on when it was hit."""
+    warm: bool
+    """Whether a spare was ready for each stage that was hit."""
+    gap_s: float
+    freed_s: float
+    whole_s: float
+    resumes: int
+
+
+@dataclass(slots=True)
+class _Blows:
+    """The processes that were hit, so that none is left stopped."""
+
+    stopped: list[psutil.Process] = field(default_factory=list[psutil.Process])
+    warm: bool = True
+    hit: bool = True
+    last_at: float = 0.0
+
+    def strike(self, victims: Sequence[psutil.Process], how: How) -> None:
+        self.last_at = time.monotonic()
+        number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+        for victim in victims:
+            _send(victim, number)
+        if how != "kill":
+            self.stopped += victims
+
+    def undo(self, how: How) -> None:
+        """Stopped processes go on, or end."""
+        number = signal.SIGCONT if how == "stop, continue" else signal.SIGKILL
+        for victim in self.stopped:
+            _send(victim, number)
+        self.stopped.clear()
+
+
+def _send(victim: psutil.Process, number: signal.Signals) -> None:
+    """psutil knows the process by its start as well, so that no other one with its pid is hit."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a node ends a runner that it finds stopped
+        victim.send_signal(number)
+
+
+def attempt(lab: Laboratory, trial: Trial) -> Outcome:
+    """Asks, strikes, listens, and waits until the laboratory is whole again."""
+    blows = _Blows()
+    head = lab.head()
+    victim_node = _victim_node(lab, trial, head)
+    doors = [node for node in lab.ids if node != victim_node] if trial.target == "node" else lab.ids
+    answer = ask(
+        lab.node(trial.chance.choice([head, *doors])),
+        trial.question.prompt,
+        **trial.question.fields,
+    )
+    try:
+        _strike(lab, trial, answer, blows, victim_node)
+        ended = answer.ended(4 * SILENCE_S)
+    finally:
+        blows.undo(trial.how)
+    freed_s = _freed(lab)
+    whole_s = lab.until_whole()
+    gap_s = _gap(trial, answer, blows.last_at)
+    faults = tuple(_faults(trial, answer, blows, ended=ended, gap_s=gap_s, freed_s=freed_s))
+    resumes = int(answer.stats.get("resumes", 0))
+    return Outcome(trial, faults, blows.hit, blows.warm, gap_s, freed_s, whole_s, resumes)
+
+
+def _victim_node(lab: Laboratory, trial: Trial, head: str) -> str:
+    """A node with a stage that is not the head."""
+    return trial.chance.choice([place.node for place in lab.places() if place.node != head])
+
+
+def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim_node: str) -> None:
+    places = lab.places()
+    length = len(trial.question.ids)
+    match trial.phase:
+        case "prefill":
+            # The first chunk was read; how far the others are is left to chance.
+            blows.hit = answer.until(lambda a: a.comments or a.ids, SILENCE_S)
+            time.sleep(trial.chance.uniform(0, trial.question.first_s))
+        case "decode" | "resume":
+            at = trial.chance.randrange(1, max(2, length - 8))
+            blows.hit = answer.until(lambda a: len(a.ids) >= at, SILENCE_S)
+    if trial.phase == "resume":
+        first = trial.chance.choice(places)
+        _hit(lab, blows, [first], "kill")
+        seen = len(answer.ids)
+        _ = answer.until(lambda a: a.commented("resuming") or len(a.ids) > seen + 1, SILENCE_S)
+        time.sleep(trial.chance.uniform(0, 0.5))
+    match trial.target:
+        case "generator" | "stage 1" | "stage 2":
+            stage = 0 if trial.target == "generator" else int(trial.target[-1])
+            _hit(lab, blows, [p for p in lab.places() if p.stage == stage], trial.how)
+        case "spare":
+            spares = lab.ready_spares()
+            _hit(lab, blows, [trial.chance.choice(spares)] if spares else [], trial.how)
+        case "node":
+            _hit_node(lab, blows, victim_node, trial.how)
+    blows.hit = blows.hit and answer.ended_at is None
+
+
+def _hit(lab: Laboratory, blows: _Blows, places: Sequence[Place], how: How) -> None:
+    spared = {place.stage for place in lab.ready_spares() if place not in places}
+    blows.warm = blows.warm and all(place.stage in spared for place in places)
+    victims = [psutil.Process(place.pid) for place in places if psutil.pid_exists(place.pid)]
+    blows.hit = blows.hit and bool(victims)
+    blows.strike(victims, how)
+
+
+def _hit_node(lab: Laboratory, blows: _Blows, node_id: str, how: How) -> None:
+    lost = {place.stage for place in lab.places() if place.node == node_id}
+    spared = {place.stage for place in lab.ready_spares() if place.node != node_id}
+    blows.warm = blows.warm and lost <= spared
+    blows.strike(lab.processes(node_id), how)
+
+
+def _freed(lab: Laboratory) -> float:
+    """Seconds until no stage holds anything; twice the limit where it takes longer."""
+    begun = time.monotonic()
+    while lab.held():
+        if time.monotonic() - begun > 2 * FREED_WITHIN_S:
+            break
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+def _gap(trial: Trial, answer: Answer, struck_at: float) -> float:
+    """The longest wait for tokens; of the first ones, beyond reading the prompt anew."""
+    if not answer.arrivals:
+        return time.monotonic() - struck_at
+    first = max(0.0, answer.arrivals[0] - struck_at - trial.question.first_s)
+    return max([first, *answer.gaps()[1:]])
+
+
+def _faults(
+    trial: Trial, answer: Answer, blows: _Blows, *, ended: bool, gap_s: float, freed_s: float
+) -> Iterator[str]:
+    expected = trial.question.ids
+    if not ended:
+        yield f"hangs: no end within {4 * SILENCE_S:.0f} s"
+    if answer.error:
+        yield f"ended by {answer.error}"
+    if tuple(answer.ids) != expected:
+        yield _difference(answer.ids, expected)
+    stopped = trial.how != "kill"
+    limit = GAP_AFTER_STOP_S if stopped else GAP_AFTER_KILL_S
+    if blows.warm and gap_s > limit:
+        yield f"a gap of {gap_s:.2f} s where {limit:.0f} s are allowed"
+    if gap_s > SILENCE_S:
+        yield f"hung for {gap_s:.0f} s"
+    if freed_s > FREED_WITHIN_S:
+        yield f"KV was held for {freed_s:.1f} s after the end"
+    struck = blows.hit and trial.target != "spare"
+    if struck and not answer.error and not answer.stats.get("resumes"):
+        yield "the answer did not notice: the trial shows nothing"
+    if answer.stats.get("resumes") and answer.stats.get("resume_exact") is not True:
+        yield "resumed, but not exactly"
+
+
+def _difference(ids: Sequence[int], expected: Sequence[int]) -> str:
+    pairs = enumerate(zip(ids, expected, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
+    here, there = list(ids[at : at + 6]), list(expected[at : at + 6])
+    return f"{len(ids)} of {len(expected)} ids; from {at} on {here} where {there} were expected"
