@@ -41,6 +41,7 @@ def main() -> int:
             made = islice(made, options.only, options.only + 1)
         outcomes = list(_run(lab, made, options.kills))
         print(f"\nThe first placement took {lab.load_s:.1f} s to load")
+        print(f"Stages had to be spread over the nodes anew {lab.collapsed} times")
     _report(outcomes)
     print(f"{time.monotonic() - begun:.0f} s in all, seed {options.seed}")
     return 1 if any(outcome.faults for outcome in outcomes) else 0

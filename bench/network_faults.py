@@ -164,13 +164,13 @@ def partitions(options: Any, net: Network, nodes: dict[str, Node], attempts: Pat
         time.sleep(chance.uniform(1, 12))
         _ = net.heal()
         healed = time.monotonic()
-        tally.ended(answer, expected, may_fail=True)
         try:
             eventually(lambda: is_whole(nodes), WHOLE_WITHIN_S)
         except AssertionError:
             tally.wrong.append(f"cycle {cycle}: not one cluster with one head after {cut}")
         took = time.monotonic() - healed
         slowest = max(slowest, took)
+        tally.ended(answer, expected, may_fail=True)
         for running in nodes.values():
             after = ask(running, STORY.prompt)
             tally.ended(after, STORY.ids, may_fail=False)

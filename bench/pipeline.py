@@ -27,7 +27,7 @@ from pipeline_hops import KINDS, Chain, chain
 from pipeline_peer import MlxRing
 from runners import Placement, running
 
-CHUNK = 256
+CHUNK = 32
 """Rows of a prefill chunk, on both sides."""
 LONG_PROMPT = 8 * CHUNK
 IN_FLIGHT = 4
@@ -55,6 +55,7 @@ class Arm:
         processes = [psutil.Process(pid) for pid in self.pids]
         begun, before = time.perf_counter(), _busy(processes)
         ids, rate = await self.run()
+        print("DEBUG", self.pids, len(ids), rate, time.perf_counter()-begun, file=sys.stderr, flush=True)
         cores = (_busy(processes) - before) / (time.perf_counter() - begun)
         return Timed(tuple(ids), rate, cores)
 

@@ -6,7 +6,6 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -264,8 +263,8 @@ class Generation:
             if self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in some):
                 self._repeat(token, some)
             else:
-                for before, recorded in pairwise([token, *some]):
-                    yield from self._rebuild_round(_last(before), recorded)
+                for before, recorded in zip([token, *map(_last, some)], some, strict=False):
+                    yield from self._rebuild_round(before, recorded)
             for recorded in some:
                 reason, _ = self._cut(list(recorded.tokens))
             token = _last(some[-1])
@@ -309,6 +308,6 @@ class Generation:
         return ended
 
 
-def _last(before: mx.array | Round) -> mx.array:
+def _last(recorded: Round) -> mx.array:
     """The token that the next round begins with."""
-    return as_row(before.tokens[-1:]) if isinstance(before, Round) else before
+    return as_row(recorded.tokens[-1:])

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,6 +13,7 @@ from ..placement.drafting import Drafting, EnabledState, HeadState, choose_draft
 from ..placement.errors import ExoNodeError, PeerLost, QueueFull
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
+from .events import EventLog
 from .metrics import AnswerMeter, Metrics
 from .placements import Placements
 from .records import Endpoint, Record
@@ -31,8 +31,6 @@ from .requests import (
 from .resuming import AnswerLog
 from .stages import Facts
 from .totals import Totals
-
-log = logging.getLogger(__name__)
 
 MAX_RUNNING = 8
 MAX_WAITING = 32
@@ -61,12 +59,14 @@ class ChatService:
         generators: Generators,
         totals: Totals,
         metrics: Metrics,
+        events: EventLog | None = None,
     ) -> None:
         self._placements = placements
         self._facts = facts
         self._generators = generators
         self._totals = totals
         self._metrics = metrics
+        self._events = EventLog() if events is None else events
         self._running = asyncio.Semaphore(MAX_RUNNING)
         self._waiting = 0
 
@@ -132,7 +132,14 @@ class ChatService:
                 self._placements.lost(record.id, None, fault.message)
                 if not answer.lost():
                     raise
-                log.warning("resuming answer %s: %s", request.id, fault.message)
+                self._events.add(
+                    "resumed",
+                    f"an answer of {request.model} is resumed behind its {len(answer.rounds)} "
+                    f"rounds: {fault.message}",
+                    model=request.model,
+                    request=request.id,
+                    attempt=answer.attempt,
+                )
                 yield Resuming(fault.message)
 
     def _wire(

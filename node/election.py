@@ -1,17 +1,18 @@
 """Which node is the head: a lease under a term. A pure state machine: time comes with each event.
 
 The head's heartbeats renew its lease; it ends when the membership gives the head up, when the head
-says that another one leads, or when it resigns. Only then do the others elect: the lowest id among
-the live ones at once, the next one only where that one neither does nor dies. The elected node takes
-the next term and stores it before it uses it, so that no process of a node leads a term of an
-earlier one (exo's issue 2197: a clock of elections that was lost with its process).
+says that another one leads, resigns, or was itself stopped for too long. Only then do the others
+elect: the lowest id among the live ones at once, the next one only where that one neither does nor
+dies. The elected node takes the next term and stores it before it uses it, so that no process of a
+node leads a term of an earlier one (exo's issue 2197: a clock of elections that was lost with its
+process).
 
 A healthy head stays: its followers listen to no other claim, and a node that joins takes over
 whatever lease it finds. There is no quorum, because two nodes have none: after a partition there
 may be two heads, and the two settle it between themselves. One that others follow stays against
 one that nobody follows, else the one that has led clearly longer, else the higher (term, id). The
 one that stays takes a term above the other's; so for everybody the higher (term, id) is the head.
-Two nodes can take the same term only while at least one of them does not hear the other.
+Two nodes can take the same term only while heartbeats between them are lost.
 """
 
 from collections.abc import Collection
@@ -25,6 +26,12 @@ STAGGER_S = 4.0
 
 PATIENCE_S = 3.0
 """How long a node waits for a head that it knows of but cannot follow yet."""
+
+LEASE_S = 3.5
+"""A head that was stopped for longer cannot know who leads now; the others think it dead."""
+
+WAKING_S = 1.5
+"""How long a node that was stopped listens before anything else: a heartbeat and a half."""
 
 CLEARLY_S = 5.0
 """A lead in time that two heads see alike, however late their heartbeats are."""
@@ -123,6 +130,7 @@ class Election:
         self._headless_since = now + wait_s
         self._patient_until = now
         self._claims: dict[NodeId, Claim] = {}
+        self._ticked_at = now
         self._last_head: NodeId | None = None
         self._resigned = False
         self.elections = 0
@@ -228,6 +236,11 @@ class Election:
         return self._adopt(claim.term, claim.head, now)
 
     def _expire(self, live: Collection[NodeId], now: float) -> list[Change]:
+        stopped, self._ticked_at = now - self._ticked_at, now
+        if stopped > LEASE_S and live:
+            self._claims.clear()
+            self._patient_until = max(self._patient_until, now + WAKING_S)
+            return self._lose(now) if self.head == self.self_id else []
         lease = self._lease
         if lease is None or lease.head == self.self_id or lease.head in live:
             return []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ..placement.card import ModelCard
-from ..placement.cluster import ClusterView, LayerProfile, NodeFacts
+from ..placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
 from ..proto import peer_pb2 as pb
@@ -64,7 +64,8 @@ class NodeFactsSource:
 
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
-        nodes = with_kin_profiles([member.for_planner(placing) for member in members])
+        told = [member.for_planner(placing) for member in members]
+        nodes = evened(with_kin_profiles(told))
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 

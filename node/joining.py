@@ -3,11 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ..placement.errors import DuplicateIdentity, JoinRequestNotFound, PeerLost
+from ..placement.errors import (
+    DuplicateIdentity,
+    InvalidRequest,
+    InvalidSettings,
+    JoinRequestNotFound,
+    PeerLost,
+)
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .background import background
@@ -176,17 +183,19 @@ class Joining:
         return {"id": id_, "approved": False}
 
     async def take_key(self, text: str) -> dict[str, Any]:
-        """`exo-node join KEY`. Raises InvalidSettings."""
-        key = parse_cluster_key(text, "the key")
-        aside = await asyncio.to_thread(self._folder.take, key)
+        """`exo-node join KEY`. Raises InvalidRequest."""
+        with _as_request_fault("key"):
+            key = parse_cluster_key(text, "the key")
+            aside = await asyncio.to_thread(self._folder.take, key)
         changed = aside is not None
         if changed:
             self._rekeyed(Rekeyed("given"))
         return {"cluster": cluster_fingerprint(key), "changed": changed}
 
     async def leave(self) -> dict[str, Any]:
-        """`exo-node leave`. Raises InvalidSettings."""
-        _ = await asyncio.to_thread(self._folder.leave)
+        """`exo-node leave`. Raises InvalidRequest."""
+        with _as_request_fault("body"):
+            _ = await asyncio.to_thread(self._folder.leave)
         self._rekeyed(Rekeyed("left"))
         return {"left": self._fingerprint}
 
@@ -366,6 +375,15 @@ class Joining:
             return True
         self._complaints.add((who, what))
         return False
+
+
+@contextmanager
+def _as_request_fault(param: str) -> Generator[None]:
+    """What is wrong with this node's settings is, over HTTP, wrong with the request."""
+    try:
+        yield
+    except InvalidSettings as fault:
+        raise InvalidRequest(fault.message, param=param) from fault
 
 
 def _on_the_wire(request: Request, left_s: float) -> pb.JoinRequest:

@@ -18,8 +18,8 @@ from ..proto import peer_pb2 as pb
 from .facts import resolve_dtype
 from .hardware import Hardware, detect_hardware
 from .models import KnownModel, ModelLibrary
-from .placements import PREFILL_CHUNK
 from .settings import Settings
+from .stages import PREFILL_CHUNK
 from .switches import Switches
 
 _HERE = NodeId("here")

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
@@ -13,6 +13,7 @@ from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import PlanOptions, plan
 from ..proto import peer_pb2 as pb
 from .background import background
+from .events import EventLog
 from .records import Endpoint, Record, Status
 from .restoring import Restorer
 from .stages import Facts, Stages, StageSettings, specs_of
@@ -34,9 +35,11 @@ ORPHAN_S = 5.0
 class Placements:
     """One placement for each model at most. All methods run on the node's event loop."""
 
-    def __init__(self, stages: Stages, facts: Facts) -> None:
+    def __init__(self, stages: Stages, facts: Facts, events: EventLog | None = None) -> None:
+        """`events` hears of what a person should know."""
         self._stages = stages
         self._facts = facts
+        self._events = EventLog() if events is None else events
         self._restorer = Restorer(stages, facts)
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
@@ -102,7 +105,13 @@ class Placements:
             if record.status == "loading":
                 record.status, record.error = "failed", why
             elif record.restoring is None:
-                log.warning("placement %s of %s: %s", record.id, model, why)
+                self._events.add(
+                    "stage_lost",
+                    f"{record.id} of {model} lost a stage: {why}",
+                    model=model,
+                    placement=record.id,
+                    stage=stage,
+                )
                 record.status, record.error = "restoring", why
                 record.restoring = asyncio.create_task(self._restore(model, record))
 
@@ -176,7 +185,7 @@ class Placements:
         if self._loading.get(model) is done:
             del self._loading[model]
         if not done.cancelled() and (fault := done.exception()) is not None:
-            log.error("%s could not be placed: %s", model, fault)
+            self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
 
     async def _replace(self, model: ModelId, options: PlanOptions, spares: int) -> Record:
         card, fingerprint = await self._facts.card(model)
@@ -235,8 +244,12 @@ class Placements:
         record.take_over()
         record.status, record.progress = "ready", ""
         took = time.monotonic() - started
-        log.info(
-            "placed %s as %s in %.1f s: %s", record.card.id, record.id, took, record.plan.reason
+        self._events.add(
+            "placed",
+            f"placed {record.card.id} as {record.id} in {took:.1f} s: {record.plan.reason}",
+            model=record.card.id,
+            placement=record.id,
+            seconds=round(took, 3),
         )
 
     def _outdated(self, record: Record) -> bool:
@@ -262,21 +275,50 @@ class Placements:
             failures = len(self._recent_failures(model))
             if failures >= MAX_FAILURES:
                 record.status = "degraded"
+                self._events.add(
+                    "degraded",
+                    f"{record.id} of {model} is not restored again by itself after {failures} "
+                    f"failures in a row: {record.error}",
+                    model=model,
+                    placement=record.id,
+                )
                 await self._unload(record)
                 return
             if failures > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (failures - 2)))
-            await self._restorer.restore(record)
+            begun, why = time.monotonic(), record.error
+            replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
+            self._tell_restored(record, replaced, time.monotonic() - begun, why)
         except ExoNodeError as fault:
             # Not as it was: the next request plans anew, with what is left.
-            log.warning("placement %s cannot be restored: %s", record.id, fault.message)
+            self._events.add(
+                "load_failed",
+                f"{record.id} of {model} cannot be restored: {fault.message}",
+                model=model,
+                placement=record.id,
+            )
             record.status, record.error = "failed", fault.message
             await self._unload(record)
         finally:
             record.restoring = None
         if record.status == "ready":
             self._fill(record)
+
+    def _tell_restored(
+        self, record: Record, replaced: Sequence[int], seconds: float, why: str
+    ) -> None:
+        nodes = (
+            ", ".join(f"stage {i} on {record.endpoints[i].node}" for i in replaced)
+            or "the same runners, connected anew"
+        )
+        self._events.add(
+            "replanned",
+            f"{record.id} of {record.card.id} goes on after {seconds:.2f} s: {nodes} ({why})",
+            model=record.card.id,
+            placement=record.id,
+            seconds=round(seconds, 3),
+        )
 
     def _fill(self, record: Record) -> None:
         """Ends what was replaced and loads the spares that are missing, after what is urgent."""
@@ -313,6 +355,8 @@ class Placements:
         if self._records.get(model) is record:
             del self._records[model]
         await self._unload(record)
+        text = f"unloaded {record.id} of {model}"
+        self._events.add("unloaded", text, model=model, placement=record.id)
 
     async def _unload(self, record: Record) -> None:
         await self._restorer.drop_spares(record)

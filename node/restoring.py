@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
@@ -27,26 +26,25 @@ class Restorer:
         self._stages = stages
         self._facts = facts
 
-    async def restore(self, record: Record) -> None:
-        """Every stage answers and is connected afterwards.
+    async def restore(self, record: Record) -> list[int]:
+        """Every stage answers and is connected afterwards; which ones were replaced.
 
         Raises InsufficientMemory where no live node has room for a lost stage, and what loading
         raises.
         """
-        begun = time.monotonic()
+        replaced: set[int] = set()
         record.see(self._facts.view(record.card.id))
         for _ in range(ROUNDS):
             lost = await self.lost_stages(record)
             for stage in lost:
                 await self._replace(record, stage)
+                replaced.add(stage)
             try:
                 await self.connect(record)
             except PeerLost as fault:
                 log.warning("%s: %s while it was connected anew", record.id, fault.message)
                 continue
-            took = time.monotonic() - begun
-            log.info("restored %s in %.2f s: stages %s replaced", record.id, took, lost)
-            return
+            return sorted(replaced)
         raise PeerLost(f"placement {record.id} lost stages faster than they could be replaced")
 
     async def connect(self, record: Record) -> None:
@@ -99,7 +97,6 @@ class Restorer:
                 continue
             record.retired.append((stage, lost))
             record.move(stage, spare.endpoint)
-            log.info("stage %d of %s goes on on %s", stage, record.id, spare.node)
             return
         # Its runner may hang: it would hold the memory that the next one needs.
         await self._end(record, stage, lost.node, lost, kill=True)

@@ -218,7 +218,7 @@ class Node:
             self._library,
             self._switches,
         )
-        self._placements = Placements(self, facts)
+        self._placements = Placements(self, facts, self.events)
         _ = self._stack.push_async_callback(self._placements.close)
         hosts = list(dict.fromkeys([*self._profiling.addresses, LOOPBACK]))
         join_port = self.joining.listen(hosts, self._settings.grpc_port)
@@ -338,7 +338,7 @@ class Node:
     async def _start_http(self, facts: NodeFactsSource) -> int:
         totals = Totals()
         metrics = Metrics(totals)
-        chat = ChatService(self._placements, facts, self._runners, totals, metrics)
+        chat = ChatService(self._placements, facts, self._runners, totals, metrics, self.events)
         operations = NodeOperations(
             self._library,
             self._placements,

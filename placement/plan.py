@@ -95,7 +95,7 @@ def preview(
         by_hand = split_by_hand(task, [count for _, count in options.layers])
         free = Task(card, view, allowed(card, view, _free(options), pipeline_refusal), task.mtp)
         ranked, weighed, floor = _ranked(free)
-        ranked = [by_hand, *ranked]
+        ranked = [by_hand, *(other for other in ranked if other.stages != by_hand.stages)]
     if not ranked:
         raise insufficient(task, options, pipeline_refusal)
     best, *others = ranked

@@ -226,7 +226,7 @@ class _Search:
         return min(p.tail) + alone + self._others_fill(mask)
 
     def _others_fill(self, mask: int, first: int = 0) -> int:
-        """The layers beyond one for each of the set, where of nodes `first` and on it is quickest."""
+        """The layers beyond one for each of the set, on the quickest of nodes `first` and on."""
         rest, cost = self.problem.sizes.layers - mask.bit_count(), 0
         for i in range(first, len(self.room)):
             if rest <= 0:

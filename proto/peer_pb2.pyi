@@ -990,7 +990,7 @@ class LoadProgress(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     step: _builtins.str
-    """"downloading" | "reading" | "warming up" """
+    """for a person: "downloading", "reading", "timing its layers" …"""
     done: _builtins.int
     """bytes"""
     total: _builtins.int

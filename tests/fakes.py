@@ -201,6 +201,9 @@ class FakeFacts:
     def split_refusal(self, model: ModelId) -> str:
         return ""
 
+    def split_refusal(self, model: ModelId) -> str:
+        return ""
+
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ class Laboratory:
     stages: int
     load_s: float = 0.0
     """How long the first placement took: what a stage without a spare costs, at most."""
+    collapsed: int = 0
+    """How often stages were left on fewer nodes than there are stages, and placed anew."""
     _kept: dict[str, _Kept] = field(default_factory=dict[str, _Kept])
 
     @property
@@ -92,11 +95,19 @@ class Laboratory:
         return spared == expected and all(psutil.pid_exists(place.pid) for place in running)
 
     def until_whole(self) -> float:
-        """Restarts the nodes that ended; the seconds until all was as at first."""
+        """Restarts the nodes that ended; the seconds until every stage and spare was there.
+
+        Where stages have moved together, they are then placed anew, each on a node of its own.
+        """
         begun = time.monotonic()
         self.restart()
         eventually(self.is_whole, WHOLE_WITHIN_S)
-        return time.monotonic() - begun
+        took = time.monotonic() - begun
+        if len({place.node for place in self.places()}) < self.stages:
+            self.collapsed += 1
+            _ = self.place()
+            eventually(self.is_whole, WHOLE_WITHIN_S)
+        return took
 
     def restart(self) -> None:
         """The nodes whose processes have ended."""
@@ -132,11 +143,15 @@ class Laboratory:
         with ExitStack() as stack:
             for kept in self._kept.values():
                 stack.push(kept.opened)
+                # All together, or those that are left would restore what goes.
+                kept.running.process.terminate()
 
     def start(self, count: int) -> None:
-        for number in range(count):
-            first = [kept.address for kept in self._kept.values()][:1]
-            self._start(self.root / f"n{number}", first)
+        self._start(self.root / "n0", [])
+        [first] = [kept.address for kept in self._kept.values()]
+        with ThreadPoolExecutor() as pool:
+            rest = [self.root / f"n{number}" for number in range(1, count)]
+            _ = list(pool.map(self._start, rest, [[first]] * len(rest)))
         eventually(lambda: self._alive(self._any()) == count, 15)
 
     def _start(self, folder: Path, peers: Iterable[str], *, port: str = "0") -> None:

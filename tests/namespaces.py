@@ -172,10 +172,13 @@ def cluster(
     key.chmod(0o600)
     common = ("--cluster-key-file", str(key), "--dtype", "float32", *flags)
     with ExitStack() as stack:
-        yield {
+        nodes = {
             name: stack.enter_context(net.node(name, root / name, *common, command=command))
             for name in names
         }
+        yield nodes
+        for running in nodes.values():  # all together; leaving waits for each
+            running.process.terminate()
 
 
 def statuses(running: Node) -> dict[str, str]:

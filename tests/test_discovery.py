@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
@@ -343,4 +343,35 @@ def test_one_service_offers_only_a_few_addresses() -> None:
 
 def test_a_node_does_not_offer_itself() -> None:
     text: Text = {"id": HOME.node, "cluster": HOME.cluster}
-    assert candidates(service_info(text, ("192.168.1.5",)), HOME) == []
+    assert candidates(service_info(text, (HOME.host,), HOME.port), HOME) == []
+
+
+@pytest.mark.parametrize(("address", "port"), [("192.168.1.5", 7002), ("192.168.1.6", 7001)])
+def test_this_nodes_id_at_another_address_is_offered_because_it_is_a_copys(
+    address: str, port: int
+) -> None:
+    text: Text = {"id": HOME.node, "cluster": HOME.cluster}
+    expected = [Candidate(HOME.node, HOME.cluster, f"{address}:{port}")]
+    assert candidates(service_info(text, (address,), port), HOME) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "port"),
+    [("7005", 7005), ("", None), ("0", None), ("65536", None), ("-1", None), ("x", None)],
+)
+def test_a_join_port_is_believed_only_as_a_number_to_try(said: str, port: int | None) -> None:
+    offered = candidates(service_info({**GOOD, "join": said}, ("10.0.0.1",)), HOME)
+    join = None if port is None else f"10.0.0.1:{port}"
+    assert offered == [Candidate(PEER, CLUSTER, "10.0.0.1:7002", join)]
+
+
+def test_a_node_announces_its_join_port() -> None:
+    async def scenario() -> None:
+        one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
+        one.own = replace(one.own, join_port=7009)
+        one.discovery = Discovery(one.own, [LOOPBACK], one._add)  # pyright: ignore[reportPrivateUsage]
+        expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
+        async with started(one, two):
+            await two.until(lambda found: expected in found)
+
+    asyncio.run(scenario())

@@ -255,7 +255,12 @@ def test_silence_is_filled_with_comments() -> None:
             return {"type": "http.disconnect"}
 
         [route] = api.routes()
-        scope = {"type": "http", "method": "GET", "path": "/v1/events", "headers": []}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/events",
+            "headers": [],
+        }
         await route.app({**scope, "query_string": b""}, receive, send)
         assert sent[2:5] == [comment("no news")] * 3
 

@@ -67,6 +67,15 @@ def test_placements_are_made_listed_and_removed(node: Node) -> None:
     assert (again.status, again.error["code"]) == (404, "placement_not_found")
 
 
+def test_a_preview_takes_the_query_and_refuses_what_it_does_not_know(shared: Node) -> None:
+    asked = "/v1/placements/preview?model=demo&nodes=a,b&layers=a:8,b:4"
+    body = shared.ask("GET", asked).json
+    assert (body["model"], body["nodes"]) == ("demo", ["a", "b"])
+    assert body["layers"] == [{"node": "a", "layers": 8}, {"node": "b", "layers": 4}]
+    wrong = shared.ask("GET", "/v1/placements/preview?model=demo&min_node=2")
+    assert (wrong.status, wrong.error["param"]) == (400, "min_node")
+
+
 def test_a_setting_is_changed_alone(node: Node) -> None:
     assert node.ask("GET", "/v1/settings").json["native_mtp_enabled"]["value"] is True
     changed = node.ask("PATCH", "/v1/settings", {"native_mtp_enabled": False})

@@ -54,7 +54,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("shard/download.py",),
     "httpx2": ("shard/download.py", "shard/fetch.py"),
     "jinja2": ("shard/text.py",),
-    "typer": ("node/cli.py", "node/cli_bench.py"),
+    "typer": ("node/cli.py", "node/cli_bench.py", "node/cli_join.py"),
+    "ssl": ("node/join_wire.py", "node/join_server.py", "node/join_client.py"),
     "matplotlib": ("shard/bench_plot.py",),
     "starlette": ("node/*",),
     "prometheus_client": ("node/metrics.py",),
@@ -66,7 +67,15 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 ENVIRONMENT = "node/settings.py"
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
-PURE = ("placement/*", "mtp/*", "node/membership.py", "node/election.py", "node/standing.py")
+PURE = (
+    "placement/*",
+    "mtp/*",
+    "node/membership.py",
+    "node/election.py",
+    "node/standing.py",
+    "node/join.py",
+    "node/join_requests.py",
+)
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
 
@@ -225,6 +234,10 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("shard/load.py", "from os import environ", "reads the environment"),
         ("placement/plan.py", "import time", "is pure and imports time"),
         ("node/election.py", "from random import random", "is pure and imports random"),
+        ("node/join.py", "from secrets import token_bytes", "is pure and imports secrets"),
+        ("node/join_requests.py", "import time", "is pure and imports time"),
+        ("node/joining.py", "import grpc.aio", "imports grpc"),
+        ("node/cluster.py", "import ssl", "imports ssl"),
         ("mtp/accept.py", "import asyncio", "is pure and imports asyncio"),
         ("shard/wire.py", "import pickle", "imports pickle"),
         ("shard/wire.py", "from marshal import loads", "imports marshal"),

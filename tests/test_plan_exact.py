@@ -66,8 +66,7 @@ def random_case(seed: int, *, unlike: bool = False, nodes: int = 6) -> Case:
     )
     pairs = [pair for pair in combinations(facts, 2) for _ in range(rng.choice([0, 1, 1, 2]))]
     links = tuple(
-        LinkFacts(*rng.sample([a.id, b.id], 2), rng.uniform(1e-5, 6e-3), rng.uniform(1e6, 1e9))
-        for a, b in pairs
+        LinkFacts(b.id, a.id, rng.uniform(1e-5, 6e-3), rng.uniform(1e6, 1e9)) for a, b in pairs
     )
     least = rng.randint(1, min(size, layers, rng.choice([1, 1, 2, 3])))
     options = PlanOptions(
@@ -136,16 +135,16 @@ def hops(card: ModelCard, view: ClusterView, nodes: tuple[NodeFacts, ...]) -> fl
 
 
 def speedup(case: Case, nodes: tuple[NodeFacts, ...]) -> float:
-    card = case.card
+    card, generator = case.card, next(iter(nodes))
     if len(nodes) > 1 or card.native_mtp is None or not case.native_mtp:
         return 1.0
     if not fit(case, nodes, (card.num_layers,), head=True):
         return 1.0
-    profile = nodes[0].profile
+    profile = generator.profile
     if profile is not None and profile.mtp_speedup:
         return max(1.0, profile.mtp_speedup)
     if profile is not None and profile.verify_s:
-        one, end = layer(card, nodes[0]), tail(card, nodes[0])
+        one, end = layer(card, generator), tail(card, generator)
         plain = card.num_layers * one + end
         drafted = card.num_layers * profile.verify_s + end + one + end
         return max(1.0, 1.7 * plain / drafted)  # K = 1: a token, and a second one 70 % of the time

@@ -8,7 +8,7 @@ from exo_node.node.cli_plan import query, told
 from exo_node.node.plan_request import PlacementBody, PlanBody, parse_query
 from exo_node.node.preview_json import as_json
 from exo_node.placement.card import ModelCard, parse_card
-from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
@@ -91,8 +91,9 @@ def test_a_split_by_hand_is_kept_and_compared() -> None:
     assert found.runner_up is not None
     assert [stage.node for stage in found.runner_up.stages] == [A]
     assert found.bound_s == found.runner_up.score < found.best.score
-    alone = plan(card(), view, PlanOptions(layers=((C, 12),)))
-    assert [stage.node for stage in alone.stages] == [C]
+    alone = preview(card(), view, PlanOptions(layers=((A, 12),)))  # what would be planned too
+    assert alone.runner_up is not None
+    assert [stage.node for stage in alone.runner_up.stages] == [B]
 
 
 ASKED = [
@@ -147,6 +148,18 @@ def test_a_model_that_must_not_be_split_runs_on_one_node_or_not_at_all() -> None
         with pytest.raises(InvalidRequest, match=f"one node only: {refusal}") as caught:
             plan(card(), view, options, pipeline_refusal=refusal)
         assert caught.value.param == field
+
+
+def test_twins_that_measured_a_little_apart_share_evenly() -> None:
+    def split(a: float, b: float) -> list[int]:
+        profiles = (LayerProfile(a), LayerProfile(b))
+        pairs = zip(cluster(140, 140).nodes, profiles, strict=True)
+        nodes = evened([replace(node, profile=profile) for node, profile in pairs])
+        stages = plan(card(), ClusterView(nodes), PlanOptions(min_nodes=2)).stages
+        return [stage.end_layer - stage.first_layer for stage in stages]
+
+    assert split(1e-3, 1.04e-3) == [6, 6]
+    assert split(1e-3, 1.2e-3) == [11, 1]
 
 
 def test_a_query_says_what_a_body_says() -> None:

@@ -49,7 +49,11 @@ def test_whatever_decides_speeds_asks_for_another_profile(
     tmp_path: Path, checkpoint: str, dtype: str, device: str, mlx: str
 ) -> None:
     opened(tmp_path).keep("f1", times())
-    assert opened(tmp_path, device, mlx).missing(checkpoint, dtype, generator=False)
+    profiles = opened(tmp_path, device, mlx)
+    assert profiles.missing(checkpoint, dtype, generator=False)
+    # Of another machine, or of its past, nothing is told; of another model or dtype it is.
+    same_machine = (device, mlx) == ("M4, metal", "1")
+    assert profiles.times() == ([times()] if same_machine else [])
 
 
 def test_a_generators_tail_is_measured_once_and_kept(tmp_path: Path) -> None:

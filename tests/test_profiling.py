@@ -1,16 +1,24 @@
 """Two real nodes: links and layers are measured, kept, told to the head, planned with, printed."""
 
+import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import DEMO
+from fakes import FakeFacts, FakeStages
 from nodes import COMMAND, Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
+from exo_node.node.placements import Placements
+from exo_node.placement.errors import LoadFailed
+from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.plan import PlanOptions
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.self_check import require_splittable
 
 PROFILE = "/v1/cluster/profile"
@@ -90,7 +98,7 @@ def test_a_person_reads_the_tables_and_may_measure_anew(pair: tuple[Node, Node])
     one, two = pair
     before = profile(one)["links"][0]["round_trip_s"]
     text = bench(two, "--measure", "--model", "demo")
-    assert profile(one)["links"][0]["round_trip_s"] != before
+    eventually(lambda: profile(one)["links"][0]["round_trip_s"] != before, 5)
     lines = text.splitlines()
     assert lines[0].split() == ["NODE", "CHIP", "BACKEND", "MEMORY", "BANDWIDTH", "ADDRESSES"]
     assert [row.split()[0] for row in lines[1:3]] == ["one", "two"]
@@ -124,5 +132,36 @@ def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: P
             split = one.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
             assert split.status >= 400, split
             assert "it leaks state" in split.body["error"]["message"]
-            assert one.chat("Who are you?")["generation_stats"]["drafter_kind"] == "native_mtp"
+            best = one.call("GET", "/v1/placements/preview?model=demo").body["best"]
+            assert len(best["stages"]) == 1
             eventually(lambda: "runs on one node only" in bench(two), 5)
+
+
+@dataclass
+class RefusedOnce(FakeStages, FakeFacts):
+    """The first load is refused, as the class of the model failed its check."""
+
+    loads: int = 0
+
+    async def load(
+        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady:
+        self.loads += 1
+        if self.loads == 1:
+            raise LoadFailed("it leaks", param="pipeline")
+        return await super().load(node, spec, progress)
+
+    def split_refusal(self, model: ModelId) -> str:
+        return "it leaks" if self.loads else ""
+
+
+def test_a_model_that_turns_out_not_to_split_is_planned_anew_at_once() -> None:
+    async def run() -> None:
+        cluster = RefusedOnce()
+        placements = Placements(cluster, cluster)
+        record = await placements.place(ModelId("demo"), PlanOptions())
+        assert (record.status, cluster.loads) == ("ready", 2)
+        assert placements.records == [record]
+        await placements.close()
+
+    asyncio.run(run())

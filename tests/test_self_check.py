@@ -176,7 +176,11 @@ def test_a_result_is_kept_for_the_structure_and_the_version(
     assert ran == ["llama"], "sizes alone are no other structure"
     require_splittable(CONFIGS["llama"] | {"layer_types": ["full_attention"] * 32}, str(tmp_path))
     assert len(ran) == 2
-    monkeypatch.setattr(self_check, "version", lambda name: f"another {name}")
+
+    def another(name: str) -> str:
+        return f"another {name}"
+
+    monkeypatch.setattr(self_check, "version", another)
     require_splittable(CONFIGS["llama"], str(tmp_path))
     assert len(ran) == 3
 
@@ -220,11 +224,11 @@ def test_the_generators_load_checks_the_class_of_a_split_and_of_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = counted(monkeypatch)
-    kept = {"profile_folder": str(tmp_path)}
-    _ = load_quietly(spec(**kept))
-    _ = load_quietly(spec(first=8, stage=1, num_stages=2, **kept))
+    folder = str(tmp_path)
+    _ = load_quietly(spec(profile_folder=folder))
+    _ = load_quietly(spec(first=8, stage=1, num_stages=2, profile_folder=folder))
     assert ran == []
-    _ = load_quietly(spec(end=8, num_stages=2, **kept))
+    _ = load_quietly(spec(end=8, num_stages=2, profile_folder=folder))
     assert ran == ["qwen3_5"]
 
 

@@ -130,6 +130,11 @@ class _Blows:
         if how != "kill":
             self.stopped += victims
 
+    def strike_runners(self, places: Sequence[Place], how: How) -> None:
+        victims = [psutil.Process(place.pid) for place in places if psutil.pid_exists(place.pid)]
+        self.hit = self.hit and bool(victims)
+        self.strike(victims, how)
+
     def undo(self, how: How) -> None:
         """Stopped processes go on, or end."""
         number = signal.SIGCONT if how == "stop, continue" else signal.SIGKILL
@@ -196,7 +201,7 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
             _hit(lab, blows, [p for p in lab.places() if p.stage == stage], trial.how)
         case "spare":
             spares = lab.ready_spares()
-            _hit(lab, blows, [trial.chance.choice(spares)] if spares else [], trial.how)
+            blows.strike_runners([trial.chance.choice(spares)] if spares else [], trial.how)
         case "node":
             _hit_node(lab, blows, victim_node, trial.how)
     blows.hit = blows.hit and answer.ended_at is None
@@ -205,9 +210,7 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
 def _hit(lab: Laboratory, blows: _Blows, places: Sequence[Place], how: How) -> None:
     spared = {place.stage for place in lab.ready_spares() if place not in places}
     blows.warm = blows.warm and all(place.stage in spared for place in places)
-    victims = [psutil.Process(place.pid) for place in places if psutil.pid_exists(place.pid)]
-    blows.hit = blows.hit and bool(victims)
-    blows.strike(victims, how)
+    blows.strike_runners(places, how)
 
 
 def _hit_node(lab: Laboratory, blows: _Blows, node_id: str, how: How) -> None:

@@ -36,7 +36,9 @@ function App() {
     </div>
     ${locked && html`<${KeyPrompt} onKey=${unlock} />`}
     <main hidden=${locked} class=${lost ? "stale" : ""}>
-      <${Cluster} cluster=${data.cluster} placements=${placements} error=${errors.cluster} />
+      <${Cluster}
+        cluster=${data.cluster} placements=${placements} joining=${data.joining}
+        error=${errors.cluster ?? errors.joining} refresh=${refresh} />
       <${Models}
         models=${models} placements=${placements} nodes=${nodes}
         error=${errors.models ?? errors.placements} refresh=${refresh} />

@@ -1,6 +1,7 @@
 /** The cluster section: how each loaded model's layers lie, and every node with its stages. */
 
 import { bytes, plural, range, tone } from "./format.js";
+import { Joining } from "./joining.js";
 import { html } from "./vendor/htm-preact.module.js";
 
 const COLOURS = 8;
@@ -16,7 +17,7 @@ export function roster(nodes) {
 /** A node's name; of a node that has left only its id is known. */
 export const nameOf = (known, id) => known.get(id)?.name || id;
 
-export function Cluster({ cluster, placements, error }) {
+export function Cluster({ cluster, placements, joining, error, refresh }) {
   const nodes = cluster?.nodes ?? [];
   const known = roster(nodes);
   return html`
@@ -24,6 +25,7 @@ export function Cluster({ cluster, placements, error }) {
       <h2 id="cluster-title">Cluster</h2>
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!cluster && !error && html`<p class="muted">Asking the node…</p>`}
+      <${Joining} joining=${joining} refresh=${refresh} />
       ${placements?.map((placement) =>
         html`<${Layout} key=${placement.id} placement=${placement} known=${known} />`)}
       ${cluster && placements?.length === 0 && html`<p class="muted">
@@ -32,8 +34,8 @@ export function Cluster({ cluster, placements, error }) {
         ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
       </ul>
       ${nodes.length === 1 && html`<p class="muted">
-        This node is alone. To add another machine of this network, copy this node's
-        <code>cluster.key</code> into its data folder and run <code>exo-node start</code> there.</p>`}
+        This node is alone. To add another machine of this network, run
+        <code>exo-node start</code> there: it asks to join, and both show the same digits.</p>`}
     </section>`;
 }
 

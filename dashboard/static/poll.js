@@ -10,6 +10,7 @@ const PATHS = {
   models: "/v1/models",
   placements: "/v1/placements",
   settings: "/v1/settings",
+  joining: "/v1/join/requests",
 };
 
 const NOTHING = { data: {}, errors: {}, lost: false, locked: false };

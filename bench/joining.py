@@ -1,0 +1,115 @@
+"""Fresh nodes started at once in network namespaces, found by mDNS: always one cluster?
+
+    python bench/joining.py [--runs 50] [--nodes 3] [--open] [--answer]
+
+Needs root, for the namespaces of `tests/namespaces.py`. In each run every node starts with an empty
+data folder; a "person" who looks at all screens approves, at once, each request whose digits its
+joiner shows. A run counts as good when every node sees all others alive in one cluster under one
+head within a minute. It ends with a table of the times and the worst one, and with status 1 where
+a run was not good.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+sys.path.insert(0, TESTS)
+
+from namespaces import network, why_not  # noqa: E402
+from nodes import Node  # noqa: E402
+
+WITHIN_S = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Joining, many times, in network namespaces.")
+    _ = parser.add_argument("--runs", type=int, default=50)
+    _ = parser.add_argument("--nodes", type=int, default=3)
+    _ = parser.add_argument("--open", action="store_true", help="with --open instead of approvals")
+    _ = parser.add_argument("--answer", action="store_true", help="each cluster answers once")
+    options = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    times: list[float] = []
+    for run in range(1, options.runs + 1):
+        took = one_run(options.nodes, is_open=options.open, answers=options.answer)
+        outcome = "NOT ONE CLUSTER" if took is None else f"one cluster after {took:.1f} s"
+        print(f"run {run}: {outcome}", flush=True)
+        times += [] if took is None else [took]
+    print(f"{len(times)} of {options.runs} runs became one cluster of {options.nodes}")
+    if times:
+        middle = statistics.median(times)
+        print(f"after the last was ready: median {middle:.1f} s, longest {max(times):.1f} s")
+    return 0 if len(times) == options.runs else 1
+
+
+def one_run(count: int, *, is_open: bool, answers: bool) -> float | None:
+    """Seconds from the last node's readiness to one cluster; None where it did not come."""
+    names = [chr(ord("a") + index) for index in range(count)]
+    flags = ("--open", "lab") if is_open else ()
+    with tempfile.TemporaryDirectory() as root, network(*names) as net, ExitStack() as stack:
+        contexts = [net.node(name, Path(root, name), *flags) for name in names]
+        nodes = started_at_once(stack, contexts)
+        ready = time.monotonic()
+        while time.monotonic() - ready < WITHIN_S:
+            if not is_open:
+                approve_all(nodes)
+            if is_one(nodes):
+                took = time.monotonic() - ready
+                if answers:
+                    _ = nodes[-1].chat("Who are you?", max_tokens=8)
+                return took
+            time.sleep(0.1)
+        for node in nodes:
+            print(f"--- {node.data_dir.name}\n{node.log.read_text()}", file=sys.stderr)
+        return None
+
+
+def started_at_once(
+    stack: ExitStack, contexts: Sequence[AbstractContextManager[Node]]
+) -> list[Node]:
+    """All processes are started before the first one is waited for."""
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        return list(pool.map(stack.enter_context, contexts))
+
+
+def ask(node: Node, path: str) -> Any:
+    """The answer's body; nothing while the node is being built anew."""
+    try:
+        return node.call("GET", path, timeout_s=5).body
+    except OSError:
+        return {}
+
+
+def approve_all(nodes: Sequence[Node]) -> None:
+    joining = [ask(node, "/v1/join/requests") for node in nodes]
+    shown = {asking["code"] for each in joining for asking in each.get("asking", [])}
+    for node, each in zip(nodes, joining, strict=True):
+        for request in each.get("data", []):
+            if request["at"]["self"] and request["code"] in shown:
+                path = f"/v1/join/requests/{request['id']}/approve"
+                try:
+                    _ = node.call("POST", path, {"code": request["code"]}, timeout_s=15)
+                except OSError:
+                    continue
+
+
+def is_one(nodes: Sequence[Node]) -> bool:
+    views = [ask(node, "/v1/cluster") for node in nodes]
+    alive = [[n["status"] for n in view.get("nodes", [])].count("alive") for view in views]
+    fingerprints = {view.get("cluster") for view in views}
+    heads = {view.get("head") for view in views}
+    return set(alive) == {len(nodes)} and len(fingerprints) == len(heads) == 1 and None not in heads
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""How a placement gets over what it lost: spares, fresh runners, other nodes, or a clear end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from exo_node.node import placements as placements_module
+from exo_node.node.events import EventLog
+from exo_node.node.placements import Placements
+from exo_node.node.records import Endpoint, Record
+from exo_node.node.stages import StageSettings
+from exo_node.placement.card import ModelCard
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.drafting import EnabledState
+from exo_node.placement.errors import LoadFailed, PeerLost
+from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.library import packaged_cards
+from exo_node.placement.plan import PlanOptions
+from exo_node.proto import peer_pb2 as pb
+
+DEMO = ModelId("demo")
+A, B, C, D = (NodeId(letter * 20) for letter in "abcd")
+THREE = PlanOptions(min_nodes=3, max_nodes=3)
+
+
+@dataclass
+class Cluster:
+    """Nodes with runners that answer until they are told not to; also what placing asks of it."""
+
+    nodes: list[NodeId] = field(default_factory=lambda: [A, B, C, D])
+    memory: int = 10**10
+    up: set[tuple[NodeId, int]] = field(default_factory=set[tuple[NodeId, int]])
+    broken: set[NodeId] = field(default_factory=set[NodeId])
+    """Nodes on which every load fails."""
+    connected: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
+    calls: list[str] = field(default_factory=list[str])
+
+    async def load(
+        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady:
+        await asyncio.sleep(0)
+        self.calls.append(f"load {spec.stage} on {node[0]}")
+        if node in self.broken or node not in self.nodes:
+            raise LoadFailed(f"{node} cannot load")
+        self.up.add((node, spec.stage))
+        return pb.LoadReady(host=node, port=spec.stage, mtp_head="loaded")
+
+    async def unload(
+        self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
+        if node not in self.nodes:
+            raise PeerLost(f"{node} is gone")
+        self.calls.append(f"{'kill' if kill else 'unload'} {stage} on {node[0]}")
+        self.up.discard((node, stage))
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        self.connected.append((stage.node, following.node))
+        if (following.node, following.ready.port) not in self.up:
+            raise PeerLost(f"{following.node} does not answer")
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        await asyncio.sleep(0)
+        if (stage.node, number) not in self.up:
+            raise PeerLost(f"{stage.node} does not answer")
+        return pb.RunnerState()
+
+    async def forget(self, stage: Endpoint) -> None:
+        pass
+
+    def view(self, placing: ModelId) -> ClusterView:
+        return ClusterView(tuple(NodeFacts(n, n[0], self.memory, 1e11) for n in self.nodes))
+
+    def split_refusal(self, model: ModelId) -> str:
+        return ""
+
+    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
+        return packaged_cards()[model], ""
+
+    def mtp_switch(self, generator: NodeId) -> EnabledState:
+        return EnabledState(True)
+
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+        return StageSettings("float32")
+
+    def lose(self, record: Record, stage: int) -> NodeId:
+        """The stage's runner ends; nobody is told."""
+        node = record.plan.stages[stage].node
+        self.up.discard((node, stage))
+        return node
+
+
+Scenario = Callable[[Cluster, Placements, EventLog], Awaitable[None]]
+
+
+def play(scenario: Scenario, **made: Any) -> None:
+    async def run() -> None:
+        cluster, events = Cluster(**made), EventLog()
+        placements = Placements(cluster, cluster, events)
+        await scenario(cluster, placements, events)
+        await placements.close()
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def with_spares(placements: Placements) -> Record:
+    record = await placements.place(DEMO, THREE, spares=1)
+    await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+    return record
+
+
+def kinds(events: EventLog) -> list[str]:
+    return [event.kind for event in events.held()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: int) -> None:
+    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+        record = await with_spares(placements)
+        spares = {spare.stage: spare.node for spare in record.spares}
+        lost = cluster.lose(record, stage)
+        cluster.calls.clear()
+        with pytest.raises(PeerLost):
+            await placements.check(record)
+        assert await placements.ensure(DEMO) is record
+        assert record.status == "ready"
+        assert record.plan.stages[stage].node == spares[stage] != lost
+        order = [s.node for s in record.plan.stages]
+        assert cluster.connected[-3:] == list(zip(order, [*order[1:], order[0]], strict=True))
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+        # What was lost may be stopped and not gone; only then a new spare is loaded.
+        assert cluster.calls[0] == f"kill {stage} on {lost[0]}"
+        assert cluster.calls[1].startswith(f"load {stage} on ")
+        assert {"stage_lost", "replanned"} <= set(kinds(events))
+
+    play(scenario)
+
+
+def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, THREE)
+        before = [stage.node for stage in record.plan.stages]
+        lost = cluster.lose(record, 1)
+        cluster.calls.clear()
+        placements.lost(record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record
+        assert [call for call in cluster.calls if call.startswith("load")] == ["load 1 on d"]
+        assert cluster.calls[0] == f"kill 1 on {lost[0]}", "what hangs holds memory"
+        assert [s.node for s in record.plan.stages] == [before[0], D, before[2]]
+
+    play(scenario)
+
+
+def test_a_node_that_died_takes_all_its_stages_and_spares_with_it() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        gone = record.plan.stages[2].node
+        cluster.nodes.remove(gone)
+        cluster.up = {(node, stage) for node, stage in cluster.up if node != gone}
+        placements.lost_node(gone, "its node died")
+        assert await placements.ensure(DEMO) is record
+        assert gone not in {stage.node for stage in record.plan.stages}
+        assert gone not in {spare.node for spare in record.spares}
+
+    play(scenario)
+
+
+def test_a_spare_that_is_gone_too_is_passed_over() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        spare = next(s.node for s in record.spares if s.stage == 1)
+        cluster.up.discard((spare, 1))
+        _ = cluster.lose(record, 1)
+        placements.lost(record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record
+        assert (record.plan.stages[1].node, 1) in cluster.up
+
+    play(scenario)
+
+
+def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
+    """Here the loads of a third stage fail everywhere: two nodes are left, and fewer stages."""
+
+    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+        record = await placements.place(DEMO, THREE)
+        gone = record.plan.stages[1].node
+        cluster.nodes = [node for node in cluster.nodes if node not in (gone, D)]
+        cluster.up = {(node, stage) for node, stage in cluster.up if node != gone}
+        cluster.broken = set(cluster.nodes)
+        placements.lost_node(gone, "its node died")
+        await until(lambda: record.status == "failed")
+        assert "load_failed" in kinds(events)
+        cluster.broken = set()
+        again = await placements.ensure(DEMO)
+        assert again is not record
+        assert len(again.plan.stages) == 2, "as many as are left, of the three that were asked for"
+
+    play(scenario)
+
+
+def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_the_count() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions())
+        for good in (True, True, False, False):
+            _ = cluster.lose(record, 0)
+            placements.lost(record.id, 0, "it is gone")
+            assert await placements.ensure(DEMO) is record
+            if good:
+                placements.succeeded(record)
+        _ = cluster.lose(record, 0)
+        placements.lost(record.id, 0, "it is gone")
+        with pytest.raises(LoadFailed, match="3 times in a row"):
+            _ = await placements.ensure(DEMO)
+        assert record.status == "degraded"
+        assert kinds(events).count("degraded") == 1
+        assert (await placements.place(DEMO, PlanOptions())).status == "ready"
+
+    play(scenario)
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.setattr(placements_module, "MAX_BACKOFF_S", 0.0)
+    monkeypatch.setattr(placements_module, "REFILL_AFTER_S", 0.0)
+    monkeypatch.setattr(placements_module, "ORPHAN_S", 0.0)
+
+
+def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
+    """A node that was stopped comes back with a runner whose place another one took."""
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        held = [(node, str(record.id), stage) for node, stage in sorted(cluster.up)]
+        strange = [(B, "p-old", 0), (C, str(record.id), 7)]
+        cluster.calls.clear()
+        for _ in range(2):
+            await placements.sweep([*held, *strange])
+        assert set(cluster.calls) == {"unload 0 on b", "unload 7 on c"}
+        assert len(cluster.up) == 6
+
+    play(scenario)
+
+
+def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
+    async def scenario(_c: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions(), spares=1)
+        await until(lambda: bool(record.spares_missing))
+        assert record.status == "ready"
+        assert "no live node has room" in record.spares_missing
+
+    play(scenario, nodes=[A])

@@ -1,0 +1,144 @@
+"""A resumed answer is the answer that would have been given, on backends that round by row count.
+
+The engine is the real one on the demo checkpoint, whole or in three stages; every linear layer is
+perturbed by its number of rows, as kernels chosen by it would do.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engines import ORACLE, Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from shims import by_rows, perturb
+
+from exo_node.mtp.types import Sampling
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine import TextEngine
+from exo_node.shard.stage import StageWorker
+
+PROMPT = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+TOKENS = 60
+SIZE = 0.4
+BOUNDS = (0, 6, 11, 16)
+CUTS = (1, 2, 17, 40)
+
+
+def whole() -> TextEngine:
+    wanted = spec(native_mtp=True)
+    loaded = load_quietly(wanted)
+    assert perturb(loaded.model.model, by_rows, size=SIZE) > 20
+    return engine_of(loaded, wanted)
+
+
+def split(
+    observe: Callable[[pb.Frame], None] = lambda _: None,
+) -> tuple[TextEngine, list[StageWorker]]:
+    engine, workers, loaded = split_engine(BOUNDS, observe)
+    assert all(perturb(part.model.model, by_rows, size=SIZE) > 20 for part in loaded)
+    return engine, workers
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, TextEngine]:
+    return {"whole": whole(), "split": split()[0]}
+
+
+def undisturbed(engine: TextEngine, k: int, **changes: Any) -> Answer:
+    return answer(engine, request(PROMPT, k, TOKENS, ignore_end=True, **changes))
+
+
+def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any) -> Answer:
+    """Another attempt, after `cut` rounds of the first one were handed out."""
+    log = first.rounds[:cut]
+    asked = request(PROMPT, k, TOKENS, ignore_end=True, attempt=2, replay=log, **changes)
+    return answer(engine, asked)
+
+
+@pytest.mark.parametrize(("name", "k"), [("whole", 0), ("whole", 2), ("split", 0)])
+@pytest.mark.parametrize("cut", CUTS)
+def test_it_repeats_the_recorded_forwards_and_goes_on_with_the_same_tokens(
+    engines: dict[str, TextEngine], name: str, k: int, cut: int
+) -> None:
+    first = undisturbed(engines[name], k)
+    rest = resumed(engines[name], first, cut, k)
+    assert rest.rounds == first.rounds[cut:]
+    before = sum(len(round_.tokens) for round_ in first.rounds[:cut])
+    assert first.ids[before:] == rest.ids
+    assert first.text.endswith(rest.text)
+    assert (rest.stats.completion_tokens, rest.stats.resumes) == (len(first.ids), 1)
+
+
+@pytest.mark.parametrize("name", ["whole", "split"])
+def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
+    engines: dict[str, TextEngine], name: str
+) -> None:
+    """The negative control: what the schedule log is for."""
+    first = undisturbed(engines[name], 0)
+    same = [
+        answer(
+            engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_end=True)
+        ).ids
+        == first.ids[cut:]
+        for cut in CUTS
+    ]
+    assert not all(same)
+
+
+def test_seeded_noise_goes_on_where_it_was(engines: dict[str, TextEngine]) -> None:
+    sampled = {"sampling": Sampling(temperature=1.0, seed=5)}
+    first = undisturbed(engines["split"], 0, **sampled)
+    assert resumed(engines["split"], first, 20, 0, **sampled).ids == first.ids[20:]
+
+
+def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, TextEngine]) -> None:
+    greedy = Sampling()
+    penalised = {"sampling": replace(greedy, penalties=replace(greedy.penalties, repetition=1.4))}
+    first = undisturbed(engines["split"], 0, **penalised)
+    assert first.ids != undisturbed(engines["split"], 0).ids
+    assert resumed(engines["split"], first, 20, 0, **penalised).ids == first.ids[20:]
+
+
+def test_recorded_forwards_follow_each_other_without_waiting_for_answers() -> None:
+    frames: list[pb.Frame] = []
+    engine, _ = split(frames.append)
+    first = undisturbed(engine, 0)
+    frames.clear()
+    _ = resumed(engine, first, 40, 0)
+    hidden = [f.hidden for f in frames if f.WhichOneof("kind") == "hidden" and f.hidden.stage == 1]
+    replayed = list(itertools.takewhile(lambda h: h.reply == pb.REPLY_NONE, hidden))
+    assert [list(h.schedule) for h in replayed] == [[], [1] * 16, [1] * 16, [1] * 7]
+    assert hidden[len(replayed)].reply == pb.REPLY_ALL
+
+
+def test_a_stage_that_computed_a_schedule_as_one_forward_would_change_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seeded fault: the rows of a block are right, the forwards are not."""
+    engine, _ = split()
+    first = undisturbed(engine, 0, top_logprobs=0)
+    assert resumed(engine, first, 40, 0, top_logprobs=0).rounds == first.rounds[40:]
+    forward = StageWorker.forward
+
+    def merged(worker: StageWorker, block: Any) -> Any:
+        return forward(worker, replace(block, schedule=()))
+
+    monkeypatch.setattr(StageWorker, "forward", merged)
+    assert resumed(engine, first, 40, 0, top_logprobs=0).rounds != first.rounds[40:]
+
+
+def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
+    engine, workers = split()
+    left = engine.generate(request(PROMPT, 0, TOKENS, request="twice"))
+    rounds = [event for event in itertools.islice(left, 12)]
+    assert rounds
+    held = [worker.cache_bytes() for worker in workers]
+    again = engine.generate(request(PROMPT, 0, TOKENS, request="twice", attempt=2))
+    _ = [event for event in itertools.islice(again, 12)]
+    assert [worker.live_requests for worker in workers] == [1, 1]
+    assert [worker.cache_bytes() for worker in workers] == held
+    left.close()
+    assert [worker.live_requests for worker in workers] == [1, 1], "its release names attempt 1"
+    again.close()
+    assert [worker.live_requests for worker in workers] == [0, 0]

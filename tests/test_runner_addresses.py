@@ -1,0 +1,29 @@
+"""A runner listens wherever its node does, and stages may be connected over any of it."""
+
+import asyncio
+import sys
+
+import pytest
+from engines import ORACLE
+from runners import running
+
+SECOND = "127.0.0.2"
+STORY = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one loopback address")
+def test_a_split_answers_over_its_runners_second_addresses() -> None:
+    async def run() -> None:
+        async with running((0, 8, 16), listen=[SECOND], measure_layers=True) as placement:
+            for endpoint in placement.endpoints:
+                ready = endpoint.ready
+                first, second = ready.addresses
+                assert (first.host, first.port) == (ready.host, ready.port)
+                assert second.host == SECOND
+                assert ready.layers.decode_s > 0
+                ready.host, ready.port = second.host, second.port
+            await placement.connect()
+            answer = await placement.answer(STORY["prompt"])
+            assert answer.ids == STORY["greedy_ids"]
+
+    asyncio.run(run())
