@@ -8,6 +8,7 @@ where anything was lost, repeated, too late or held too long.
 """
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -104,4 +105,6 @@ def _row(name: str, group: Sequence[Outcome]) -> str:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it still ends its nodes.
+    _ = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

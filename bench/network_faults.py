@@ -11,6 +11,7 @@ root. Ends with status 1 where something was not as it should be.
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -203,4 +204,6 @@ def _cut(net: Network, chance: random.Random) -> str:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it still ends its nodes.
+    _ = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""A pipeline of runners on this machine against one runner and against mlx-lm's own ring, in one run.
+"""A pipeline of runners on this machine against one runner and mlx-lm's own ring, in one run.
 
-    python bench/pipeline.py [--repeats 15] [--tokens 96] [--dtype bfloat16] [--model FOLDER]
+    python bench/pipeline.py [--repeats 15] [--tokens 64] [--dtype bfloat16] [--model FOLDER]
 
 Every repeat runs all arms once, in an order that rotates; figures are medians, and ratios are
 medians of the ratios within a repeat. What is compared is in `bench/README.md`.
@@ -27,7 +27,7 @@ from pipeline_hops import KINDS, Chain, chain
 from pipeline_peer import MlxRing
 from runners import Placement, running
 
-CHUNK = 32
+CHUNK = 16
 """Rows of a prefill chunk, on both sides."""
 LONG_PROMPT = 8 * CHUNK
 IN_FLIGHT = 4
@@ -37,11 +37,12 @@ PROMPT = (1, 9, 73, 512, 40, 7, 3000, 88, 250, 19, 4, 61, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One turn of an arm: what it gave in a second, and the cores that its processes kept busy."""
+    """One turn of an arm: tokens a second, and what its processes spent on the whole turn."""
 
     ids: tuple[int, ...]
     rate: float
     cores: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,8 @@ class Arm:
         processes = [psutil.Process(pid) for pid in self.pids]
         begun, before = time.perf_counter(), _busy(processes)
         ids, rate = await self.run()
-        print("DEBUG", self.pids, len(ids), rate, time.perf_counter()-begun, file=sys.stderr, flush=True)
-        cores = (_busy(processes) - before) / (time.perf_counter() - begun)
-        return Timed(tuple(ids), rate, cores)
+        used = _busy(processes) - before
+        return Timed(tuple(ids), rate, used / (time.perf_counter() - begun), used)
 
 
 def main() -> None:
@@ -119,11 +119,10 @@ def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
         return ids, LONG_PROMPT / (times[0] - begun)
 
     name = f"{stages} {'stages' if stages > 1 else 'stage'}"
-    return {
-        f"decode, {name}": Arm(pids, decode),
-        f"decode, {name}, {IN_FLIGHT} in flight": Arm(pids, several),
-        f"prefill, {name}": Arm(pids, prefill),
-    }
+    arms = {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
+    if stages > 1:
+        arms[f"decode, {name}, {IN_FLIGHT} in flight"] = Arm(pids, several)
+    return arms
 
 
 def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
@@ -154,7 +153,9 @@ async def _answer(
     return ids, times
 
 
-async def _measure_hops(hops: Mapping[int, Chain], into: dict[tuple[int, str], list[float]]) -> None:
+async def _measure_hops(
+    hops: Mapping[int, Chain], into: dict[tuple[int, str], list[float]]
+) -> None:
     for stages, found in hops.items():
         for kind in KINDS:
             if kind != "bare" or stages == 2:
@@ -197,24 +198,25 @@ def _report(
 
 def _table(phase: str, turns: Mapping[str, Sequence[Timed]]) -> None:
     reference = turns[f"{phase}, 1 stage"]
-    print(f"\n| {phase} | tok/s | of one stage | cores busy | same ids |\n|---|---|---|---|---|")
+    print(f"\n| {phase} | tok/s | of one stage | cores busy | CPU ms a token | same ids |")
+    print("|---|---|---|---|---|---|")
     for name, row in turns.items():
         rate = _spread([turn.rate for turn in row], 1)
         cores = statistics.median(turn.cores for turn in row)
+        tokens = LONG_PROMPT if phase == "prefill" else len(row[0].ids)
+        spent = 1e3 * min(turn.cpu_s for turn in row) / tokens
         same = _same_ids(row, reference)
         print(
             f"| {name.removeprefix(phase + ', ')} | {rate} | {_ratio(row, reference):.3f} "
-            f"| {cores:.2f} | {'yes' if same else 'no'} |"
+            f"| {cores:.2f} | {spent:.1f} | {'yes' if same else 'no'} |"
         )
 
 
 def _ratios(turns: Mapping[str, Sequence[Timed]]) -> None:
-    pairs = [
-        *((f"{phase}, {n} stages", f"{phase}, mlx-lm ring of {n}") for phase in ("decode", "prefill")
-          for n in (2, 3)),
-        (f"decode, 2 stages, {IN_FLIGHT} in flight", "decode, 2 stages"),
-        (f"decode, 3 stages, {IN_FLIGHT} in flight", "decode, 3 stages"),
-    ]
+    phases, sizes = ("decode", "prefill"), (2, 3)
+    pairs = [(f"{p}, {n} stages", f"{p}, mlx-lm ring of {n}") for p in phases for n in sizes]
+    for n in sizes:
+        pairs.append((f"decode, {n} stages, {IN_FLIGHT} in flight", f"decode, {n} stages"))
     print("\n| ratio | median (least-most) |\n|---|---|")
     for of, to in pairs:
         each = [a.rate / b.rate for a, b in zip(turns[of], turns[to], strict=True)]
@@ -229,9 +231,7 @@ def _same_ids(row: Sequence[Timed], reference: Sequence[Timed]) -> bool:
     wanted = reference[0].ids
     size = len(wanted)
     return all(
-        turn.ids[at : at + size] == wanted
-        for turn in row
-        for at in range(0, len(turn.ids), size)
+        turn.ids[at : at + size] == wanted for turn in row for at in range(0, len(turn.ids), size)
     )
 
 
@@ -243,7 +243,7 @@ def _spread(row: Sequence[float], digits: int) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     _ = parser.add_argument("--repeats", type=int, default=15)
-    _ = parser.add_argument("--tokens", type=int, default=96)
+    _ = parser.add_argument("--tokens", type=int, default=64)
     _ = parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     _ = parser.add_argument("--model", type=Path, default=DEMO)
     _ = parser.add_argument("--layers", type=int, default=16, help="that the model has")

@@ -49,10 +49,10 @@ KINDS = ("bare", "frames", "arrays")
 class Echo:
     """In place of a stage's layers: the block as it came, through an array where asked."""
 
-    def forward(self, block: HiddenBlock) -> HiddenBlock:
+    def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
         if block.request.startswith("arrays"):
             assert to_bytes(from_bytes(block.data, DTYPE, (1, block.rows, HIDDEN))) == block.data
-        return block
+        return [block]
 
     def release(self, request: str, attempt: int) -> None:
         pass
@@ -69,6 +69,8 @@ class Chain:
     async def microseconds(self, kind: str, trips: int) -> list[float]:
         """One way, a hop: the round trips divided by the number of processes, or by 2 for bare."""
         reply = await asyncio.to_thread(self._ask, {"kind": kind, "trips": trips})
+        if not reply:
+            raise SystemExit(f"the hops of kind {kind} failed: the reason is above")
         hops = 2 if kind == "bare" else len(self._processes)
         return [1e6 * seconds / hops for seconds in reply]
 

@@ -22,6 +22,8 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
 def main() -> None:
+    # As runners are: Linux may share the cores out by session, and two would get one's share.
+    os.setsid()
     folder, dtype, port = sys.argv[-3:]
     group = mx.distributed.init()
     model = _load(Path(folder), DTYPES[dtype], group)

@@ -134,6 +134,10 @@ class Generation:
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
         """One pass over the prompt: each chunk's hidden also primes the drafter."""
         prompt, chunk = self._task.prompt, self._task.prefill_chunk
+        if self._verifier.position:
+            # Kept from an earlier attempt, whose rounds are replayed: nothing reads these logits.
+            yield Prefilled(len(prompt), len(prompt))
+            return mx.zeros((0, 1)), None, Forward(0, 0)
         yield Prefilled(0, len(prompt))
         for start in range(0, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
@@ -253,6 +257,7 @@ class Generation:
         Nobody reads their logits: over several nodes the forwards follow each other at once.
         """
         first, *rounds = self._task.replay
+        kept = self._verifier.position > len(self._task.prompt)
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
         self._chooser.commit(token)
@@ -260,7 +265,9 @@ class Generation:
         yield Rebuilt(1, len(rounds) + 1)
         for start in range(0, len(rounds), REPORT_EVERY):
             some = rounds[start : start + REPORT_EVERY]
-            if self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in some):
+            if kept:
+                self._chooser.commit(as_row([t for recorded in some for t in recorded.tokens]))
+            elif self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in some):
                 self._repeat(token, some)
             else:
                 for before, recorded in zip([token, *map(_last, some)], some, strict=False):

@@ -1,6 +1,7 @@
 """One internal request to the events of its answer: placement, drafting, the generator's stream."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
@@ -46,6 +47,10 @@ class Generators(Protocol):
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         """Raises PeerLost, and what the runner refuses. Closing it cancels the generation."""
+        ...
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        """Before a lost attempt's call is closed: another attempt takes up what it holds."""
         ...
 
 
@@ -108,7 +113,7 @@ class ChatService:
     ) -> AsyncGenerator[Event, None]:
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, request)
-        answer = AnswerLog()
+        answer = AnswerLog(request.id)
         wire: pb.GenerateRequest | None = None
         while True:
             loading = asyncio.ensure_future(self._placements.ensure(request.model))
@@ -170,7 +175,7 @@ class ChatService:
         record.begin()
         try:
             events = self._generators.generate(record.generator, answer.continues(wire))
-            async with aclosing(events), aclosing(self._heard(events, record)) as heard:
+            async with aclosing(events), aclosing(self._heard(events, record, answer)) as heard:
                 async for event in heard:
                     answer.saw(event)
                     for out in _events(event, record, answer):
@@ -184,7 +189,7 @@ class ChatService:
             record.end()
 
     async def _heard(
-        self, events: AsyncGenerator[pb.GenerateEvent, None], record: Record
+        self, events: AsyncGenerator[pb.GenerateEvent, None], record: Record, answer: AnswerLog
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         """The events; while they stay away, every stage is asked whether it lives.
 
@@ -195,6 +200,14 @@ class ChatService:
             try:
                 while not (await asyncio.wait([following], timeout=QUIET_S))[0]:
                     await self._placements.check(record)
+            except PeerLost:
+                if 0 not in record.gone:
+                    with contextlib.suppress(PeerLost):  # then there is nothing to keep
+                        parked = self._generators.park(
+                            record.generator, answer.request, answer.attempt
+                        )
+                        await parked
+                raise
             finally:
                 if not following.done():
                     following.cancel()

@@ -233,6 +233,7 @@ def _start(flags: Mapping[str, object]) -> int:
 
     environ = settings.environment()
     wanted = settings.load_settings(flags, environ)
+    settings.quieten_grpc()
     settings.check_mlx_extras(settings.installed_distributions())
     from .run import run_node
 

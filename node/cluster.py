@@ -311,6 +311,9 @@ class Cluster:
             for key in [(state.placement, state.stage)]
         }
         self._tell(self._standing.heard(read(node, beat), now))
+        if node not in self._standing.membership.statuses():
+            # It said goodbye, and this heartbeat was still under way.
+            _ = self._members.pop(node, None)
 
     def _complain(self, dial: Dial, fault: ExoNodeError) -> None:
         """Once for each kind of trouble: a node that is off for a night must not fill the log."""

@@ -162,6 +162,15 @@ class RunnerClient:
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the runner of stage {number} on {stage.node}") from fault
 
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        """Before a lost attempt's call is cancelled: what it holds is kept. Raises PeerLost."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        parked = pb.ParkRequest(request=request, attempt=attempt)
+        try:
+            _ = await stub.Park(parked, timeout=PING_TIMEOUT_S)
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, f"the generator's runner on {endpoint.node}") from fault
+
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:

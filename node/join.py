@@ -9,9 +9,10 @@
                                   <------      the cluster key, once a person approved
 
 Both have fixed their key and nonce before they see the other's nonce. So whoever sits between two
-nodes with keys of its own cannot search for values that make the two screens agree: each attempt
-has one chance in a million, and `node/join_requests.py` bounds the attempts. The scheme is that of
-numeric comparison in Bluetooth, with a commitment from both sides.
+nodes with keys of its own cannot search for values that make the two screens agree. It can only
+make many codes with each and hope for two that are the same, one chance in a million a pair, and
+`node/join_requests.py` bounds how many. The scheme is that of numeric comparison in Bluetooth, with
+a commitment from both sides.
 """
 
 import hashlib

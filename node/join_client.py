@@ -13,6 +13,7 @@ from ..placement.errors import ExoNodeError, InvalidSettings, PeerLost, Untruste
 from ..proto import peer_pb2 as pb
 from .background import background
 from .join import NONCE_BYTES, Handshake, Party, relation
+from .join_requests import SHOWN, Attempts
 from .join_wire import SILENCE_S, Line, Refusal, connected, hello, party_of
 from .trust import ClusterKey, cluster_fingerprint, parse_cluster_key
 
@@ -100,6 +101,7 @@ class JoinClient:
         self._wanted: dict[str, _Wanted] = {}
         self._denied: set[str] = set()
         self._asking: dict[str, Asking] = {}
+        self._attempts = Attempts(SHOWN, SHOWN)
 
     def see(self, address: str) -> None:
         """A join port (host:port) that may be of another cluster; known ones are ignored."""
@@ -209,6 +211,8 @@ class JoinClient:
 
     async def _ask(self, line: Line, handshake: Handshake, address: str) -> float | None:
         other = handshake.other
+        if not self._attempts.admits(other.cluster, time.monotonic()):
+            raise Refusal("too_many", "this node has shown too many digits; it waits some minutes")
         await line.send(pb.JoinFrame(reveal=pb.JoinReveal(nonce=handshake.reveal())))
         handshake.check((await line.receive("reveal")).reveal.nonce)
         asking = Asking(other, address, handshake.code, time.time())

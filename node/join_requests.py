@@ -1,8 +1,8 @@
 """The requests to join that wait for a person, and the limits on them. Pure: time is an argument.
 
-The limits are part of the security: whoever sits between two nodes has one chance in a million per
-attempt that both screens show the same digits. TRIES attempts in the ten minutes that a request
-lives make that 6 in 100,000.
+The limits are part of the security. Whoever sits between two nodes makes an attempt with each, and
+may hold what it got with one against many tries with the other: of TRIES codes there and SHOWN here
+in the ten minutes that a request lives, one pair is the same with a chance of 1 in 3900.
 """
 
 from collections import deque
@@ -13,11 +13,13 @@ from ..placement.errors import InvalidRequest, JoinRequestNotFound
 from .join import Party, Reason, spaced
 
 PENDING_S = 600.0
-MAX_PENDING = 32
+MAX_PENDING = 16
 MAX_PENDING_PER_ADDRESS = 8
-TRIES = 64
-"""Attempts within PENDING_S, by all; an attempt is a nonce of this node's that was revealed."""
-TRIES_PER_ADDRESS = 32
+TRIES = 32
+"""Within PENDING_S, by all; each is a nonce of this node's that was revealed to one who asks."""
+TRIES_PER_ADDRESS = 16
+SHOWN = 8
+"""Codes that a node which asks shows within PENDING_S, to all clusters that it asks."""
 
 Outcome = Literal["approved"] | Reason
 
@@ -34,25 +36,38 @@ class Request:
     expires: float
 
 
+class Attempts:
+    """Counts what began within the last PENDING_S seconds."""
+
+    def __init__(self, most: int, most_from_one: int) -> None:
+        self._most = most
+        self._most_from_one = most_from_one
+        self._begun: deque[tuple[float, str]] = deque()
+
+    def admits(self, source: str, now: float) -> bool:
+        """Whether another one may begin; counts it if so."""
+        while self._begun and self._begun[0][0] <= now - PENDING_S:
+            _ = self._begun.popleft()
+        from_one = [other for _, other in self._begun].count(source)
+        if len(self._begun) >= self._most or from_one >= self._most_from_one:
+            return False
+        self._begun.append((now, source))
+        return True
+
+
 class Desk:
     """One node's waiting requests. Who decides one learns it as the return value, once."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Request] = {}
-        self._tries: deque[tuple[float, str]] = deque()
+        self._tries = Attempts(TRIES, TRIES_PER_ADDRESS)
 
     def admits(self, address: str, now: float) -> bool:
         """Whether another attempt from there may begin; counts it if so."""
-        while self._tries and self._tries[0][0] <= now - PENDING_S:
-            _ = self._tries.popleft()
-        recent = [source for _, source in self._tries]
         waiting = [request.address for request in self._pending.values()]
-        full = len(recent) >= TRIES or recent.count(address) >= TRIES_PER_ADDRESS
-        crowded = len(waiting) >= MAX_PENDING or waiting.count(address) >= MAX_PENDING_PER_ADDRESS
-        if full or crowded:
+        if len(waiting) >= MAX_PENDING or waiting.count(address) >= MAX_PENDING_PER_ADDRESS:
             return False
-        self._tries.append((now, address))
-        return True
+        return self._tries.admits(address, now)
 
     def add(self, id_: str, party: Party, address: str, code: str, now: float) -> Request:
         """A node asks again only when its last request is gone, so an older one is dropped."""

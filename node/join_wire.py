@@ -68,6 +68,7 @@ def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=credentials.authority_pem.decode())
             context.load_cert_chain(pair)
+    contexts[0].num_tickets = 0  # each connection proves its key anew
     return contexts
 
 

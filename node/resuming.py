@@ -19,6 +19,7 @@ class AnswerLog:
     Text and ids of these rounds were handed out, so whatever attempt comes next begins behind them.
     """
 
+    request: str
     clock: Callable[[], float] = time.monotonic
     attempt: int = 1
     prompt_ids: tuple[int, ...] = ()
@@ -31,6 +32,8 @@ class AnswerLog:
     _first: float | None = None
     _last: float = 0.0
     _lost_at: float | None = None
+    _barren: int = 0
+    """Attempts that were lost since the last new token."""
 
     def __post_init__(self) -> None:
         self._begun = self._last = self.clock()
@@ -58,7 +61,7 @@ class AnswerLog:
                 self.rounds.append(event.delta.round)
                 self._last = self.clock()
                 self._first = self._first or self._last
-                self._lost_at = None
+                self._lost_at, self._barren = None, 0
             case _:
                 pass
 
@@ -66,6 +69,7 @@ class AnswerLog:
         """The attempt was lost; whether another one may be made."""
         now = self.clock()
         self._lost_at = self._lost_at or now
+        self._barren += 1
         if self.attempt > MAX_RESUMES or now - self._lost_at > RESUME_WITHIN_S:
             return False
         self.attempt += 1
@@ -79,6 +83,8 @@ class AnswerLog:
         if self.prompt_ids:  # rendered once: a template may hold the date
             again.token_ids.CopyFrom(pb.TokenIds(ids=self.prompt_ids))
         again.replay.extend(self.rounds)
+        # An attempt that brought nothing new may have met a state that does not fit.
+        again.rebuild_all = self.attempt > 1 and self._barren > 1
         return again
 
     def timings(self) -> dict[str, float]:

@@ -160,6 +160,12 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def quieten_grpc() -> None:
+    """Before gRPC is imported: else it writes a line of its own for each handshake that fails,
+    which a node of another cluster makes every second."""
+    _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """The node's settings; `flags` is keyed by field name, None where the flag was not given.
 

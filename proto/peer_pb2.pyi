@@ -1284,6 +1284,8 @@ class Frame(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -1298,6 +1300,10 @@ class Frame(_message.Message):
     def failure(self) -> Global___Failure: ...
     @_builtins.property
     def renew(self) -> Global___Renew: ...
+    @_builtins.property
+    def adopt(self) -> Global___Adopt: ...
+    @_builtins.property
+    def missing(self) -> Global___Missing: ...
     def __init__(
         self,
         *,
@@ -1309,12 +1315,14 @@ class Frame(_message.Message):
         release: Global___Release | None = ...,
         failure: Global___Failure | None = ...,
         renew: Global___Renew | None = ...,
+        adopt: Global___Adopt | None = ...,
+        missing: Global___Missing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "hidden", b"hidden", "kind", b"kind", "release", b"release", "renew", b"renew", "rollback", b"rollback"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1336,6 +1344,7 @@ class Hidden(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     REPLY_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
+    REBUILDS_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     position: _builtins.int
@@ -1348,6 +1357,8 @@ class Hidden(_message.Message):
     data: _builtins.bytes
     """at most 1 MiB"""
     reply: Global___Reply.ValueType
+    rebuilds: _builtins.bool
+    """rows that the other stages hold already: nothing of it is sent on"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """(1, rows, hidden_size) of the whole block"""
@@ -1373,10 +1384,11 @@ class Hidden(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         reply: Global___Reply.ValueType = ...,
         schedule: _abc.Iterable[_builtins.int] | None = ...,
+        rebuilds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1436,6 +1448,50 @@ class Renew(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
+class Adopt(_message.Message):
+    """A new attempt goes on behind `position` committed rows. A stage that holds an earlier attempt's
+    state keeps it, less what it is ahead; one that does not says Missing. Passed on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
+
+@_typing.final
+class Missing(_message.Message):
+    """Up the stream: this stage lacks the rows before `position`; what made them is to be sent again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missing: _TypeAlias = Missing  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
@@ -1507,6 +1563,7 @@ class GenerateRequest(_message.Message):
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REBUILD_ALL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -1523,6 +1580,8 @@ class GenerateRequest(_message.Message):
     """`num_draft_tokens` is the most; the runner may draft fewer, or none"""
     top_logprobs: _builtins.int
     """absent: no log-probabilities; 0: of the emitted token only"""
+    rebuild_all: _builtins.bool
+    """with `replay`: no stage keeps what it holds of an earlier attempt"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -1553,10 +1612,11 @@ class GenerateRequest(_message.Message):
         async_draft_eval: _builtins.bool | None = ...,
         adaptive_draft: _builtins.bool = ...,
         top_logprobs: _builtins.int | None = ...,
+        rebuild_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -1947,6 +2007,43 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class ParkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
+
+@_typing.final
+class ParkReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkReply: _TypeAlias = ParkReply  # noqa: Y015
 
 @_typing.final
 class InspectRequest(_message.Message):

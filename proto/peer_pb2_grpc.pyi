@@ -172,6 +172,10 @@ class GeneratorStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_peer_pb2.GenerateRequest, _peer_pb2.GenerateEvent]
+    Park: _aio.UnaryUnaryMultiCallable[_peer_pb2.ParkRequest, _peer_pb2.ParkReply]
+    """The call of that attempt is about to be cancelled, and another attempt follows: its state is
+    kept for the length of a lease.
+    """
     Inspect: _aio.UnaryUnaryMultiCallable[_peer_pb2.InspectRequest, _peer_pb2.RunnerState]
 
 class GeneratorServicer(metaclass=_abc_1.ABCMeta):
@@ -186,6 +190,16 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GenerateRequest,
         context: _aio.ServicerContext[_peer_pb2.GenerateRequest, _abc.AsyncIterator[_peer_pb2.GenerateEvent]],
     ) -> _abc.AsyncIterator[_peer_pb2.GenerateEvent]: ...
+
+    @_abc_1.abstractmethod
+    def Park(
+        self,
+        request: _peer_pb2.ParkRequest,
+        context: _aio.ServicerContext[_peer_pb2.ParkRequest, _abc.Awaitable[_peer_pb2.ParkReply]],
+    ) -> _abc.Awaitable[_peer_pb2.ParkReply]:
+        """The call of that attempt is about to be cancelled, and another attempt follows: its state is
+        kept for the length of a lease.
+        """
 
     @_abc_1.abstractmethod
     def Inspect(

@@ -19,7 +19,7 @@ from ..mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity
 from ..mtp.seams import Drafter, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
-from ..placement.errors import ContextLengthExceeded, InvalidRequest
+from ..placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
 from .profile import Profile, ProfileKey
@@ -43,6 +43,8 @@ class EngineRequest:
     k: int
     drafting_reason: str
     replay: Sequence[Round] = ()
+    rebuild_all: bool = False
+    """With `replay`: nothing that a stage holds of an earlier attempt is kept."""
     ignore_end: bool = False
     adaptive: bool = False
     """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
@@ -68,6 +70,15 @@ class Done:
     text: str
     stats: GenerationStats
     identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The state of an attempt that was lost, for the one that follows."""
+
+    verifier: PipelineVerifier
+    attempt: int
+    since: float
 
 
 EngineEvent = Prefilled | Rebuilt | Delta | Done
@@ -123,6 +134,8 @@ class TextEngine:
             WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
         )
         self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
+        self._kept: dict[str, Kept] = {}
+        self._parked: set[tuple[str, int]] = set()
         self.identity = "off"
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
@@ -221,7 +234,7 @@ class TextEngine:
         chooser = Chooser(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        inner = self._verifier(request)
+        inner, kept = self._verifier(request), False
         verifier = FixedRows(inner, self._fixed_rows) if self._fixed_rows else inner
         drafter = self._drafter(chooser, request)
         task = Task(
@@ -236,6 +249,8 @@ class TextEngine:
         # Of `inner`: asking must not settle what strict mode leaves open until the next forward.
         self._live[key] = lambda: inner.arrays() + drafter.arrays()
         try:
+            if isinstance(inner, PipelineVerifier) and request.replay and not request.rebuild_all:
+                inner.begin_rebuild(_committed(request))
             reason = yield from _with_text(steps, stats, text)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
@@ -246,12 +261,20 @@ class TextEngine:
                 resumes=request.attempt - 1,
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
+        except PeerLost:
+            kept = True
+            raise
         finally:
             del self._live[key]
+            kept = kept or key in self._parked
+            self._parked.discard(key)
             if request.adaptive:
                 self._profile.save()
-            if self._link is not None:
-                self._link.release(request.request, request.attempt)
+            if self._link is not None and kept and isinstance(inner, PipelineVerifier):
+                self._link.park(*key)
+                self._kept[request.request] = Kept(inner, request.attempt, self._clock())
+            elif self._link is not None:
+                self._link.release(*key)
             # Arrays whose last reference this generator holds are freed after it; buffers now.
             mx.clear_cache()
 
@@ -261,11 +284,34 @@ class TextEngine:
 
     def cache_bytes(self) -> int:
         """Bytes of KV and recurrent state of all live requests on this stage."""
-        return sum(array.nbytes for arrays in self._live.values() for array in arrays())
+        kept = [array for each in self._kept.values() for array in each.verifier.arrays()]
+        live = [array for arrays in self._live.values() for array in arrays()]
+        return sum(array.nbytes for array in (*kept, *live))
+
+    def park(self, request: str, attempt: int) -> None:
+        """Any thread: the attempt is about to be cancelled, and another one follows."""
+        if (request, attempt) in self._live:
+            self._parked.add((request, attempt))
+
+    def expire(self, lease_s: float) -> list[str]:
+        """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
+        limit = self._clock() - lease_s
+        ended = [name for name, kept in self._kept.items() if kept.since < limit]
+        for name in ended:
+            kept = self._kept.pop(name)
+            if self._link is not None:
+                self._link.release(name, kept.attempt)
+        if ended:
+            mx.clear_cache()
+        return ended
 
     def _verifier(self, request: EngineRequest) -> Verifier:
         if self._link is None:
             return LocalVerifier(self._target, self._stage.make_caches())
+        kept = self._kept.pop(request.request, None)
+        fits = request.replay and not request.rebuild_all
+        if kept and fits and kept.verifier.take_up(request.attempt, _committed(request)):
+            return kept.verifier
         return PipelineVerifier(
             self._stage, self._link, request.request, request.attempt, self._dtype
         )
@@ -288,6 +334,11 @@ class TextEngine:
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,
         )
+
+
+def _committed(request: EngineRequest) -> int:
+    """Rows that every stage had written when the last of the replayed rounds was handed out."""
+    return len(request.prompt) + sum(len(round_.tokens) for round_ in request.replay) - 1
 
 
 def _policy(request: EngineRequest) -> DraftPolicy:

@@ -40,6 +40,8 @@ class HiddenBlock:
     data: bytes
     schedule: tuple[int, ...] = ()
     """Rows of each forward that the block stands for, as a resume repeats them; empty: one."""
+    rebuilds: bool = False
+    """Rows that the stages behind the next one hold already."""
 
 
 def cut(
@@ -58,6 +60,7 @@ def cut(
             tokens=block.tokens if offset == 0 else (),
             reply=block.reply,
             schedule=block.schedule if offset == 0 else (),
+            rebuilds=block.rebuilds,
         )
         yield pb.Frame(
             placement=placement, request=block.request, attempt=block.attempt, hidden=hidden
@@ -167,4 +170,5 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         reply=first.hidden.reply,
         data=data[0] if len(data) == 1 else b"".join(data),
         schedule=tuple(first.hidden.schedule),
+        rebuilds=first.hidden.rebuilds,
     )

@@ -13,6 +13,7 @@ from ..placement.errors import ExoNodeError, PeerLost, from_code
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .frames import HiddenBlock, cut
+from .trail import Trail
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class OutgoingStream:
 class Ring:
     """The generator's end of the pipeline: sends blocks on and matches answers to requests.
 
-    `send`, `rollback` and `release` are called on the compute thread, the rest on the event loop.
+    What `pipeline.Link` has is called on the compute thread, the rest on the event loop.
     """
 
     def __init__(self, placement: str, num_stages: int, dtype: str, hidden_size: int) -> None:
@@ -134,6 +135,7 @@ class Ring:
         self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
+        self._trails: dict[tuple[str, int], Trail] = {}
         self._behind: set[tuple[str, int]] = set()
         """Requests with blocks under way that get no answer: the next answer waits for them."""
         self._lost: str | None = None
@@ -167,12 +169,28 @@ class Ring:
     def rollback(self, request: str, attempt: int, position: int) -> None:
         self._tell(request, attempt, rollback=pb.Rollback(position=position))
 
-    def release(self, request: str, attempt: int) -> None:
+    def adopt(self, request: str, attempt: int, position: int, trail: Trail) -> None:
+        key = (request, attempt)
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        self._active.add(key)
+        self._behind.add(key)  # the first answer waits for what is rebuilt
+        self._trails[key] = trail
+        self._tell(request, attempt, adopt=pb.Adopt(position=position))
+
+    def relay(self, request: str, attempt: int) -> None:
+        _ = self._loop.call_soon_threadsafe(self._send_missing, (request, attempt))
+
+    def park(self, request: str, attempt: int) -> None:
+        """Forgets an attempt without a word to the stages, which keep it for another one."""
         key = (request, attempt)
         self._active.discard(key)
         self._behind.discard(key)
-        _ = self._waiting.pop(key, None)
-        _ = self._failed.pop(key, None)
+        for known in (self._waiting, self._failed, self._trails):
+            _ = known.pop(key, None)
+
+    def release(self, request: str, attempt: int) -> None:
+        self.park(request, attempt)
         self._tell(request, attempt, release=pb.Release())
 
     def answer(self, block: HiddenBlock) -> None:
@@ -182,6 +200,25 @@ class Ring:
         future = self._waiting.pop(key, None)
         if future is not None and not future.done():
             future.set_result(block)
+
+    def missing(self, frame: pb.Frame) -> None:
+        """The next stage was replaced: it gets what this one sent the lost one."""
+        key = (frame.request, int(frame.attempt))
+        trail = self._trails.get(key)
+        if trail is None:
+            return  # of an attempt that is over
+        if not trail.whole:
+            self._fail(key, PeerLost("this stage no longer has all it sent of the request"))
+            return
+        trail.want(int(frame.missing.position))
+        self._send_missing(key)
+
+    def _send_missing(self, key: tuple[str, int]) -> None:
+        trail = self._trails.get(key)
+        if trail is None or self._stream is None:
+            return
+        for block in trail.unsent(key[1]):
+            self._stream.send(cut(block, self._placement, 1, self._dtype, self._hidden_size))
 
     def fail(self, frame: pb.Frame) -> None:
         """A stage refused or lost something of this request."""
@@ -237,6 +274,7 @@ class Ring:
         rollback: pb.Rollback | None = None,
         release: pb.Release | None = None,
         renew: pb.Renew | None = None,
+        adopt: pb.Adopt | None = None,
     ) -> None:
         frame = pb.Frame(
             placement=self._placement,
@@ -245,6 +283,7 @@ class Ring:
             rollback=rollback,
             release=release,
             renew=renew,
+            adopt=adopt,
         )
 
         def send() -> None:

@@ -226,9 +226,8 @@ class Runner:
         """
 
         def look() -> pb.RunnerState:
-            if isinstance(watch, StageWorker):
-                for request in watch.expire(float(self._spec.lease_s)):
-                    log.info("freed request %s: its lease expired", request)
+            for request in watch.expire(float(self._spec.lease_s)):
+                log.info("freed request %s: its lease expired", request)
             return pb.RunnerState(
                 live_requests=watch.live_requests,
                 cache_bytes=watch.cache_bytes(),

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -156,6 +156,9 @@ class StageService(peer_pb2_grpc.StageServicer):
                 self._tell_worker(frame, up)
             case "renew":
                 self._tell_worker(frame, up)
+            case "adopt":
+                assembler.forget(frame.request)
+                self._adopt(frame, up)
             case "failure" if self._ring is not None:
                 self._ring.fail(frame)
             case kind:
@@ -171,18 +174,63 @@ class StageService(peer_pb2_grpc.StageServicer):
         assert self._worker is not None
         worker, loop = self._worker, asyncio.get_running_loop()
 
-        def finished(future: "Future[HiddenBlock | None]") -> None:
+        def finished(future: "Future[list[HiddenBlock]]") -> None:
             ahead.release()
             fault = future.exception()
             if fault is not None:
                 up.put_nowait(self._failure(frame, fault))
                 return
-            if (out := future.result()) is not None:
-                e, s = self._expected, self._spec
-                frames = cut(out, s.placement, s.stage + 1, e.dtype, e.hidden_size)
-                self._following.send(list(frames))
+            self._send_on(future.result())
 
         future = self._compute.submit(lambda: worker.forward(block))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
+
+    def _send_on(self, blocks: Sequence[HiddenBlock]) -> None:
+        e, s = self._expected, self._spec
+        for block in blocks:
+            frames = cut(block, s.placement, s.stage + 1, e.dtype, e.hidden_size)
+            self._following.send(list(frames))
+
+    def _adopt(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:
+        """A new attempt goes on with what stages hold; up the stream goes what this one lacks."""
+        if self._worker is None:
+            return  # it came round the ring
+        worker, loop = self._worker, asyncio.get_running_loop()
+        name, attempt, position = frame.request, int(frame.attempt), int(frame.adopt.position)
+
+        def finished(future: "Future[bool]") -> None:
+            if (fault := future.exception()) is not None:
+                up.put_nowait(self._failure(frame, fault))
+                return
+            if self._spec.stage + 1 < self._spec.num_stages:
+                self._following.send([frame])
+            if not future.result():
+                up.put_nowait(
+                    pb.Frame(
+                        placement=frame.placement,
+                        request=name,
+                        attempt=attempt,
+                        missing=pb.Missing(position=position),
+                    )
+                )
+
+        future = self._compute.submit(lambda: worker.adopt(name, attempt, position))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
+
+    def _missing_below(self, frame: pb.Frame) -> None:
+        """The next stage was replaced: it gets what this one sent the lost one."""
+        assert self._worker is not None
+        worker, loop = self._worker, asyncio.get_running_loop()
+        name, attempt, position = frame.request, int(frame.attempt), int(frame.missing.position)
+
+        def finished(future: "Future[list[HiddenBlock]]") -> None:
+            if (fault := future.exception()) is not None:
+                for up in self._upstream:
+                    up.put_nowait(self._failure(frame, fault))
+                return
+            self._send_on(future.result())
+
+        future = self._compute.submit(lambda: worker.missing(name, attempt, position))
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
 
     def _tell_worker(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:
@@ -230,8 +278,15 @@ class StageService(peer_pb2_grpc.StageServicer):
         )
 
     def _from_below(self, frame: pb.Frame) -> None:
-        """What the next stage sends up is a failure: to the generator it goes."""
-        if frame.WhichOneof("kind") != "failure":
+        """What the next stage sends up: what it lacks, or a failure, which the generator gets."""
+        kind = frame.WhichOneof("kind")
+        if kind == "missing":
+            if self._ring is not None:
+                self._ring.missing(frame)
+            else:
+                self._missing_below(frame)
+            return
+        if kind != "failure":
             return
         if self._ring is not None:
             self._ring.fail(frame)
@@ -296,6 +351,10 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         finally:
             run.cancel()
 
+    async def Park(self, request: pb.ParkRequest, context: "Context") -> pb.ParkReply:
+        self._engine.park(request.request, int(request.attempt))
+        return pb.ParkReply()
+
     async def Inspect(
         self,
         request: pb.InspectRequest,
@@ -330,6 +389,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
             replay=tuple(round_from_wire(r) for r in request.replay),
+            rebuild_all=request.rebuild_all,
             ignore_end=request.ignore_eos,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,

@@ -16,6 +16,7 @@ from ..placement.errors import InvalidFrame, PeerLost
 from ..proto import peer_pb2 as pb
 from .frames import Expectation, HiddenBlock
 from .stage_model import StageModel
+from .trail import Trail
 from .wire import from_bytes, to_bytes
 
 REMEMBERED_REQUESTS = 4096
@@ -30,7 +31,11 @@ class Session:
     caches: list[Any]
     used: float
     position: int = 0
-    last_rows: int = field(default=0)
+    last_rows: int = 0
+    target: int = 0
+    """Rows that are being rebuilt: blocks behind them wait."""
+    waiting: list[HiddenBlock] = field(default_factory=list[HiddenBlock])
+    trail: Trail = field(default_factory=Trail)
 
 
 class StageWorker:
@@ -55,12 +60,25 @@ class StageWorker:
         own = (self._model.own_caches(s.caches) for s in self._sessions.values())
         return sum(array.nbytes for caches in own for array in cache_arrays(caches))
 
-    def forward(self, block: HiddenBlock) -> HiddenBlock | None:
-        """Hidden in, hidden out; None where the last stage has nothing to send back.
+    def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
+        """Hidden in, the blocks that are to be sent on out.
 
-        Raises InvalidFrame for an old attempt or a position that is not the session's.
+        Nothing where the last stage has nothing to send back, and where the rows behind a block are
+        still to be rebuilt. Raises InvalidFrame for an old attempt or a position that is not the
+        session's.
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
+        if session.position < session.target <= block.position:
+            session.waiting.append(block)
+            return []
+        out = self._forward(session, block)
+        if session.waiting and session.position == session.target:
+            waiting, session.waiting = session.waiting, []
+            for each in waiting:
+                out += self._forward(session, each)
+        return out
+
+    def _forward(self, session: Session, block: HiddenBlock) -> list[HiddenBlock]:
         if block.position != session.position:
             raise InvalidFrame(
                 f"hidden.position is {block.position} where {session.position} rows are committed",
@@ -74,7 +92,51 @@ class StageWorker:
         session.position += block.rows
         session.last_rows = schedule[-1]
         session.used = self._clock()
-        return self._outgoing(block, out, session)
+        leaving = self._outgoing(block, out, session)
+        if self._model.end < self._model.num_layers:
+            assert leaving is not None
+            session.trail.add(leaving)
+        if block.rebuilds:
+            return session.trail.unsent(session.attempt)
+        return [] if leaving is None else [leaving]
+
+    def adopt(self, request: str, attempt: int, position: int) -> bool:
+        """An attempt goes on behind `position` rows: whether what this stage holds fits it.
+
+        Where it does not, the state begins anew, and blocks from `position` on wait until the rows
+        before it were rebuilt.
+        """
+        held = self._sessions.get(request)
+        if held is not None and held.attempt < attempt and self._fits(held, position):
+            held.attempt, held.used = attempt, self._clock()
+            held.target, held.waiting = 0, []
+            self._remember(request, attempt)
+            return True
+        session = self._session(request, attempt, opens=True)
+        session.target = position
+        return False
+
+    def missing(self, request: str, attempt: int, position: int) -> list[HiddenBlock]:
+        """The stage behind lacks the rows before `position`: what is here of them to be sent.
+
+        What is still to be rebuilt follows with the forwards that do so. Raises PeerLost where it
+        was too much to keep.
+        """
+        session = self._session(request, attempt, opens=False)
+        if not session.trail.whole:
+            raise PeerLost(f"stage {self._expected.stage} no longer has all it sent of {request}")
+        session.trail.want(position)
+        return session.trail.unsent(attempt)
+
+    def _fits(self, session: Session, position: int) -> bool:
+        ahead = session.position - position
+        own = self._model.own_caches(session.caches)
+        if ahead == 0:
+            return True
+        if not 0 < ahead <= session.last_rows or not can_roll_back(own):
+            return False
+        self._drop(session, position)
+        return True
 
     def rollback(self, request: str, attempt: int, position: int) -> None:
         """Drops the rows from `position` on, all of which the last forward wrote."""
@@ -87,8 +149,12 @@ class StageWorker:
                 f"{session.position}",
                 param="rollback.position",
             )
-        rollback(own, rows)
+        self._drop(session, position)
+
+    def _drop(self, session: Session, position: int) -> None:
+        rollback(self._model.own_caches(session.caches), session.position - position)
         session.position, session.last_rows = position, 0
+        session.trail.roll_back(position)
         session.used = self._clock()
 
     def release(self, request: str, attempt: int) -> None:

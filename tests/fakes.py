@@ -256,3 +256,6 @@ class FakeGenerators:
         if self.fault is not None:
             raise self.fault
         _ = await asyncio.Event().wait()
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        pass

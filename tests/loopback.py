@@ -11,6 +11,7 @@ from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.frames import Assembler, Expectation, HiddenBlock, cut
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.trail import Trail
 
 
 class LoopbackLink:
@@ -25,32 +26,59 @@ class LoopbackLink:
         self._workers = workers
         self._expectations = expectations
         self._observe = observe
+        self._trail = Trail()
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         future: Future[HiddenBlock] = Future()
-        out: HiddenBlock | None = block
         try:
-            for worker, expected in zip(self._workers, self._expectations, strict=True):
-                assert out is not None
-                out = worker.forward(self._carry(out, expected))
+            back = self._through(0, block)
         except ExoNodeError as fault:
             future.set_exception(fault)
             return future
         if block.reply == pb.REPLY_NONE:
             return None
-        assert out is not None
+        assert len(back) == 1
         # The way back is checked as the generator's runner checks it: for the stage after the last.
         last = self._expectations[-1]
-        future.set_result(self._carry(out, replace(last, stage=last.stage + 1)))
+        future.set_result(self._carry(back[0], replace(last, stage=last.stage + 1)))
         return future
 
     def rollback(self, request: str, attempt: int, position: int) -> None:
         for worker in self._workers:
             worker.rollback(request, attempt, position)
 
+    def adopt(self, request: str, attempt: int, position: int, trail: Trail) -> None:
+        """What a stage lacks is sent at once, as far as the one before it has it."""
+        self._trail = trail
+        for number, worker in enumerate(self._workers):
+            if worker.adopt(request, attempt, position):
+                continue
+            if number == 0:
+                trail.want(position)
+                self.relay(request, attempt)
+            else:
+                blocks = self._workers[number - 1].missing(request, attempt, position)
+                for block in blocks:
+                    _ = self._through(number, block)
+
+    def relay(self, request: str, attempt: int) -> None:
+        del request
+        for block in self._trail.unsent(attempt):
+            _ = self._through(0, block)
+
+    def park(self, request: str, attempt: int) -> None:
+        del request, attempt
+
     def release(self, request: str, attempt: int) -> None:
         for worker in self._workers:
             worker.release(request, attempt)
+
+    def _through(self, number: int, block: HiddenBlock) -> list[HiddenBlock]:
+        """From stage `number` + 1 on; what leaves the last one."""
+        blocks = [block]
+        for worker, expected in list(zip(self._workers, self._expectations, strict=True))[number:]:
+            blocks = [out for b in blocks for out in worker.forward(self._carry(b, expected))]
+        return blocks
 
     def _carry(self, block: HiddenBlock, e: Expectation) -> HiddenBlock:
         assembler = Assembler(e)

@@ -284,6 +284,25 @@ def test_story(story: str) -> None:
     play(Simulated(), story)
 
 
+def test_followers_of_a_healthy_head_listen_to_no_other_claim() -> None:
+    cluster = Simulated()
+    cluster.part("a", "bc")
+    for node in "bc":
+        cluster.start(node)
+    cluster.run(10)
+    for _ in range(3):  # a's terms are higher than b's when they meet
+        cluster.start("a")
+        cluster.run(2)
+        cluster.kill("a")
+    cluster.start("a")
+    cluster.run(2)
+    met = cluster.now
+    cluster.heal()
+    cluster.run(5)
+    assert {node for node, _ in cluster.since(met, HeadChanged)} == {"a"}
+    assert set(cluster.heads().values()) == {("b", 5)}
+
+
 def test_an_idle_hour_has_one_election_and_no_change_of_the_head() -> None:
     cluster = Simulated()
     for node in "abcd":
@@ -381,6 +400,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule(node=NODES, seconds=st.sampled_from([6, 10, 40]))
     def wake_up_in_a_healthy_cluster(self, node: str, seconds: int) -> None:
         if node in self.cluster.up:
+            self.cluster.run(2)  # all have met: a node that was stopped before is a stranger
             self.cluster.pause(node)
             self.cluster.run(seconds)
             before = [leader for leader in self.cluster.leaders() if leader != node]

@@ -161,7 +161,9 @@ def test_a_head_that_stops_for_two_seconds_is_not_taken_for_dead(trio: Trio) -> 
     term = cluster(head)["term"]
     own_id, died = cluster(head)["self"], [kinds(n).count("died") for n in others]
     with stopped(head):
+        begun = time.monotonic()
         eventually(lambda: status(others[0], own_id) == "suspect", 2.5)
+        eventually(lambda: time.monotonic() - begun > 2, 3)
     eventually(lambda: all(sees(n, 3) for n in trio.nodes.values()), 5)
     assert {cluster(n)["term"] for n in trio.nodes.values()} == {term}
     assert [kinds(n).count("died") for n in others] == died

@@ -264,7 +264,7 @@ def test_a_node_has_one_request_and_a_denied_one_is_gone() -> None:
 
 
 def test_waiting_requests_are_bounded_in_all_and_for_each_address() -> None:
-    desk, letters = Desk(), "abcdefghijklmnopqrstuvwxyz234567"
+    desk, letters = Desk(), "abcdefghijklmnopqrstuvwxyz234567"[:MAX_PENDING]
     for number, letter in enumerate(letters[:MAX_PENDING_PER_ADDRESS]):
         assert desk.admits("10.0.0.1", 0.0)
         _ = desk.add(str(number), party(letter), "10.0.0.1", "000000", 0.0)

@@ -9,7 +9,8 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import pytest
 from nodes import COMMAND, Node, eventually, node, start_process
 
 from exo_node.node.join import spaced
-from exo_node.node.trust import load_or_create_identity, parse_cluster_key
 
 QUIET = "--no-mdns"
 
@@ -40,15 +40,15 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def fresh(root: Path, names: Sequence[str], *flags: str, env: Any = None) -> Generator[list[Node]]:
-    """Nodes started one after the other, each told of all others."""
+    """Nodes started at once, each told of all others."""
     ports = dict(zip(names, free_ports(len(names)), strict=True))
-    with ExitStack() as stack:
-        nodes: list[Node] = []
+    with ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
+        contexts: list[AbstractContextManager[Node]] = []
         for name in names:
             peers = [("--peer", f"127.0.0.1:{p}") for other, p in ports.items() if other != name]
             own = ("--grpc-port", str(ports[name]), *(word for pair in peers for word in pair))
-            nodes.append(stack.enter_context(node(root / name, QUIET, *own, *flags, env=env)))
-        yield nodes
+            contexts.append(node(root / name, QUIET, *own, *flags, env=env))
+        yield list(pool.map(stack.enter_context, contexts))
 
 
 def joining(running: Node) -> Any:
@@ -134,9 +134,11 @@ def test_two_fresh_nodes_show_the_same_digits_and_become_one_cluster_that_answer
         assert aside.read_text().strip() == other_key and aside.stat().st_mode & 0o777 == 0o600
         assert not joining(old)["fresh"] and not joining(new)["fresh"]
         assert new.chat("Who are you?")["choices"][0]["message"]["content"]
+        paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings")
         for each in nodes:
-            assert key_of(old) not in each.log.read_text()
-            assert other_key not in each.log.read_text()
+            told = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
+            told += [json.dumps(each.call("GET", path).body) for path in paths]
+            assert all(key not in text for text in told for key in (key_of(old), other_key))
             assert "Traceback" not in each.log.read_text()
 
 
@@ -171,7 +173,7 @@ def test_any_member_approves_and_every_member_shows_the_request(tmp_path: Path) 
 @pytest.mark.parametrize("how", ["approvals", "open"])
 def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) -> None:
     flags = ("--open", "lab") if how == "open" else ()
-    for attempt in range(2):
+    for attempt in range(2 if how == "approvals" else 1):  # 50 times: `bench/joining.py`
         with fresh(tmp_path / str(attempt), ["a", "b", "c"], *flags) as nodes:
 
             def one_cluster(nodes: list[Node] = nodes) -> bool:
@@ -235,13 +237,6 @@ def test_a_stopped_node_takes_a_key_for_its_next_start(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "no key" not in refused.stderr
 
 
-def test_the_key_is_in_no_answer_of_the_api(tmp_path: Path) -> None:
-    with node(tmp_path / "a", QUIET) as running:
-        paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings", "/v1/events", "/version")
-        for path in paths[:3] + paths[4:]:
-            assert key_of(running) not in json.dumps(running.call("GET", path).body)
-
-
 def test_a_key_that_a_variable_gave_is_neither_left_nor_replaced(tmp_path: Path) -> None:
     with node(tmp_path / "a", QUIET, env={"EXO_CLUSTER_KEY": "a" * 32}) as running:
         for path, body in (("/v1/join/leave", {}), ("/v1/join/key", {"key": "b" * 32})):
@@ -269,6 +264,7 @@ def test_two_established_clusters_name_each_other_once_and_stay_apart(tmp_path: 
         for each in (one, two):
             eventually(lambda each=each: "is of another cluster" in each.log.read_text(), 15)
             assert each.log.read_text().count("is of another cluster") == 1
+            assert "Handshake failed" not in each.log.read_text(), "gRPC tells it every second"
         assert "of this cluster" in two.log.read_text()
         assert alive(one) == alive(two) == 1
 
@@ -293,7 +289,6 @@ def test_a_copied_data_folder_is_refused_by_the_first_and_exits_with_3(tmp_path:
             _ = process.wait()
         assert "runs already" in (copy / "log").read_text()
         assert first.log.read_text().count("runs already") == 1
-        assert first.chat("Who are you?")["choices"]
         assert [n["status"] for n in cluster(first)["nodes"]] == ["alive"]
 
 
@@ -351,9 +346,3 @@ def test_a_node_that_is_killed_and_comes_back_at_another_port_is_no_copy(tmp_pat
         (two.data_dir / "node.json").unlink()  # `node` waits for the next process's
         with node(tmp_path / "b", QUIET, *peer, env=env) as again:
             eventually(lambda: together([one, again]), 15)
-
-
-def test_identities_and_keys_of_these_tests_are_what_the_files_say(tmp_path: Path) -> None:
-    with node(tmp_path / "a", QUIET) as running:
-        assert load_or_create_identity(running.data_dir).node == cluster(running)["self"]
-        assert parse_cluster_key(key_of(running), "file")

@@ -7,17 +7,20 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from exo_node.node import join_requests, join_server, join_wire
+from exo_node.node import join_client, join_requests, join_server, join_wire
+from exo_node.node.control_client import Channels, ControlClient
+from exo_node.node.control_links import LinkService
+from exo_node.node.control_server import ControlServer, NodeSide
 from exo_node.node.join import Handshake, Party, is_open_proof, open_proof
 from exo_node.node.join_client import Asking, JoinClient
-from exo_node.node.join_requests import Request
+from exo_node.node.join_requests import SHOWN, Request
 from exo_node.node.join_server import JoinServer
 from exo_node.node.join_wire import Line, Refusal, ask_for_hint, connected, hello, tls_contexts
 from exo_node.node.trust import (
@@ -269,6 +272,27 @@ def test_the_same_open_name_needs_no_person(
             else:
                 assert len(server.pending()) == 1
         assert (new.took == [old.key]) is is_let_in
+
+    run(scenario)
+
+
+def test_a_node_shows_a_bounded_number_of_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whoever answers it could try for those that another screen shows already."""
+    monkeypatch.setattr(join_client, "LOOK_AGAIN_S", 0.0)
+
+    async def scenario() -> None:
+        old, new = Side(tmp_path, fresh=False), Side(tmp_path)
+
+        def refuse(request: Request, *, approved: bool) -> None:
+            old.waiting.append(request)
+            asyncio.get_running_loop().call_soon(server._decide, request.id, "wrong_code")  # pyright: ignore[reportPrivateUsage]
+
+        monkeypatch.setattr(old, "waits", refuse)
+        async with served(old) as (server, address), asking(new, address):
+            await until(lambda: new.refusals and new.refusals[-1][1].reason == "too_many")
+        assert len(new.shown) == len(old.waiting) == SHOWN
 
     run(scenario)
 
@@ -573,6 +597,35 @@ def test_connections_from_one_address_are_bounded(
                             pass
                     except (PeerLost, Untrusted):
                         await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+async def _no_links() -> list[pb.LinkReport]:
+    return []
+
+
+def test_a_member_of_another_protocol_is_named_once_on_the_refusing_side(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        side = Side(tmp_path)
+        other = Side(tmp_path)
+        links, unreached = LinkService(_no_links), cast(NodeSide, object())
+        server = ControlServer(unreached, node_credentials(side.identity, side.key), links)
+        port = await server.start([LOOPBACK], 0)
+        channels = Channels(node_credentials(other.identity, side.key))
+        beat = pb.Heartbeat(protocol=2, sender=pb.NodeFacts(id=other.identity.node))
+        try:
+            for _ in range(2):
+                with pytest.raises(InvalidRequest, match="protocol 1 and the other 2"):
+                    _ = await ControlClient(channels).exchange(f"{LOOPBACK}:{port}", None, beat)
+        finally:
+            await channels.close()
+            await server.close()
+        told = [r.getMessage() for r in caplog.records if "refused node" in r.getMessage()]
+        assert len(told) == 1
+        assert other.identity.node in told[0] and "protocol 1 and the other 2" in told[0]
 
     run(scenario)
 

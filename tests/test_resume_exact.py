@@ -4,8 +4,10 @@ The engine is the real one on the demo checkpoint, whole or in three stages; eve
 perturbed by its number of rows, as kernels chosen by it would do.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,13 @@ import pytest
 from engines import ORACLE, Answer, answer, engine_of, load_quietly, request, spec, split_engine
 from shims import by_rows, perturb
 
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.types import Round, Sampling
+from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import TextEngine
+from exo_node.shard.engine import Delta, TextEngine
+from exo_node.shard.frames import HiddenBlock
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.trail import Trail
 
 PROMPT = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 60
@@ -142,3 +147,141 @@ def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
     assert [worker.live_requests for worker in workers] == [1, 1], "its release names attempt 1"
     again.close()
     assert [worker.live_requests for worker in workers] == [0, 0]
+
+
+# ------------------------------------------- what survives is kept; only what was lost is rebuilt
+
+
+class Pipeline:
+    """Three stages, of which any may be lost and replaced by one that knows nothing."""
+
+    def __init__(self) -> None:
+        self.engine, self.workers, self._loaded = split_engine(BOUNDS)
+        for part in self._loaded:
+            assert perturb(part.model.model, by_rows, size=SIZE) > 20
+        self.forwards: list[int] = []
+        for number in (1, 2):
+            self.replace(number)
+
+    def replace(self, number: int) -> None:
+        part = self._loaded[number]
+        worker = StageWorker(part.model, part.expected, time.monotonic)
+        counted = worker._forward  # pyright: ignore[reportPrivateUsage]
+
+        def forward(session: Any, block: HiddenBlock) -> list[HiddenBlock]:
+            self.forwards.extend([number] * len(block.schedule or (1,)))
+            return counted(session, block)
+
+        worker._forward = forward  # pyright: ignore[reportPrivateUsage]
+        self.workers[number - 1] = worker
+
+    def lose(self, number: int, after: int) -> None:
+        """From its forward number `after` on, the stage is gone."""
+        worker = self.workers[number - 1]
+        alive = worker.forward
+        left = iter(range(after))
+
+        def forward(block: HiddenBlock) -> list[HiddenBlock]:
+            if next(left, None) is None:
+                raise PeerLost("the stage is gone")
+            return alive(block)
+
+        worker.forward = forward
+
+    def until_lost(self, **changes: Any) -> tuple[Round, ...]:
+        """The rounds that were handed out before the stage was lost."""
+        asked = request(PROMPT, 0, TOKENS, ignore_end=True, top_logprobs=0, **changes)
+        rounds: list[Round] = []
+        with pytest.raises(PeerLost):
+            for event in self.engine.generate(asked):
+                if isinstance(event, Delta):
+                    rounds.append(event.round)
+        return tuple(rounds)
+
+    def rest(self, log: Sequence[Round], attempt: int, **changes: Any) -> tuple[Round, ...]:
+        self.forwards.clear()
+        fields = {"attempt": attempt, "replay": log, "top_logprobs": 0, "ignore_end": True}
+        return answer(self.engine, request(PROMPT, 0, TOKENS, **fields, **changes)).rounds
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    return Pipeline()
+
+
+@pytest.fixture(scope="module")
+def expected(pipeline: Pipeline) -> tuple[Round, ...]:
+    asked = request(PROMPT, 0, TOKENS, ignore_end=True, top_logprobs=0)
+    return answer(pipeline.engine, asked).rounds
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_only_the_lost_stage_is_rebuilt_from_what_the_one_before_it_sent(
+    pipeline: Pipeline, expected: tuple[Round, ...], lost: int
+) -> None:
+    name = f"lost-{lost}"
+    pipeline.lose(lost, 30)
+    log = pipeline.until_lost(request=name)
+    assert log == expected[:30]
+    pipeline.replace(lost)
+    assert pipeline.rest(log, 2, request=name) == expected[30:]
+    left = len(expected) - 30
+    assert pipeline.forwards.count(lost) == 30 + left, "the prompt, 29 tokens, and what was left"
+    assert pipeline.forwards.count(3 - lost) == left
+
+
+def test_a_lost_generator_is_rebuilt_alone(pipeline: Pipeline, expected: tuple[Round, ...]) -> None:
+    """Its runner is gone with all it held; here it forgets, and nobody tells the stages."""
+    engine, name = pipeline.engine, "generator"
+    pipeline.lose(1, 25)
+    log = pipeline.until_lost(request=name)
+    engine._kept.clear()  # pyright: ignore[reportPrivateUsage]
+    pipeline.workers[0].forward = functools.partial(StageWorker.forward, pipeline.workers[0])
+    assert pipeline.rest(log, 2, request=name) == expected[25:]
+    assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 25
+
+
+def test_all_stages_may_be_lost_at_once(pipeline: Pipeline, expected: tuple[Round, ...]) -> None:
+    pipeline.lose(2, 20)
+    log = pipeline.until_lost(request="all")
+    pipeline.engine._kept.clear()  # pyright: ignore[reportPrivateUsage]
+    pipeline.replace(1)
+    pipeline.replace(2)
+    assert pipeline.rest(log, 2, request="all") == expected[20:]
+
+
+def test_a_second_loss_while_the_first_is_mended_changes_nothing(
+    pipeline: Pipeline, expected: tuple[Round, ...]
+) -> None:
+    pipeline.lose(1, 30)
+    log = pipeline.until_lost(request="second")
+    pipeline.replace(1)
+    pipeline.lose(2, 0)
+    assert pipeline.until_lost(request="second", attempt=2, replay=log) == ()
+    pipeline.replace(2)
+    assert pipeline.rest(log, 3, request="second") == expected[30:]
+
+
+def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
+    pipeline: Pipeline, expected: tuple[Round, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trail.__init__, "__defaults__", (1000,))
+    pipeline.replace(1)
+    pipeline.lose(2, 12)
+    log = pipeline.until_lost(request="long")
+    pipeline.replace(2)
+    with pytest.raises(PeerLost, match="no longer has all"):
+        _ = pipeline.rest(log, 2, request="long")
+    assert pipeline.rest(log, 3, request="long", rebuild_all=True) == expected[12:]
+
+
+def test_what_nobody_takes_up_is_freed_after_its_lease(pipeline: Pipeline) -> None:
+    engine = pipeline.engine
+    pipeline.lose(2, 8)
+    _ = pipeline.until_lost(request="left")
+    pipeline.replace(2)
+    assert engine.cache_bytes() > 0
+    assert engine.expire(1000.0) == []
+    assert engine.expire(0.0) == ["left"]
+    assert engine.cache_bytes() == 0
+    assert [worker.live_requests for worker in pipeline.workers] == [0, 0]

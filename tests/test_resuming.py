@@ -40,7 +40,7 @@ def view(*names: NodeId, chip: str = "Apple M3", memory: int = 10**10) -> Cluste
 
 def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> None:
     clock = Clock()
-    answer = AnswerLog(clock)
+    answer = AnswerLog("r", clock)
     asked = pb.GenerateRequest(request="r", attempt=1, messages=pb.Messages(json="[]"))
     assert answer.continues(asked) == asked
     answer.saw(pb.GenerateEvent(started=pb.Started(prompt_ids=[5, 6, 7])))
@@ -55,22 +55,22 @@ def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> 
 
 
 def test_a_prompt_is_announced_once_however_many_attempts_read_it() -> None:
-    answer = AnswerLog(Clock())
+    answer = AnswerLog("r", Clock())
     assert [answer.announce() for _ in range(3)] == [True, False, False]
 
 
 def test_an_answer_is_given_up_after_too_many_losses() -> None:
-    answer = AnswerLog(Clock())
+    answer = AnswerLog("r", Clock())
     assert [answer.lost() for _ in range(MAX_RESUMES + 1)] == [True] * MAX_RESUMES + [False]
 
 
 def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
     clock = Clock()
-    answer = AnswerLog(clock)
+    answer = AnswerLog("r", clock)
     assert answer.lost()
     clock.now += RESUME_WITHIN_S + 1
     assert not answer.lost()
-    fresh = AnswerLog(clock)
+    fresh = AnswerLog("r", clock)
     assert fresh.lost()
     fresh.saw(delta(0, 1))
     clock.now += RESUME_WITHIN_S + 1
@@ -79,7 +79,7 @@ def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
 
 def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
     clock = Clock()
-    answer = AnswerLog(clock)
+    answer = AnswerLog("r", clock)
     clock.now += 2
     answer.saw(delta(0, 1))
     for position in (3, 4, 5, 6):
@@ -102,7 +102,7 @@ def record(*nodes: NodeId, chip: str = "Apple M3") -> Record:
 
 
 def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
-    answer, placed = AnswerLog(Clock()), record(A, B)
+    answer, placed = AnswerLog("r", Clock()), record(A, B)
     answer.runs_on(placed)
     placed.see(view(C))
     placed.move(1, Endpoint(C, pb.LoadReady()))
@@ -119,7 +119,7 @@ def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
 
 
 def test_a_resume_in_another_dtype_is_not_exact() -> None:
-    answer, other = AnswerLog(Clock()), record(A)
+    answer, other = AnswerLog("r", Clock()), record(A)
     answer.runs_on(record(A))
     other.specs = [pb.StageSpec(dtype="bfloat16")]
     answer.runs_on(other)

@@ -57,7 +57,9 @@ class Stage:
         attempt: int = 1,
         reply: "pb.Reply.ValueType" = pb.REPLY_ALL,
     ) -> HiddenBlock | None:
-        return self.worker.forward(block(position, rows, request, attempt, reply))
+        out = self.worker.forward(block(position, rows, request, attempt, reply))
+        assert len(out) <= 1
+        return out[0] if out else None
 
 
 def block(

@@ -69,7 +69,7 @@ def questions() -> list[Question]:
             for n in (128, 256, 512)
         ),
         # Read in several chunks, over all stages.
-        Question("long prompt", " ".join([long] * 6), {"max_tokens": 64, **NEVER_END}),
+        Question("long prompt", " ".join([long] * 9), {"max_tokens": 64, **NEVER_END}),
     ]
 
 
@@ -167,7 +167,7 @@ def attempt(lab: Laboratory, trial: Trial) -> Outcome:
         blows.undo(trial.how)
     freed_s = _freed(lab)
     whole_s = lab.until_whole()
-    gap_s = _gap(trial, answer, blows.last_at)
+    gap_s = _gap(answer, blows.last_at)
     faults = tuple(_faults(trial, answer, blows, ended=ended, gap_s=gap_s, freed_s=freed_s))
     resumes = int(answer.stats.get("resumes", 0))
     return Outcome(trial, faults, blows.hit, blows.warm, gap_s, freed_s, whole_s, resumes)
@@ -184,7 +184,7 @@ def _strike(lab: Laboratory, trial: Trial, answer: Answer, blows: _Blows, victim
     match trial.phase:
         case "prefill":
             # The first chunk was read; how far the others are is left to chance.
-            blows.hit = answer.until(lambda a: a.comments or a.ids, SILENCE_S)
+            blows.hit = answer.until(lambda a: a.commented("prefill") or a.ids, SILENCE_S)
             time.sleep(trial.chance.uniform(0, trial.question.first_s))
         case "decode" | "resume":
             at = trial.chance.randrange(1, max(2, length - 8))
@@ -230,11 +230,11 @@ def _freed(lab: Laboratory) -> float:
     return time.monotonic() - begun
 
 
-def _gap(trial: Trial, answer: Answer, struck_at: float) -> float:
-    """The longest wait for tokens; of the first ones, beyond reading the prompt anew."""
+def _gap(answer: Answer, struck_at: float) -> float:
+    """The longest wait for tokens; for the first ones, since the kill."""
     if not answer.arrivals:
         return time.monotonic() - struck_at
-    first = max(0.0, answer.arrivals[0] - struck_at - trial.question.first_s)
+    first = max(0.0, answer.arrivals[0] - struck_at)
     return max([first, *answer.gaps()[1:]])
 
 
@@ -249,9 +249,10 @@ def _faults(
     if tuple(answer.ids) != expected:
         yield _difference(answer.ids, expected)
     stopped = trial.how != "kill"
-    limit = GAP_AFTER_STOP_S if stopped else GAP_AFTER_KILL_S
+    # Whatever takes a stage's place reads the prompt anew, which takes its time in any case.
+    limit = trial.question.first_s + (GAP_AFTER_STOP_S if stopped else GAP_AFTER_KILL_S)
     if blows.warm and gap_s > limit:
-        yield f"a gap of {gap_s:.2f} s where {limit:.0f} s are allowed"
+        yield f"a gap of {gap_s:.2f} s where {limit:.2f} s are allowed"
     if gap_s > SILENCE_S:
         yield f"hung for {gap_s:.0f} s"
     if freed_s > FREED_WITHIN_S:
