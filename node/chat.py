@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -178,6 +179,7 @@ class ChatService:
             async with aclosing(events), aclosing(self._heard(events, record, answer)) as heard:
                 async for event in heard:
                     answer.saw(event)
+                    record.stepped_at = time.monotonic()
                     for out in _events(event, record, answer):
                         if isinstance(out, Finished):
                             self._placements.succeeded(record)

@@ -2,7 +2,7 @@
 
     joiner                                     approver
       hello with a commitment     ------>
-                                  <------      hello with a commitment
+                                  <------      hello with a commitment; that it may ask
       its nonce                   ------>      holds it against the commitment
       holds it against the other  <------      its nonce
       shows the digits, confirms  ------>      shows the digits

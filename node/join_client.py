@@ -14,7 +14,7 @@ from ..proto import peer_pb2 as pb
 from .background import background
 from .join import NONCE_BYTES, Handshake, Party, relation
 from .join_requests import SHOWN, Attempts
-from .join_wire import SILENCE_S, Line, Refusal, connected, hello, party_of
+from .join_wire import ANSWER_S, SILENCE_S, Line, Refusal, connected, hello, party_of
 from .trust import ClusterKey, cluster_fingerprint, parse_cluster_key
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,9 @@ class JoinClient:
 
     async def _ask(self, line: Line, handshake: Handshake, address: str) -> float | None:
         other = handshake.other
+        if (await line.next(ANSWER_S)).WhichOneof("frame") != "waiting":
+            raise Untrusted(f"{line.address} does not say that this node may ask")
+        # Whoever has this node's nonce knows the digits, shown or not: each one counts.
         if not self._attempts.admits(other.cluster, time.monotonic()):
             raise Refusal("too_many", "this node has shown too many digits; it waits some minutes")
         await line.send(pb.JoinFrame(reveal=pb.JoinReveal(nonce=handshake.reveal())))

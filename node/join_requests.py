@@ -19,7 +19,8 @@ TRIES = 32
 """Within PENDING_S, by all; each is a nonce of this node's that was revealed to one who asks."""
 TRIES_PER_ADDRESS = 16
 SHOWN = 8
-"""Codes that a node which asks shows within PENDING_S, to all clusters that it asks."""
+"""Nonces that a node which asks reveals within PENDING_S, to all clusters that it asks: each is a
+code for whoever gets it, also where nobody sees it."""
 
 Outcome = Literal["approved"] | Reason
 

@@ -243,12 +243,13 @@ class JoinServer:
                 self._side.met(other, line.address)
 
     async def _receive_request(self, line: Line, handshake: Handshake) -> None:
-        revealed = (await line.receive("reveal")).reveal
         if (refusal := self._side.not_now()) is not None:
             raise refusal
-        handshake.check(revealed.nonce)
         if not self._desk.admits(line.address, self._clock()):
             raise Refusal("too_many", "too many nodes asked to join; try again in a few minutes")
+        # Refused later, the joiner would have spent one of its few nonces.
+        await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
+        handshake.check((await line.receive("reveal")).reveal.nonce)
         await line.send(pb.JoinFrame(reveal=pb.JoinReveal(nonce=handshake.reveal())))
         confirmed = (await line.receive("confirm")).confirm
         await self._wait_for_a_person(line, handshake, confirmed.open_proof)

@@ -19,6 +19,7 @@ from .placements import Placements, Record
 from .placements import Status as PlacementStatus
 from .plan_request import PlacementBody, PlanBody
 from .preview_json import as_json
+from .readiness import Readiness
 from .records import Spare
 from .switches import Switches, SwitchName
 from .totals import Totals
@@ -31,6 +32,7 @@ class NodeOperations:
         self,
         library: ModelLibrary,
         placements: Placements,
+        readiness: Readiness,
         cluster: Cluster,
         facts: NodeFactsSource,
         switches: Switches,
@@ -41,6 +43,7 @@ class NodeOperations:
     ) -> None:
         self._library = library
         self._placements = placements
+        self._readiness = readiness
         self._cluster = cluster
         self._facts = facts
         self._switches = switches
@@ -95,10 +98,14 @@ class NodeOperations:
         return self._switches.describe()
 
     async def ready(self) -> tuple[bool, str]:
-        """Ready to serve: the demo at least can be loaded on demand; `reason` says more."""
-        degraded = [r for r in self._placements.records if r.status == "degraded"]
-        if degraded:
-            return False, f"placement {degraded[0].id} is degraded: {degraded[0].error}"
+        """Each placement made a step within seconds, or makes one now."""
+        if self._cluster.head is None:
+            return False, "no head is elected yet"
+        fault = await self._readiness.fault()
+        if fault:
+            return False, fault
+        if not self._placements.records:
+            return True, "no model is loaded here; one is loaded when it is first asked for"
         return True, ""
 
     async def mtp_stats(self) -> dict[str, Any]:

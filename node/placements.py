@@ -44,6 +44,7 @@ class Placements:
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
         self._failures: dict[ModelId, deque[float]] = {}
+        self._moving: set[tuple[PlacementId, NodeId]] = set()
         self._orphans: dict[tuple[NodeId, str, int], float] = {}
         # The loop holds tasks weakly; these must live to their end.
         self._background: set[asyncio.Task[None]] = set()
@@ -125,6 +126,18 @@ class Placements:
         """As `lost`, for every stage and spare on that node."""
         for record in self.records:
             self._lost_on(record, node, why)
+
+    def move_off(self, node: NodeId) -> None:
+        """The node is about to leave: its stages are loaded elsewhere, then changed over to.
+
+        Answers go on as after a loss, without waiting for a load. Where no other node has room they
+        end on the node that leaves, which waits for them.
+        """
+        for record in self.records:
+            stages = [i for i, each in enumerate(record.endpoints) if each.node == node]
+            if stages and record.status == "ready" and (record.id, node) not in self._moving:
+                self._moving.add((record.id, node))
+                self._keep(self._move(record, stages, node))
 
     def succeeded(self, record: Record) -> None:
         """A generation ended well: earlier failures of the model no longer count."""
@@ -319,6 +332,15 @@ class Placements:
             placement=record.id,
             seconds=round(seconds, 3),
         )
+
+    async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
+        record.spares = [spare for spare in record.spares if spare.node != node]
+        for stage in stages:
+            if not await self._restorer.ensure_spare(record, stage):
+                log.warning("stage %d of %s stays: %s", stage, record.id, record.spares_missing)
+                return
+        for stage in stages:
+            self.lost(record.id, stage, f"node {node} is leaving")
 
     def _fill(self, record: Record) -> None:
         """Ends what was replaced and loads the spares that are missing, after what is urgent."""

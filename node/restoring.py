@@ -80,6 +80,10 @@ class Restorer:
                 if not await self._add_spare(record, stage):
                     return
 
+    async def ensure_spare(self, record: Record, stage: int) -> bool:
+        """Whether the stage has a warm spare now; one is loaded where it had none."""
+        return self._ready_spare(record, stage) is not None or await self._add_spare(record, stage)
+
     async def drop_spares(self, record: Record) -> None:
         spares, record.spares = record.spares, []
         for spare in spares:

@@ -42,6 +42,7 @@ from .operations import NodeOperations
 from .placements import Endpoint, Placements
 from .presence import Presence
 from .profiling import Profiling, build_profiling
+from .readiness import Readiness
 from .setting_values import is_loopback
 from .settings import (
     Settings,
@@ -342,6 +343,7 @@ class Node:
         operations = NodeOperations(
             self._library,
             self._placements,
+            Readiness(self._placements, self._runners),
             self._cluster,
             facts,
             self._switches,
@@ -477,6 +479,8 @@ class Node:
                 for placement, stage in self._cluster.missing_stages(expected):
                     why = "its runner ended on the other node"
                     self._placements.lost_runner(node, placement, stage, why)
+            for node in self._cluster.draining():
+                self._placements.move_off(node)
             await self._placements.sweep(
                 (member.id, stage.placement, stage.stage)
                 for member in self._cluster.members()

@@ -153,6 +153,8 @@ class RunnerProcess:
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
+            if self._process.returncode is not None:
+                return
         log.warning(
             "runner %d said nothing for %.0f s and is ended", self.pid, SILENT_TICKS * TICK_S
         )

@@ -595,7 +595,7 @@ class JoinFrame(_message.Message):
 
     @_builtins.property
     def waiting(self) -> Global___JoinWaiting:
-        """both, every two seconds while a person decides"""
+        """the approver before the joiner reveals; both, while a person decides"""
 
     @_builtins.property
     def approved(self) -> Global___JoinApproved:

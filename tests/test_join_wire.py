@@ -297,6 +297,22 @@ def test_a_node_shows_a_bounded_number_of_digits(
     run(scenario)
 
 
+def test_a_refusal_that_is_worth_another_try_costs_no_nonce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_client, "RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        old, new = Side(tmp_path, fresh=False, settling=True), Side(tmp_path)
+        async with served(old) as (_, address), asking(new, address):
+            await until(lambda: len(new.refusals) > 2 * SHOWN)
+            assert {refusal.reason for _, refusal in new.refusals} == {"not_yet"}
+            old.settling = False
+            await until(lambda: old.waiting)
+
+    run(scenario)
+
+
 def test_of_two_fresh_nodes_only_the_larger_id_asks(tmp_path: Path) -> None:
     async def scenario() -> None:
         small, large = sorted((Side(tmp_path), Side(tmp_path)), key=lambda s: s.own().node)

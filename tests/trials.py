@@ -257,7 +257,8 @@ def _faults(
         yield f"hung for {gap_s:.0f} s"
     if freed_s > FREED_WITHIN_S:
         yield f"KV was held for {freed_s:.1f} s after the end"
-    struck = blows.hit and trial.target != "spare"
+    # While the prompt is read, a stage may be replaced before anything of it reached that stage.
+    struck = blows.hit and trial.target != "spare" and trial.phase != "prefill"
     if struck and not answer.error and not answer.stats.get("resumes"):
         yield "the answer did not notice: the trial shows nothing"
     if answer.stats.get("resumes") and answer.stats.get("resume_exact") is not True:

@@ -56,7 +56,7 @@ def install(log: str) -> None:
     forward = StageWorker.forward
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def seen(self: StageWorker, block: HiddenBlock) -> HiddenBlock | None:
+    def seen(self: StageWorker, block: HiddenBlock) -> list[HiddenBlock]:
         out = forward(self, block)  # it raises where it refuses the attempt
         line = f"{time.monotonic_ns()} {os.getpid()} {block.request} {block.attempt}\n"
         _ = os.write(file, line.encode())
