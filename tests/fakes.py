@@ -201,9 +201,6 @@ class FakeFacts:
     def split_refusal(self, model: ModelId) -> str:
         return ""
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
-
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
@@ -241,11 +238,12 @@ class FakeStages:
 
 @dataclass
 class FakeGenerators:
-    """Runners that send `events`, then raise `fault` where there is one, else never end."""
+    """Runners that send `events`, then raise `fault` where there is one, else end or never do."""
 
     events: Sequence[pb.GenerateEvent]
     fault: Exception | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list[pb.GenerateRequest])
+    ends: bool = False
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
@@ -255,7 +253,8 @@ class FakeGenerators:
             yield event
         if self.fault is not None:
             raise self.fault
-        _ = await asyncio.Event().wait()
+        if not self.ends:
+            _ = await asyncio.Event().wait()
 
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
         pass

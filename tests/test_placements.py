@@ -62,9 +62,6 @@ class _Facts:
     def split_refusal(self, model: ModelId) -> str:
         return ""
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
-
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 

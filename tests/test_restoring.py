@@ -257,3 +257,30 @@ def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
         assert "no live node has room" in record.spares_missing
 
     play(scenario, nodes=[A])
+
+
+def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, THREE)
+        node = record.plan.stages[1].node
+        cluster.nodes.remove(node)  # it takes nothing new, and its runner still answers
+        cluster.calls.clear()
+        for _ in range(2):
+            placements.move_off(node)
+        await until(lambda: record.plan.stages[1].node == D and record.status == "ready")
+        loads = [call for call in cluster.calls if call.startswith("load")]
+        assert loads == ["load 1 on d"], "once, and before the stage changes over"
+
+    play(scenario)
+
+
+def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions())
+        node = record.plan.stages[0].node
+        cluster.nodes.clear()
+        placements.move_off(node)
+        await until(lambda: bool(record.spares_missing))
+        assert (record.status, record.plan.stages[0].node) == ("ready", node)
+
+    play(scenario, nodes=[A])

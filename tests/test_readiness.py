@@ -1,0 +1,105 @@
+"""Readiness is a step that was made, lately or now, and no process that merely lives."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from fakes import FakeFacts, FakeGenerators, FakeStages
+
+from exo_node.node import readiness as readiness_module
+from exo_node.node.placements import Placements
+from exo_node.node.readiness import RECENT_S, Readiness
+from exo_node.placement.errors import PeerLost
+from exo_node.placement.ids import ModelId
+from exo_node.placement.plan import PlanOptions
+from exo_node.proto import peer_pb2 as pb
+
+TOKEN = pb.GenerateEvent(delta=pb.Delta(round=pb.Round(tokens=[1])))
+
+
+@dataclass
+class Asked:
+    placements: Placements
+    generators: FakeGenerators
+    readiness: Readiness
+    now: float = 100.0
+
+
+def play(
+    scenario: Callable[[Asked], Awaitable[None]],
+    events: Sequence[pb.GenerateEvent] = (),
+    fault: Exception | None = None,
+    *,
+    ends: bool = False,
+) -> None:
+    async def run() -> None:
+        placements = Placements(FakeStages(), FakeFacts())
+        generators = FakeGenerators(events, fault, ends=ends)
+        asked = Asked(placements, generators, Readiness(placements, generators))
+        asked.readiness = Readiness(placements, generators, lambda: asked.now)
+        await scenario(asked)
+        await placements.close()
+
+    asyncio.run(run())
+
+
+async def loaded(asked: Asked) -> None:
+    _ = await asked.placements.place(ModelId("demo"), PlanOptions())
+
+
+def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
+    async def scenario(asked: Asked) -> None:
+        await loaded(asked)
+        asked.placements.records[0].stepped_at = asked.now - RECENT_S + 1
+        assert await asked.readiness.fault() == ""
+        assert asked.generators.requests == []
+
+    play(scenario)
+
+
+def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
+    async def scenario(asked: Asked) -> None:
+        await loaded(asked)
+        for _ in range(2):
+            assert await asked.readiness.fault() == ""
+        assert [(r.max_tokens, r.num_draft_tokens) for r in asked.generators.requests] == [(1, 0)]
+        asked.now += RECENT_S
+        assert await asked.readiness.fault() == ""
+        assert len(asked.generators.requests) == 2
+
+    play(scenario, [TOKEN], ends=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(PeerLost("the runner is gone"), "the runner is gone"), (None, "no token within")],
+)
+def test_one_that_gives_none_is_not_ready_and_says_why(
+    fault: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness_module, "PROBE_WITHIN_S", 0.05)
+
+    async def scenario(asked: Asked) -> None:
+        await loaded(asked)
+        assert said in await asked.readiness.fault()
+        assert asked.placements.records[0].active == 0
+
+    play(scenario, fault=fault)
+
+
+def test_one_that_is_degraded_is_not_ready_however_lately_it_worked() -> None:
+    async def scenario(asked: Asked) -> None:
+        await loaded(asked)
+        record = asked.placements.records[0]
+        record.stepped_at, record.status, record.error = asked.now, "degraded", "it broke"
+        assert await asked.readiness.fault() == "demo is degraded: it broke"
+
+    play(scenario)
+
+
+def test_a_node_without_a_model_has_no_fault() -> None:
+    async def scenario(asked: Asked) -> None:
+        assert await asked.readiness.fault() == ""
+
+    play(scenario)
