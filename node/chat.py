@@ -126,7 +126,7 @@ class ChatService:
                     loading.cancel()  # of this waiter; the load itself is shielded
             record = _placed(loading, answer)
             meter.running()
-            wire = self._wire(request, record, wire)
+            wire, connections = self._wire(request, record, wire), record.connections
             try:
                 async with aclosing(self._generate(wire, record, answer)) as events:
                     async for event in events:
@@ -135,7 +135,7 @@ class ChatService:
                         yield event
                 return
             except PeerLost as fault:
-                self._placements.lost(record.id, None, fault.message)
+                self._placements.broke(record, connections, fault.message)
                 if not answer.lost():
                     raise
                 self._events.add(

@@ -93,6 +93,11 @@ class Placements:
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
 
+    def broke(self, record: Record, connections: int, why: str) -> None:
+        """An attempt failed that began when the stages had been connected so many times."""
+        if record.connections == connections:
+            self.lost(record.id, None, why)
+
     def lost(self, placement: str, stage: int | None, why: str) -> None:
         """A stage is gone, or (None) some stage may be: the placement is restored.
 
@@ -186,7 +191,7 @@ class Placements:
             task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
         for record in self.records:
-            await self._unload(record)
+            await self._restorer.unload(record)
 
     def _start(self, model: ModelId, options: PlanOptions, spares: int) -> "asyncio.Task[Record]":
         task = asyncio.create_task(self._replace(model, options, spares))
@@ -215,14 +220,14 @@ class Placements:
         except ExoNodeError as fault:
             record.status, record.error = "failed", fault.message
             self._note_failure(model)
-            await self._unload(record)
+            await self._restorer.unload(record)
             if not refusal and self._facts.split_refusal(model):
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
                 return await self._replace(model, options, spares)
             raise
         except asyncio.CancelledError:
-            await self._unload(record)
+            await self._restorer.unload(record)
             raise
         self._fill(record)
         return record
@@ -295,7 +300,7 @@ class Placements:
                     model=model,
                     placement=record.id,
                 )
-                await self._unload(record)
+                await self._restorer.unload(record)
                 return
             if failures > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (failures - 2)))
@@ -312,7 +317,7 @@ class Placements:
                 placement=record.id,
             )
             record.status, record.error = "failed", fault.message
-            await self._unload(record)
+            await self._restorer.unload(record)
         finally:
             record.restoring = None
         if record.status == "ready":
@@ -376,20 +381,9 @@ class Placements:
             log.warning("placement %s did not drain in %.0f s", record.id, DRAIN_S)
         if self._records.get(model) is record:
             del self._records[model]
-        await self._unload(record)
+        await self._restorer.unload(record)
         text = f"unloaded {record.id} of {model}"
         self._events.add("unloaded", text, model=model, placement=record.id)
-
-    async def _unload(self, record: Record) -> None:
-        await self._restorer.drop_spares(record)
-        await self._restorer.retire(record)
-        for number, stage in enumerate(record.plan.stages):
-            try:
-                await self._stages.unload(stage.node, record.id, number)
-            except PeerLost as fault:
-                log.info("stage %d of %s went with its node: %s", number, record.id, fault)
-        for endpoint in record.endpoints:
-            await self._stages.forget(endpoint)
 
     def _note_failure(self, model: ModelId) -> None:
         self._failures.setdefault(model, deque(maxlen=MAX_FAILURES)).append(time.monotonic())

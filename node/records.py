@@ -68,6 +68,8 @@ class Record:
     retired: list[tuple[int, Endpoint]] = field(default_factory=list[tuple[int, Endpoint]])
     """Stages' former runners, which are to be ended."""
     restoring: "asyncio.Task[None] | None" = None
+    connections: int = 0
+    """How often its stages were connected: what broke before the last time is mended."""
     stepped_at: float = float("-inf")
     """When it last gave a token, by the monotonic clock."""
     active: int = 0

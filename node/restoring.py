@@ -50,6 +50,7 @@ class Restorer:
     async def connect(self, record: Record) -> None:
         """Each stage to the next, the last one to the generator. Raises PeerLost."""
         if len(record.endpoints) == 1:
+            record.connections += 1
             return
         following = [*record.endpoints[1:], record.endpoints[0]]
         async with asyncio.TaskGroup() as group:
@@ -60,6 +61,7 @@ class Restorer:
         for fault in (task.result() for task in tasks):
             if fault is not None:
                 raise fault
+        record.connections += 1
 
     async def lost_stages(self, record: Record) -> list[int]:
         """Those that are known to be gone or do not answer within a second."""
@@ -161,6 +163,18 @@ class Restorer:
             raise
         spare.endpoint = Endpoint(node, ready)
         return True
+
+    async def unload(self, record: Record) -> None:
+        """Ends every runner of the placement, as far as its nodes are live."""
+        await self.drop_spares(record)
+        await self.retire(record)
+        endpoints = dict(enumerate(record.endpoints))
+        await asyncio.gather(
+            *(
+                self._end(record, number, stage.node, endpoints.get(number))
+                for number, stage in enumerate(record.plan.stages)
+            )
+        )
 
     async def _end(
         self,

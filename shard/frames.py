@@ -75,7 +75,13 @@ def check_envelope(frame: pb.Frame, expected: Expectation) -> None:
         raise InvalidFrame("request is not 1 to 64 letters, digits, - or _", param="request")
     if frame.attempt < 1:
         raise InvalidFrame("attempt counts from 1", param="attempt")
-    if frame.WhichOneof("kind") is None:
+    told = {"adopt": frame.adopt.position, "missing": frame.missing.position}
+    kind = frame.WhichOneof("kind")
+    if kind in told and not 1 <= told[kind] <= expected.context_length:
+        raise InvalidFrame(
+            f"{kind}.position must be 1 to {expected.context_length}", param=f"{kind}.position"
+        )
+    if kind is None:
         raise InvalidFrame("the frame has no kind", param="kind")
 
 

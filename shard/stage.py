@@ -19,6 +19,8 @@ from .stage_model import StageModel
 from .trail import Trail
 from .wire import from_bytes, to_bytes
 
+MAX_WAITING = 16
+"""Blocks that may wait for rows before them; a generator that asks for answers sends one."""
 REMEMBERED_REQUESTS = 4096
 """Ended requests whose attempt is kept, so that frames that come late are refused."""
 
@@ -69,6 +71,11 @@ class StageWorker:
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
         if session.position < session.target <= block.position:
+            if len(session.waiting) >= MAX_WAITING:
+                raise InvalidFrame(
+                    f"{MAX_WAITING} blocks wait already for rows that are being rebuilt",
+                    param="hidden.position",
+                )
             session.waiting.append(block)
             return []
         out = self._forward(session, block)

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages
@@ -13,10 +13,19 @@ from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.node.chat import ChatService
 from exo_node.node.metrics import Metrics
 from exo_node.node.placements import Placements
-from exo_node.node.requests import Event, Finished, GenerationRequest, TextDelta, TokenLogprob
+from exo_node.node.records import Endpoint
+from exo_node.node.requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Resuming,
+    Started,
+    TextDelta,
+    TokenLogprob,
+)
 from exo_node.node.totals import Totals
 from exo_node.placement.drafting import DraftPolicy
-from exo_node.placement.errors import InvalidRequest, ModelNotFound
+from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost
 from exo_node.placement.ids import ModelId, RequestId
 from exo_node.proto import peer_pb2 as pb
 
@@ -116,3 +125,83 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(fault):
         _ = answered(request_, STARTED, ENDED)
+
+
+# ------------------------------------------------------------------- resuming
+
+
+@dataclass
+class Attempts:
+    """A generator's runner that plays one script a call; a fault at its end is raised."""
+
+    scripts: list[tuple[Sequence[pb.GenerateEvent], Exception | None]]
+    requests: list[pb.GenerateRequest] = field(default_factory=list[pb.GenerateRequest])
+
+    async def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        events, fault = self.scripts[len(self.requests)]
+        self.requests.append(request)
+        for event in events:
+            yield event
+        if fault is not None:
+            raise fault
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        raise AssertionError("the runner raised the loss itself")
+
+
+def resumed(
+    *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
+    request: GenerationRequest = REQUEST,
+) -> tuple[list[Event], list[pb.GenerateRequest]]:
+    async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
+        facts, generators, totals = FakeFacts(True), Attempts(list(scripts)), Totals()
+        placements = Placements(FakeStages(), facts)
+        chat = ChatService(placements, facts, generators, totals, Metrics(totals))
+        async with aclosing(chat.stream(request)) as stream:
+            got = [event async for event in stream]
+        await placements.close()
+        return got, generators.requests
+
+    return asyncio.run(scenario())
+
+
+LOST = PeerLost("a stage is gone")
+
+
+def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_out() -> None:
+    events, (first, second) = resumed(
+        ([STARTED, spoken("a", 1), spoken("b", 2, 3)], LOST),
+        ([STARTED, spoken("c", 4), ENDED], None),
+    )
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert [list(r.tokens) for r in second.replay] == [[1], [2, 3]]
+    assert list(second.token_ids.ids) == [7, 8, 9], "the prompt is not rendered again"
+    assert (second.num_draft_tokens, second.adaptive_draft) == (2, True), "as the first attempt"
+    text = [event.text for event in events if isinstance(event, TextDelta)]
+    assert text == ["a", "b", "c"]
+    assert sum(isinstance(event, Started) for event in events) == 1
+    assert any(isinstance(event, Resuming) for event in events)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
+
+
+def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everything() -> None:
+    _, asked = resumed(
+        ([STARTED, spoken("a", 1)], LOST),
+        ([], LOST),
+        ([spoken("b", 2), ENDED], None),
+    )
+    assert [request.rebuild_all for request in asked] == [False, False, True]
+
+
+def test_an_answer_that_is_lost_again_and_again_ends_as_lost() -> None:
+    with pytest.raises(PeerLost, match="a stage is gone"):
+        _ = resumed(*[([STARTED, spoken("a", 1)], LOST)] * 9)
+
+
+def test_what_the_runner_refuses_is_not_tried_again() -> None:
+    with pytest.raises(InvalidRequest):
+        _ = resumed(([STARTED], InvalidRequest("no", param="x")))

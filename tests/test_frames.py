@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import MAX_DATA, Assembler, Expectation, HiddenBlock, cut
+from exo_node.shard.frames import (
+    MAX_DATA,
+    Assembler,
+    Expectation,
+    HiddenBlock,
+    check_envelope,
+    cut,
+)
 from exo_node.shard.wire import ITEM_BYTES
 
 HIDDEN = 8
@@ -135,6 +142,31 @@ def test_a_frame_of_no_kind_is_refused() -> None:
     with pytest.raises(InvalidFrame) as caught:
         _ = Assembler(EXPECTED).add(pb.Frame(placement="p1", request="r1", attempt=1))
     assert caught.value.param == "kind"
+
+
+@pytest.mark.parametrize("schedule", [[3, 1], [0, 3], [4], [1]])
+def test_a_schedule_that_is_not_the_blocks_is_refused(schedule: list[int]) -> None:
+    frame = a_frame()
+    frame.hidden.schedule.extend(schedule)
+    with pytest.raises(InvalidFrame) as caught:
+        _ = Assembler(EXPECTED).add(frame)
+    assert caught.value.param == "hidden.schedule"
+
+
+def test_a_schedule_that_adds_up_travels_with_its_block() -> None:
+    sent = replace(a_block(), schedule=(1, 2), rebuilds=True)
+    [frame] = frames_of(sent)
+    assert Assembler(EXPECTED).add(frame) == sent
+
+
+@pytest.mark.parametrize("position", [0, 101, 2**63])
+@pytest.mark.parametrize("kind", ["adopt", "missing"])
+def test_a_position_outside_the_context_is_refused(kind: str, position: int) -> None:
+    frame = pb.Frame(placement="p1", request="r1", attempt=2)
+    getattr(frame, kind).position = position
+    with pytest.raises(InvalidFrame) as caught:
+        check_envelope(frame, EXPECTED)
+    assert caught.value.param == f"{kind}.position"
 
 
 def test_the_frame_that_the_mutations_start_from_is_accepted() -> None:
