@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ..placement.errors import ExoNodeError, InvalidSettings, PeerLost, Untrusted
+from ..placement.errors import InvalidSettings, PeerLost, Untrusted
 from ..proto import peer_pb2 as pb
 from .background import background
 from .join import NONCE_BYTES, Handshake, Party, relation
@@ -124,6 +124,12 @@ class JoinClient:
     def asking(self) -> list[Asking]:
         return list(self._asking.values())
 
+    def resume(self) -> None:
+        """What `withdraw` gave up is pursued again."""
+        for address in [address for address, task in self._pursuits.items() if task.cancelled()]:
+            del self._pursuits[address]
+            self.see(address)
+
     async def close(self) -> None:
         tasks = list(self._pursuits.values())
         for task in tasks:
@@ -140,12 +146,20 @@ class JoinClient:
                 self._side.turned_away(address, refusal)
                 wait = self._after(refusal)
             except Untrusted as fault:
+                self._forget(address)
                 self._side.turned_away(address, Refusal("malformed", fault.message))
                 wait = backoff = min(2 * backoff, MAX_RETRY_S)
             except PeerLost:
+                self._forget(address)
                 wait = backoff = min(2 * backoff, MAX_RETRY_S)
             if wait is not None:
                 await asyncio.sleep(wait)
+
+    def _forget(self, address: str, but: str = "") -> None:
+        """Nobody is asked there any more, or a node of another cluster: one of its other addresses
+        may be asked, and this node may let others in."""
+        for cluster in [c for c, w in self._wanted.items() if w.address == address and c != but]:
+            del self._wanted[cluster]
 
     def _after(self, refusal: Refusal) -> float | None:
         """Seconds until another try is worth it; None: never."""
@@ -169,6 +183,7 @@ class JoinClient:
             await line.send(hello(handshake))
             said = (await line.receive("hello")).hello
             other = party_of(said, line.peer)
+            self._forget(address, but=other.cluster)
             if (refusal := self._side.unfit(other)) is not None:
                 raise refusal
             handshake.meet(other, said.commitment)
@@ -201,10 +216,7 @@ class JoinClient:
             if refusal.reason == "denied":
                 self._denied.add(cluster)
             if self._after(refusal) is None:
-                _ = self._wanted.pop(cluster, None)
-            raise
-        except ExoNodeError:
-            _ = self._wanted.pop(cluster, None)
+                self._forget(address)
             raise
         finally:
             _ = self._asking.pop(cluster, None)

@@ -73,7 +73,11 @@ class Approver(Protocol):
         ...
 
     def admit(self, other: Party) -> pb.JoinApproved:
-        """The key for a node that was approved: from now on this cluster is established."""
+        """The key for a node that was approved: this cluster is not left for another any more."""
+        ...
+
+    def admitted(self, other: Party, *, stored: bool) -> None:
+        """Whether the node has the key on its disk, or went away before."""
         ...
 
     def refused(self, who: str, refusal: Refusal) -> None:
@@ -302,8 +306,13 @@ class JoinServer:
 
     async def _answer(self, line: Line, other: Party, outcome: Outcome) -> None:
         if outcome == "approved":
-            await line.send(pb.JoinFrame(approved=self._side.admit(other)))
-            _ = await line.receive("stored", _STORED_S)
+            stored = False
+            try:
+                await line.send(pb.JoinFrame(approved=self._side.admit(other)))
+                _ = await line.receive("stored", _STORED_S)
+                stored = True
+            finally:
+                self._side.admitted(other, stored=stored)
             return
         if outcome == "elsewhere" and (refusal := self._side.not_now()) is not None:
             raise refusal

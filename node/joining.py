@@ -26,6 +26,7 @@ from .join_client import Asking, JoinClient
 from .join_keys import KeyFolder
 from .join_requests import Request
 from .join_server import JoinServer
+from .join_views import on_the_wire, shown_asking, shown_request
 from .join_wire import Refusal, ask_for_hint, join_address, split, tls_contexts
 from .trust import (
     ClusterKey,
@@ -135,14 +136,12 @@ class Joining:
     def met_member(self) -> None:
         """Another node is in the cluster: it is established from now on."""
         if self._fresh:
-            self._fresh = False
             self._folder.establish()
-            if self._open_name is None:
-                self._client.withdraw()
+            self._stay()
 
     def facts(self) -> list[pb.JoinRequest]:
         """This node's waiting requests, for the other members."""
-        return [_on_the_wire(request, left) for request, left in self._server.pending()]
+        return [on_the_wire(request, left) for request, left in self._server.pending()]
 
     # ----------------------------------------------------------- over HTTP (JoinOperations)
 
@@ -150,14 +149,14 @@ class Joining:
         """Who waits to be let in, here or at another member; whom this node asks itself."""
         members = self._around.members()
         data = [
-            _request(request, member.id, member.facts.name, here=index == 0)
+            shown_request(request, member.id, member.facts.name, here=index == 0)
             for index, member in enumerate(members)
             for request in (self.facts() if index == 0 else member.facts.join_requests)
         ]
         return {
             "object": "list",
             "data": data,
-            "asking": [_asking(each) for each in self._client.asking()],
+            "asking": [shown_asking(each) for each in self._client.asking()],
             "fresh": self._fresh,
             "open": self._open_name is not None,
         }
@@ -187,10 +186,9 @@ class Joining:
         with _as_request_fault("key"):
             key = parse_cluster_key(text, "the key")
             aside = await asyncio.to_thread(self._folder.take, key)
-        changed = aside is not None
-        if changed:
+        if aside is not None:
             self._rekeyed(Rekeyed("given"))
-        return {"cluster": cluster_fingerprint(key), "changed": changed}
+        return {"cluster": cluster_fingerprint(key), "changed": aside is not None}
 
     async def leave(self) -> dict[str, Any]:
         """`exo-node leave`. Raises InvalidRequest."""
@@ -291,12 +289,22 @@ class Joining:
         )
 
     def admit(self, other: Party) -> pb.JoinApproved:
-        self.met_member()
-        text = f"{other.name} ({other.node}) was let into the cluster"
-        _ = self._around.events.add("join_approved", text, node=other.node)
+        self._stay()
         others = [m.facts for m in self._around.members() if m.id != other.node]
         peers = [f"{facts.host}:{facts.port}" for facts in others]
         return pb.JoinApproved(key=self._key.text, peers=peers)
+
+    def admitted(self, other: Party, *, stored: bool) -> None:
+        who = f"{other.name} ({other.node})"
+        if stored:
+            self._folder.establish()
+            text = f"{who} was let into the cluster"
+            _ = self._around.events.add("join_approved", text, node=other.node)
+            return
+        log.warning("%s was approved, and went away before it had the key", who)
+        # Nobody came: it may still be this node that joins another cluster.
+        self._fresh = self._folder.is_fresh(self._fingerprint)
+        self._client.resume()
 
     # --------------------------------------------------------------- asking others (Joiner)
 
@@ -333,6 +341,12 @@ class Joining:
         self._rekeyed(Rekeyed("approved", tuple(dict.fromkeys([approver.address, *peers]))))
 
     # -------------------------------------------------------------------------- inside
+
+    def _stay(self) -> None:
+        if self._fresh:
+            self._fresh = False
+            if self._open_name is None:
+                self._client.withdraw()
 
     def _rekeyed(self, news: Rekeyed) -> None:
         self._done = True
@@ -384,43 +398,3 @@ def _as_request_fault(param: str) -> Generator[None]:
         yield
     except InvalidSettings as fault:
         raise InvalidRequest(fault.message, param=param) from fault
-
-
-def _on_the_wire(request: Request, left_s: float) -> pb.JoinRequest:
-    party = request.party
-    return pb.JoinRequest(
-        id=request.id,
-        node=party.node,
-        name=party.name,
-        chip=party.chip,
-        version=party.version,
-        address=request.address,
-        code=request.code,
-        expires_in_s=max(0, round(left_s)),
-    )
-
-
-def _request(request: pb.JoinRequest, at: NodeId, at_name: str, *, here: bool) -> dict[str, Any]:
-    return {
-        "id": request.id,
-        "node": request.node,
-        "name": request.name,
-        "chip": request.chip,
-        "version": request.version,
-        "address": request.address,
-        "code": request.code,
-        "expires_in_s": request.expires_in_s,
-        "at": {"node": at, "name": at_name, "self": here},
-    }
-
-
-def _asking(asking: Asking) -> dict[str, Any]:
-    approver = asking.approver
-    return {
-        "cluster": approver.cluster,
-        "node": approver.node,
-        "name": approver.name,
-        "address": asking.address,
-        "code": asking.code,
-        "since": asking.since,
-    }

@@ -127,10 +127,14 @@ async def _started(
         node = Node(settings, hardware, peers)
         try:
             await node.start()
-        except InvalidSettings:
+        except InvalidSettings as fault:
             await node.close()
             if time.monotonic() >= deadline:
-                raise
+                if not again or fault.param != "--grpc-port" or not settings.grpc_port:
+                    raise
+                # The others learn the new one; HTTP has to stay where its clients look for it.
+                log.warning("the node-to-node port %d is taken now", settings.grpc_port)
+                settings = settings.model_copy(update={"grpc_port": 0})
             await asyncio.sleep(0.1)
             continue
         _ = stack.push_async_callback(node.close)

@@ -48,7 +48,13 @@ def fresh(root: Path, names: Sequence[str], *flags: str, env: Any = None) -> Gen
             peers = [("--peer", f"127.0.0.1:{p}") for other, p in ports.items() if other != name]
             own = ("--grpc-port", str(ports[name]), *(word for pair in peers for word in pair))
             contexts.append(node(root / name, QUIET, *own, *flags, env=env))
-        yield list(pool.map(stack.enter_context, contexts))
+        nodes: list[Node] = list(pool.map(stack.enter_context, contexts))
+        try:
+            yield nodes
+        except AssertionError as fault:
+            for each in nodes:
+                fault.add_note(f"--- {each.data_dir.name}: {joining(each)}\n{each.log.read_text()}")
+            raise
 
 
 def joining(running: Node) -> Any:

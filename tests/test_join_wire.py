@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +76,7 @@ class Side:
         )
         self.waiting: list[Request] = []
         self.let_in: list[str] = []
+        self.stored: list[bool] = []
         self.refusals: list[tuple[str, Refusal]] = []
         self.shown: list[Asking] = []
         self.took: list[ClusterKey] = []
@@ -123,6 +124,9 @@ class Side:
     def admit(self, other: Party) -> pb.JoinApproved:
         self.let_in.append(other.node)
         return pb.JoinApproved(key=self.key.text, peers=["10.0.0.7:52416"])
+
+    def admitted(self, other: Party, *, stored: bool) -> None:
+        self.stored.append(stored)
 
     def refused(self, who: str, refusal: Refusal) -> None:
         self.refusals.append((who, refusal))
@@ -186,7 +190,7 @@ def test_the_key_travels_once_the_digits_of_both_screens_were_given(tmp_path: Pa
             party = await server.approve(request.id, request.code)
             assert party.name == "new"
             await until(lambda: new.peers)
-        assert new.took == [old.key]
+        assert new.took == [old.key] and old.stored == [True]
         assert new.peers == ["10.0.0.7:52416"]
 
     run(scenario)
@@ -313,6 +317,26 @@ def test_a_refusal_that_is_worth_another_try_costs_no_nonce(
     run(scenario)
 
 
+def test_when_the_asked_address_goes_away_another_one_of_its_cluster_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_client, "LOOK_AGAIN_S", 0.05)
+
+    async def scenario() -> None:
+        old, new = Side(tmp_path, fresh=False), Side(tmp_path)
+        async with AsyncExitStack() as leaving, served(old) as (server, second):
+            _, first = await leaving.enter_async_context(served(old))
+            async with asking(new, first) as client:
+                await until(lambda: [each.address for each in client.asking()] == [first])
+                client.see(second)
+                assert not server.pending(), "one request for a cluster"
+                await leaving.aclose()
+                await until(lambda: [each.address for each in client.asking()] == [second])
+                await until(lambda: len(server.pending()) == 1)
+
+    run(scenario)
+
+
 def test_of_two_fresh_nodes_only_the_larger_id_asks(tmp_path: Path) -> None:
     async def scenario() -> None:
         small, large = sorted((Side(tmp_path), Side(tmp_path)), key=lambda s: s.own().node)
@@ -424,7 +448,7 @@ def test_a_key_of_another_cluster_than_the_digits_vouched_for_is_not_taken(tmp_p
                 _ = await server.approve(old.waiting[0].id, old.waiting[0].code)
             await until(lambda: new.refusals)
             assert "not its cluster's" in new.refusals[0][1].message
-        assert new.took == []
+        assert new.took == [] and old.stored == [False]
 
     run(scenario)
 

@@ -34,7 +34,7 @@ export function Cluster({ cluster, placements, joining, error, refresh }) {
         ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
       </ul>
       ${nodes.length === 1 && html`<p class="muted">
-        This node is alone. To add another machine of this network, run
+        This node is alone. To add another machine of this network, run ${" "}
         <code>exo-node start</code> there: it asks to join, and both show the same digits.</p>`}
     </section>`;
 }
