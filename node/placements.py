@@ -28,6 +28,7 @@ FAILURES_WITHIN_S = 600.0
 MAX_BACKOFF_S = 30.0
 REFILL_AFTER_S = 5.0
 """How long answers that are being resumed have the machine before spares are loaded."""
+REFILL_EVERY_S = 10.0
 ORPHAN_S = 5.0
 """A stage on a live node that belongs to no placement for this long is unloaded."""
 
@@ -131,6 +132,16 @@ class Placements:
         """As `lost`, for every stage and spare on that node."""
         for record in self.records:
             self._lost_on(record, node, why)
+
+    def tend(self) -> None:
+        """Tries again, now and then, for the spares that are missing: what was in the way may go."""
+        now = time.monotonic()
+        for record in self.records:
+            short = len(record.plan.stages) * record.spares_wanted - len(
+                [spare for spare in record.spares if spare.status != "failed"]
+            )
+            if short and record.status == "ready" and now - record.filled_at > REFILL_EVERY_S:
+                self._fill(record)
 
     def move_off(self, node: NodeId) -> None:
         """The node is about to leave: its stages are loaded elsewhere, then changed over to.
@@ -359,6 +370,7 @@ class Placements:
                 await self._restorer.refill(record)
 
         if record.retired or record.spares_wanted:
+            record.filled_at = time.monotonic()
             self._keep(fill())
 
     def _as_before(self, record: Record | None) -> tuple[PlanOptions, int]:

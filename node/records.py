@@ -55,6 +55,8 @@ class Record:
     specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
     endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
     spares: list[Spare] = field(default_factory=list[Spare])
+    filled_at: float = float("-inf")
+    """When its spares were last seen to, by the monotonic clock."""
     spares_missing: str = ""
     """Why there are fewer spares than were asked for."""
     chips: dict[NodeId, str] = field(default_factory=dict[NodeId, str])

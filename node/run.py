@@ -483,6 +483,7 @@ class Node:
                 for placement, stage in self._cluster.missing_stages(expected):
                     why = "its runner ended on the other node"
                     self._placements.lost_runner(node, placement, stage, why)
+            self._placements.tend()
             for node in self._cluster.draining():
                 self._placements.move_off(node)
             await self._placements.sweep(

@@ -284,3 +284,21 @@ def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
         assert (record.status, record.plan.stages[0].node) == ("ready", node)
 
     play(scenario, nodes=[A])
+
+
+def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements_module, "REFILL_EVERY_S", 0.0)
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        cluster.broken = {D}
+        record = await placements.place(DEMO, THREE, spares=1)
+        await until(lambda: [spare.status for spare in record.spares] == ["failed"])
+        cluster.broken = set()
+        placements.tend()
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+        assert record.spares_missing == ""
+        cluster.calls.clear()
+        placements.tend()
+        assert cluster.calls == [], "nothing is missing"
+
+    play(scenario)
