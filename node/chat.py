@@ -37,7 +37,7 @@ from .totals import Totals
 MAX_RUNNING = 8
 MAX_WAITING = 32
 LOADING_EVERY_S = 1.0
-QUIET_S = 1.0
+QUIET_S = 0.5
 """Without a sign from the generator for this long, every stage is asked for one."""
 
 

@@ -134,7 +134,7 @@ class Placements:
             self._lost_on(record, node, why)
 
     def tend(self) -> None:
-        """Tries again, now and then, for the spares that are missing: what was in the way may go."""
+        """Tries again, now and then, for spares that are missing: what was in the way may go."""
         now = time.monotonic()
         for record in self.records:
             short = len(record.plan.stages) * record.spares_wanted - len(

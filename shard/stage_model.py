@@ -54,6 +54,7 @@ class _Slot:
 
     entering: mx.array | None = None
     leaving: mx.array | None = None
+    computes: bool = True
 
 
 class _PassedOver(nn.Module):
@@ -93,6 +94,27 @@ class _Tapped(nn.Module):
                     "model cannot be split; place it on one node"
                 )
             slot.leaving = out
+        return out
+
+
+class _Begun(nn.Module):
+    """A layer that is computed while the graph of the layers after it is still being built.
+
+    Nothing else hides that time on a stage: it cannot build ahead of a hidden that is not there.
+    """
+
+    def __init__(self, layer: nn.Module, slot: _Slot) -> None:
+        super().__init__()
+        for name, value in (("_layer", layer), ("_slot", slot)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> Any:
+        out = self._layer(x, *args, **kwargs)
+        if self._slot.computes:
+            mx.async_eval(out)
         return out
 
 
@@ -149,10 +171,13 @@ class StageModel:
         The graph of one row shows it; nothing is computed.
         """
         token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
+        self._slot.computes = False
         try:
             found: object = self.hidden(token, row, self.make_caches()).shape
         except MODEL_FAULTS as fault:
             found = fault
+        finally:
+            self._slot.computes = True
         if found != row.shape:
             raise LoadFailed(
                 f"a layer of {type(self.model).__module__} gives {found} where hidden states are "
@@ -188,6 +213,11 @@ class StageModel:
             view[first] = _Tapped(view[first], self._slot, enter=True, leave=first == end - 1)
         if not first or first != end - 1:
             view[end - 1] = _Tapped(view[end - 1], self._slot, enter=False, leave=True)
+        # After own layers 1, 2, 4, ..: building is faster than computing, so few starts hide it.
+        for i in range(first, end - 1):
+            done = i - first + 1
+            if done & (done - 1) == 0:
+                view[i] = _Begun(view[i], self._slot)
         return view
 
 
