@@ -187,7 +187,8 @@ class Membership:
         if node == self.self_id:
             return ()
         left = self._left.get(node)
-        if left is not None and beat.incarnation <= left.incarnation:
+        # One life says goodbye once: a refutation that was under way is an old message too.
+        if left and (beat.life == left.life or beat.incarnation <= left.incarnation):
             return ()
         peer = self._peers.get(node)
         if peer is None:

@@ -170,13 +170,19 @@ SCENARIOS = {
         60.6 ticks         ->
         60.7 heard a/4     -> joined a
         """,
+    "nor does a refutation of its death that was under way, until another process comes": """
+        0.0 heard a/1      -> joined a
+        1.0 left a         -> left a
+        1.1 heard a/2      ->
+        1.5 heard a/3 anew -> joined a
+        """,
     "a node that leaves is gone at once, and its last heartbeats do not bring it back": """
         0.0 heard a/1      -> joined a
         1.0 left a         -> left a
         1.1 heard a/1      ->
         1.2 left a         ->
         5.0 tick           ->
-        6.0 heard a/2      -> joined a
+        6.0 heard a/2 anew -> joined a
         """,
     "a node that left is forgotten after a minute": """
         0.0 heard a/5      -> joined a

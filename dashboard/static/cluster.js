@@ -59,7 +59,20 @@ function Layout({ placement, known }) {
       </ol>
       ${error && html`<p class="notice bad">${error}</p>`}
       ${reason && html`<p class="muted small">${reason}</p>`}
+      <${Spares} placement=${placement} known=${known} />
     </div>`;
+}
+
+/** The warm runners that take a stage's place, and why there are fewer than were asked for. */
+function Spares({ placement, known }) {
+  const spares = placement.spares ?? [];
+  const told = spares.map(
+    ({ stage, node, status }) =>
+      `stage ${stage} on ${nameOf(known, node)}${status === "ready" ? "" : ` (${status})`}`,
+  );
+  return html`
+    ${told.length > 0 && html`<p class="muted small">Spares: ${told.join(", ")}</p>`}
+    ${placement.spares_missing && html`<p class="warn-text small">${placement.spares_missing}</p>`}`;
 }
 
 const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.layers[1])));

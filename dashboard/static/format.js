@@ -33,6 +33,7 @@ const TONES = {
   alive: "good",
   ready: "good",
   loading: "busy",
+  restoring: "busy",
   suspect: "warn",
   degraded: "warn",
   dead: "bad",
