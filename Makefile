@@ -26,7 +26,7 @@ start: $(RUN_VENV)/.run
 
 # The tests, a process for each core, or some: make test ARGS="tests/test_plan.py -k fastest"
 test: $(VENV)/.dev
-	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile $(ARGS)
+	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Style, types, and that the generated code fits proto/peer.proto
 check: $(VENV)/.dev
