@@ -1,36 +1,28 @@
-"""The head's placements: planned, loaded over the nodes, connected, watched, restored, replaced."""
+"""The head's placements: planned, loaded over the nodes, connected, restored, replaced."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import PlanOptions, plan
 from ..proto import peer_pb2 as pb
-from .background import background
 from .events import EventLog
+from .failures import MAX_FAILURES, Failures
 from .records import Endpoint, Record, Status
 from .restoring import Restorer
 from .stages import Facts, Stages, StageSettings, specs_of
+from .upkeep import Upkeep
 
 __all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-MAX_FAILURES = 3
-FAILURES_WITHIN_S = 600.0
-MAX_BACKOFF_S = 30.0
-REFILL_AFTER_S = 5.0
-"""How long answers that are being resumed have the machine before spares are loaded."""
-REFILL_EVERY_S = 10.0
-ORPHAN_S = 5.0
-"""A stage on a live node that belongs to no placement for this long is unloaded."""
 
 
 class Placements:
@@ -42,13 +34,10 @@ class Placements:
         self._facts = facts
         self._events = EventLog() if events is None else events
         self._restorer = Restorer(stages, facts)
+        self._upkeep = Upkeep(stages, self._restorer, self._left)
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
-        self._failures: dict[ModelId, deque[float]] = {}
-        self._moving: set[tuple[PlacementId, NodeId]] = set()
-        self._orphans: dict[tuple[NodeId, str, int], float] = {}
-        # The loop holds tasks weakly; these must live to their end.
-        self._background: set[asyncio.Task[None]] = set()
+        self._failures = Failures()
 
     @property
     def records(self) -> list[Record]:
@@ -80,7 +69,7 @@ class Placements:
 
         `spares` of each stage are loaded afterwards, where live nodes have room.
         """
-        _ = self._failures.pop(model, None)
+        self._failures.forget(model)
         while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
         return await asyncio.shield(self._start(model, options, spares))
@@ -89,7 +78,7 @@ class Placements:
         """Unloads once its requests have drained. Raises PlacementNotFound."""
         for model, record in self._records.items():
             if record.id == placement:
-                _ = self._failures.pop(model, None)
+                self._failures.forget(model)
                 await self._drain(model)
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
@@ -99,10 +88,10 @@ class Placements:
         if record.connections == connections:
             self.lost(record.id, None, why)
 
-    def lost(self, placement: str, stage: int | None, why: str) -> None:
+    def lost(self, placement: str, stage: int | None, why: str, *, planned: bool = False) -> None:
         """A stage is gone, or (None) some stage may be: the placement is restored.
 
-        Requests that used it go on on what is restored; see `chat`.
+        Requests that used it go on on what is restored; see `chat`. A `planned` loss is no failure.
         """
         for model, record in list(self._records.items()):
             if record.id != placement or record.status not in ("ready", "loading", "restoring"):
@@ -120,7 +109,9 @@ class Placements:
                     stage=stage,
                 )
                 record.status, record.error = "restoring", why
-                record.restoring = asyncio.create_task(self._restore(model, record))
+                record.restoring = asyncio.create_task(
+                    self._restore(model, record, planned=planned)
+                )
 
     def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
@@ -134,30 +125,16 @@ class Placements:
             self._lost_on(record, node, why)
 
     def tend(self) -> None:
-        """Tries again, now and then, for spares that are missing: what was in the way may go."""
-        now = time.monotonic()
-        for record in self.records:
-            short = len(record.plan.stages) * record.spares_wanted - len(
-                [spare for spare in record.spares if spare.status != "failed"]
-            )
-            if short and record.status == "ready" and now - record.filled_at > REFILL_EVERY_S:
-                self._fill(record)
+        """Tries again, now and then, for spares that are missing."""
+        self._upkeep.tend(self.records)
 
     def move_off(self, node: NodeId) -> None:
-        """The node is about to leave: its stages are loaded elsewhere, then changed over to.
-
-        Answers go on as after a loss, without waiting for a load. Where no other node has room they
-        end on the node that leaves, which waits for them.
-        """
-        for record in self.records:
-            stages = [i for i, each in enumerate(record.endpoints) if each.node == node]
-            if stages and record.status == "ready" and (record.id, node) not in self._moving:
-                self._moving.add((record.id, node))
-                self._keep(self._move(record, stages, node))
+        """The node is about to leave: its stages go to others first, if those have room."""
+        self._upkeep.move_off(self.records, node)
 
     def succeeded(self, record: Record) -> None:
         """A generation ended well: earlier failures of the model no longer count."""
-        _ = self._failures.pop(record.card.id, None)
+        self._failures.forget(record.card.id)
 
     async def check(self, record: Record) -> None:
         """Raises PeerLost, and begins to restore, where a stage does not answer."""
@@ -180,27 +157,15 @@ class Placements:
         return found
 
     async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
-        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses.
-
-        They are left by a head that is gone, or by a node that was away when it was told.
-        """
-        ours = {(n, str(r.id), stage) for r in self.records for n, stage in r.holders()}
-        now = time.monotonic()
-        strange = [key for key in held if key not in ours]
-        self._orphans = {key: self._orphans.get(key, now) for key in strange}
-        for node, placement, stage in [k for k, t in self._orphans.items() if now - t > ORPHAN_S]:
-            log.info("unloading stage %d of %s on %s: nobody uses it", stage, placement, node)
-            try:
-                await self._stages.unload(node, PlacementId(placement), stage)
-            except PeerLost as fault:
-                log.info("%s", fault.message)
+        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses."""
+        await self._upkeep.sweep(self.records, held)
 
     async def close(self) -> None:
         restoring = [r.restoring for r in self.records if r.restoring is not None]
-        tasks: list[asyncio.Task[Any]] = [*self._background, *self._loading.values(), *restoring]
+        tasks: list[asyncio.Task[Any]] = [*self._loading.values(), *restoring]
         for task in tasks:
             task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        _ = await asyncio.gather(*tasks, self._upkeep.close(), return_exceptions=True)
         for record in self.records:
             await self._restorer.unload(record)
 
@@ -230,7 +195,7 @@ class Placements:
             await self._load(record, fingerprint)
         except ExoNodeError as fault:
             record.status, record.error = "failed", fault.message
-            self._note_failure(model)
+            self._failures.note(model)
             await self._restorer.unload(record)
             if not refusal and self._facts.split_refusal(model):
                 log.warning("%s is planned anew: %s", model, fault)
@@ -240,7 +205,7 @@ class Placements:
         except asyncio.CancelledError:
             await self._restorer.unload(record)
             raise
-        self._fill(record)
+        self._upkeep.fill(record)
         return record
 
     async def _load(self, record: Record, fingerprint: str) -> None:
@@ -296,25 +261,24 @@ class Placements:
             if endpoint.node == node and stage in (None, number):
                 self.lost(record.id, number, why)
         if spares and record.status == "ready":
-            self._fill(record)
+            self._upkeep.fill(record)
 
-    async def _restore(self, model: ModelId, record: Record) -> None:
-        self._note_failure(model)
+    async def _restore(self, model: ModelId, record: Record, *, planned: bool) -> None:
+        if not planned:
+            self._failures.note(model)
         try:
-            failures = len(self._recent_failures(model))
-            if failures >= MAX_FAILURES:
+            if not planned and self._failures.too_many(model):
                 record.status = "degraded"
                 self._events.add(
                     "degraded",
-                    f"{record.id} of {model} is not restored again by itself after {failures} "
-                    f"failures in a row: {record.error}",
+                    f"{record.id} of {model} is not restored again by itself after "
+                    f"{MAX_FAILURES} failures in a row: {record.error}",
                     model=model,
                     placement=record.id,
                 )
                 await self._restorer.unload(record)
                 return
-            if failures > 1:
-                await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (failures - 2)))
+            await asyncio.sleep(0 if planned else self._failures.pause_s(model))
             begun, why = time.monotonic(), record.error
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
@@ -332,7 +296,7 @@ class Placements:
         finally:
             record.restoring = None
         if record.status == "ready":
-            self._fill(record)
+            self._upkeep.fill(record)
 
     def _tell_restored(
         self, record: Record, replaced: Sequence[int], seconds: float, why: str
@@ -349,29 +313,8 @@ class Placements:
             seconds=round(seconds, 3),
         )
 
-    async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
-        record.spares = [spare for spare in record.spares if spare.node != node]
-        for stage in stages:
-            if not await self._restorer.ensure_spare(record, stage):
-                log.warning("stage %d of %s stays: %s", stage, record.id, record.spares_missing)
-                return
-        for stage in stages:
-            self.lost(record.id, stage, f"node {node} is leaving")
-
-    def _fill(self, record: Record) -> None:
-        """Ends what was replaced and loads the spares that are missing, after what is urgent."""
-
-        async def fill() -> None:
-            await self._restorer.retire(record)
-            # A load takes the cores that answers in progress need to catch up.
-            if record.active:
-                await asyncio.sleep(REFILL_AFTER_S)
-            if record.status == "ready":
-                await self._restorer.refill(record)
-
-        if record.retired or record.spares_wanted:
-            record.filled_at = time.monotonic()
-            self._keep(fill())
+    def _left(self, record: Record, stage: int, node: NodeId) -> None:
+        self.lost(record.id, stage, f"node {node} is leaving", planned=True)
 
     def _as_before(self, record: Record | None) -> tuple[PlanOptions, int]:
         """What was asked of the lost placement; fewer nodes where no more are left."""
@@ -379,11 +322,6 @@ class Placements:
             return PlanOptions(), 0
         live = {node.id for node in self._facts.view(record.card.id).nodes}
         return _possible(record.options, live), record.spares_wanted
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = background(work, "the upkeep of a placement")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]
@@ -397,16 +335,9 @@ class Placements:
         text = f"unloaded {record.id} of {model}"
         self._events.add("unloaded", text, model=model, placement=record.id)
 
-    def _note_failure(self, model: ModelId) -> None:
-        self._failures.setdefault(model, deque(maxlen=MAX_FAILURES)).append(time.monotonic())
-
-    def _recent_failures(self, model: ModelId) -> list[float]:
-        since = time.monotonic() - FAILURES_WITHIN_S
-        return [when for when in self._failures.get(model, ()) if when > since]
-
     def _check_failures(self, model: ModelId) -> None:
         record = self._records.get(model)
-        if record is not None and len(self._recent_failures(model)) >= MAX_FAILURES:
+        if record is not None and self._failures.too_many(model):
             raise LoadFailed(
                 f"{model} failed {MAX_FAILURES} times in a row and is not tried again by itself: "
                 f"{record.error}. Mend that, then load it with `POST /v1/placements`",

@@ -30,7 +30,8 @@ from .layer_probe import probe_layers, probed_rows
 from .links import SERVER_OPTIONS, Ring
 from .load import Loaded, load
 from .profile import Profile, ProfileKey
-from .runner_services import GeneratorService, NextStage, RunnerService, StageService
+from .runner_generator import GeneratorService
+from .runner_services import NextStage, RunnerService, StageService
 from .stage import StageWorker
 from .wire import DTYPES
 

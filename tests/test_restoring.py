@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.node import placements as placements_module
+from exo_node.node import failures, upkeep
 from exo_node.node.events import EventLog
 from exo_node.node.placements import Placements
 from exo_node.node.records import Endpoint, Record
@@ -228,9 +228,9 @@ def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_t
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(placements_module, "MAX_BACKOFF_S", 0.0)
-    monkeypatch.setattr(placements_module, "REFILL_AFTER_S", 0.0)
-    monkeypatch.setattr(placements_module, "ORPHAN_S", 0.0)
+    monkeypatch.setattr(failures, "MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(upkeep, "REFILL_AFTER_S", 0.0)
+    monkeypatch.setattr(upkeep, "ORPHAN_S", 0.0)
 
 
 def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
@@ -274,6 +274,20 @@ def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
     play(scenario)
 
 
+def test_moves_off_leaving_nodes_are_no_failures() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions(max_nodes=1))
+        for _ in range(failures.MAX_FAILURES + 1):
+            node = record.plan.stages[0].node
+            cluster.nodes.remove(node)
+            placements.move_off(node)
+            await until(lambda old=node: record.plan.stages[0].node != old)
+            await until(lambda: record.status in ("ready", "degraded"))
+            assert record.status == "ready"
+
+    play(scenario, nodes=[NodeId(name) for name in "abcdef"])
+
+
 def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions())
@@ -287,7 +301,7 @@ def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
 
 
 def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placements_module, "REFILL_EVERY_S", 0.0)
+    monkeypatch.setattr(upkeep, "REFILL_EVERY_S", 0.0)
 
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         cluster.broken = {D}

@@ -1,0 +1,109 @@
+"""What keeps placements well while they work: spares, moves off leaving nodes, stray stages."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from ..placement.errors import PeerLost
+from ..placement.ids import NodeId, PlacementId
+from .background import background
+from .records import Record
+from .restoring import Restorer
+from .stages import Stages
+
+log = logging.getLogger(__name__)
+
+REFILL_AFTER_S = 5.0
+"""How long answers that are being resumed have the machine before spares are loaded."""
+REFILL_EVERY_S = 10.0
+ORPHAN_S = 5.0
+"""A stage on a live node that belongs to no placement for this long is unloaded."""
+
+
+class Upkeep:
+    """Works beside the answers; `close` ends what it began."""
+
+    def __init__(
+        self, stages: Stages, restorer: Restorer, left: Callable[[Record, int, NodeId], None]
+    ) -> None:
+        """`left(record, stage, node)`: the stage has a spare now and may go off that node."""
+        self._stages = stages
+        self._restorer = restorer
+        self._left = left
+        self._moving: set[tuple[PlacementId, NodeId]] = set()
+        self._orphans: dict[tuple[NodeId, str, int], float] = {}
+        # The loop holds tasks weakly; these must live to their end.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def fill(self, record: Record) -> None:
+        """Ends what was replaced and loads the spares that are missing, after what is urgent."""
+        if record.retired or record.spares_wanted:
+            record.filled_at = time.monotonic()
+            self._keep(self._fill(record))
+
+    def tend(self, records: Iterable[Record]) -> None:
+        """Tries again, now and then, for spares that are missing: what was in the way may go."""
+        now = time.monotonic()
+        for record in records:
+            held = sum(spare.status != "failed" for spare in record.spares)
+            short = len(record.plan.stages) * record.spares_wanted - held
+            if short and record.status == "ready" and now - record.filled_at > REFILL_EVERY_S:
+                self.fill(record)
+
+    def move_off(self, records: Iterable[Record], node: NodeId) -> None:
+        """The node is about to leave: its stages are loaded elsewhere, then changed over to.
+
+        Answers go on as after a loss, without waiting for a load. Where no other node has room they
+        end on the node that leaves, which waits for them.
+        """
+        for record in records:
+            stages = [i for i, each in enumerate(record.endpoints) if each.node == node]
+            if stages and record.status == "ready" and (record.id, node) not in self._moving:
+                self._moving.add((record.id, node))
+                self._keep(self._move(record, stages, node))
+
+    async def sweep(
+        self, records: Iterable[Record], held: Iterable[tuple[NodeId, str, int]]
+    ) -> None:
+        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses.
+
+        They are left by a head that is gone, or by a node that was away when it was told.
+        """
+        ours = {(n, str(r.id), stage) for r in records for n, stage in r.holders()}
+        now = time.monotonic()
+        strange = [key for key in held if key not in ours]
+        self._orphans = {key: self._orphans.get(key, now) for key in strange}
+        for node, placement, stage in [k for k, t in self._orphans.items() if now - t > ORPHAN_S]:
+            log.info("unloading stage %d of %s on %s: nobody uses it", stage, placement, node)
+            try:
+                await self._stages.unload(node, PlacementId(placement), stage)
+            except PeerLost as fault:
+                log.info("%s", fault.message)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _fill(self, record: Record) -> None:
+        await self._restorer.retire(record)
+        # A load takes the cores that answers in progress need to catch up.
+        if record.active:
+            await asyncio.sleep(REFILL_AFTER_S)
+        if record.status == "ready":
+            await self._restorer.refill(record)
+
+    async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
+        record.spares = [spare for spare in record.spares if spare.node != node]
+        for stage in stages:
+            if not await self._restorer.ensure_spare(record, stage):
+                log.warning("stage %d of %s stays: %s", stage, record.id, record.spares_missing)
+                return
+        for stage in stages:
+            self._left(record, stage, node)
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = background(work, "the upkeep of a placement")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
