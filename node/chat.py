@@ -180,6 +180,8 @@ class ChatService:
                 async for event in heard:
                     answer.saw(event)
                     record.stepped_at = time.monotonic()
+                    if answer.steady:
+                        self._placements.succeeded(record)
                     for out in _events(event, record, answer):
                         if isinstance(out, Finished):
                             self._placements.succeeded(record)

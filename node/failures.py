@@ -34,6 +34,6 @@ class Failures:
         return self.count(model) >= MAX_FAILURES
 
     def pause_s(self, model: ModelId) -> float:
-        """Seconds to wait before the next try: none after the first failure, then 1, 2, 4, .."""
+        """Seconds to wait before the next load: none after the first failure, then 1, 2, 4, .."""
         failures = self.count(model)
         return 0.0 if failures < 2 else min(MAX_PAUSE_S, 2.0 ** (failures - 2))

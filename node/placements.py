@@ -133,7 +133,7 @@ class Placements:
         self._upkeep.move_off(self.records, node)
 
     def succeeded(self, record: Record) -> None:
-        """A generation ended well: earlier failures of the model no longer count."""
+        """It answers well: earlier failures of the model no longer count."""
         self._failures.forget(record.card.id)
 
     async def check(self, record: Record) -> None:
@@ -278,7 +278,8 @@ class Placements:
                 )
                 await self._restorer.unload(record)
                 return
-            await asyncio.sleep(0 if planned else self._failures.pause_s(model))
+            if not planned and not self._restorer.has_spares(record, record.gone):
+                await asyncio.sleep(self._failures.pause_s(model))
             begun, why = time.monotonic(), record.error
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""

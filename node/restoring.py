@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
 from ..placement.cluster import StageAssignment
@@ -85,6 +85,10 @@ class Restorer:
     async def ensure_spare(self, record: Record, stage: int) -> bool:
         """Whether the stage has a warm spare now; one is loaded where it had none."""
         return self._ready_spare(record, stage) is not None or await self._add_spare(record, stage)
+
+    def has_spares(self, record: Record, stages: Iterable[int]) -> bool:
+        """Whether each of the stages has a warm spare, so that nothing has to be loaded."""
+        return all(self._ready_spare(record, stage) is not None for stage in stages)
 
     async def drop_spares(self, record: Record) -> None:
         spares, record.spares = record.spares, []

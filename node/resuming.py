@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from ..proto import peer_pb2 as pb
 from .records import Record
 
-MAX_RESUMES = 3
+MAX_BARREN = 3
+"""Losses in a row without a new token between them, after which an answer is given up."""
 RESUME_WITHIN_S = 30.0
-"""Without a new token for this long, an answer that is being resumed is given up."""
+"""An answer that is lost again, with no progress for this long since it was, is given up."""
+STEADY_S = 10.0
+"""An attempt that has given tokens for this long shows that its placement works."""
 
 
 @dataclass(slots=True)
@@ -34,6 +37,8 @@ class AnswerLog:
     _lost_at: float | None = None
     _barren: int = 0
     """Attempts that were lost since the last new token."""
+    _flowing_since: float | None = None
+    """When the present attempt gave its first token."""
 
     def __post_init__(self) -> None:
         self._begun = self._last = self.clock()
@@ -47,6 +52,13 @@ class AnswerLog:
         kernels = record.kernels()
         self.exact = self.exact and self._kernels in (None, kernels)
         self._kernels = kernels
+        self._flowing_since = None
+
+    @property
+    def steady(self) -> bool:
+        """Whether the present attempt has gone well for a while: what failed before is over."""
+        since = self._flowing_since
+        return since is not None and self._last - since >= STEADY_S
 
     def announce(self) -> bool:
         """Whether the client is yet to be told that its prompt was read; only once."""
@@ -61,7 +73,10 @@ class AnswerLog:
                 self.rounds.append(event.delta.round)
                 self._last = self.clock()
                 self._first = self._first or self._last
+                self._flowing_since = self._flowing_since or self._last
                 self._lost_at, self._barren = None, 0
+            case "prefill" | "rebuilt":
+                self._lost_at = None
             case _:
                 pass
 
@@ -70,7 +85,7 @@ class AnswerLog:
         now = self.clock()
         self._lost_at = self._lost_at or now
         self._barren += 1
-        if self.attempt > MAX_RESUMES or now - self._lost_at > RESUME_WITHIN_S:
+        if self._barren > MAX_BARREN or now - self._lost_at > RESUME_WITHIN_S:
             return False
         self.attempt += 1
         return True

@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages
 
 from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.node import resuming
 from exo_node.node.chat import ChatService
 from exo_node.node.metrics import Metrics
 from exo_node.node.placements import Placements
@@ -200,6 +201,17 @@ def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everyt
 def test_an_answer_that_is_lost_again_and_again_ends_as_lost() -> None:
     with pytest.raises(PeerLost, match="a stage is gone"):
         _ = resumed(*[([STARTED, spoken("a", 1)], LOST)] * 9)
+
+
+def test_losses_between_which_the_answer_went_well_never_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resuming, "STEADY_S", 0.0)
+    lost = [([STARTED, spoken("a", 1)], LOST)] * 9
+    events, _ = resumed(*lost, ([STARTED, ENDED], None))
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.stats["resumes"] == 9
 
 
 def test_what_the_runner_refuses_is_not_tried_again() -> None:

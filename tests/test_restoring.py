@@ -1,6 +1,7 @@
 """How a placement gets over what it lost: spares, fresh runners, other nodes, or a clear end."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,6 +223,32 @@ def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_t
         assert record.status == "degraded"
         assert kinds(events).count("degraded") == 1
         assert (await placements.place(DEMO, PlanOptions())).status == "ready"
+
+    play(scenario)
+
+
+def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paused: list[ModelId] = []
+
+    def pause_s(_: failures.Failures, model: ModelId) -> float:
+        paused.append(model)
+        return 0.0
+
+    monkeypatch.setattr(failures.Failures, "pause_s", pause_s)
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        for spares in (1, 0):
+            assert paused == []
+            record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=spares)
+            for _ in range(2):
+                ready = ["ready"] * spares
+                await until(lambda r=record, w=ready: [s.status for s in r.spares] == w)
+                _ = cluster.lose(record, 0)
+                placements.lost(record.id, 0, "it is gone")
+                assert await placements.ensure(DEMO) is record
+        assert paused == [DEMO, DEMO]
 
     play(scenario)
 

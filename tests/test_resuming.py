@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from exo_node.node.records import Endpoint, Record
-from exo_node.node.resuming import MAX_RESUMES, RESUME_WITHIN_S, AnswerLog
+from exo_node.node.resuming import MAX_BARREN, RESUME_WITHIN_S, STEADY_S, AnswerLog
 from exo_node.placement.cluster import ClusterView, NodeFacts, StageAssignment
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
@@ -61,7 +61,14 @@ def test_a_prompt_is_announced_once_however_many_attempts_read_it() -> None:
 
 def test_an_answer_is_given_up_after_too_many_losses() -> None:
     answer = AnswerLog("r", Clock())
-    assert [answer.lost() for _ in range(MAX_RESUMES + 1)] == [True] * MAX_RESUMES + [False]
+    assert [answer.lost() for _ in range(MAX_BARREN + 1)] == [True] * MAX_BARREN + [False]
+
+
+def test_losses_with_new_tokens_between_them_never_end_an_answer() -> None:
+    answer = AnswerLog("r", Clock())
+    for position in range(3 * MAX_BARREN):
+        assert answer.lost()
+        answer.saw(delta(position, 1))
 
 
 def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
@@ -75,6 +82,23 @@ def test_an_answer_is_given_up_when_nothing_new_came_for_too_long() -> None:
     fresh.saw(delta(0, 1))
     clock.now += RESUME_WITHIN_S + 1
     assert fresh.lost(), "a token since the last loss begins the time anew"
+    fresh.saw(pb.GenerateEvent(rebuilt=pb.Rebuilt(done=16, total=900)))
+    clock.now += RESUME_WITHIN_S + 1
+    assert fresh.lost(), "so does progress through what is rebuilt"
+
+
+def test_an_attempt_is_steady_once_it_has_given_tokens_for_a_while() -> None:
+    clock, placed = Clock(), record(A)
+    answer = AnswerLog("r", clock)
+    steady: list[bool] = []
+    for _ in range(2):
+        answer.runs_on(placed)
+        answer.saw(delta(0, 1))
+        steady.append(answer.steady)
+        clock.now += STEADY_S
+        answer.saw(delta(1, 1))
+        steady.append(answer.steady)
+    assert steady == [False, True] * 2, "each attempt shows it anew"
 
 
 def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
