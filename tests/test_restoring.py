@@ -1,7 +1,6 @@
 """How a placement gets over what it lost: spares, fresh runners, other nodes, or a clear end."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
