@@ -16,7 +16,7 @@ from ..mtp.fixed_rows import FixedRows
 from ..mtp.head import DraftHead
 from ..mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ..mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
-from ..mtp.seams import Drafter, Verifier, Wait
+from ..mtp.seams import Drafter, Ending, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
@@ -79,6 +79,14 @@ class Kept:
     verifier: PipelineVerifier
     attempt: int
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One answer in the making, and the verifier whose state is freed or kept at its end."""
+
+    steps: Steps
+    verifier: Verifier
 
 
 EngineEvent = Prefilled | Rebuilt | Delta | Done
@@ -215,43 +223,18 @@ class TextEngine:
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
-        if not 0 <= request.k <= self._max_k:
-            raise InvalidRequest(
-                f"num_draft_tokens {request.k} is not in this runner's range of 0 to {self._max_k}",
-                param="num_draft_tokens",
-            )
-        key = (request.request, request.attempt)
-        if key in self._live:
-            raise InvalidRequest(
-                f"attempt {request.attempt} of request {request.request} is running already; a "
-                "request needs a name of its own",
-                param="request",
-            )
+        self._check(request)
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
-        chooser = Chooser(
-            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
-        )
-        inner, kept = self._verifier(request), False
-        verifier = FixedRows(inner, self._fixed_rows) if self._fixed_rows else inner
-        drafter = self._drafter(chooser, request)
-        task = Task(
-            request.prompt,
-            request.max_tokens,
-            self._prefill_chunk,
-            request.replay,
-            request.top_logprobs,
-        )
-        depth = self._depth(request)
-        steps = Generation(task, verifier, drafter, chooser, text, depth, self._clock).steps()
-        # Of `inner`: asking must not settle what strict mode leaves open until the next forward.
-        self._live[key] = lambda: inner.arrays() + drafter.arrays()
+        running = self._start(request, text)
+        lost = False
         try:
-            if isinstance(inner, PipelineVerifier) and request.replay and not request.rebuild_all:
-                inner.begin_rebuild(_committed(request))
-            reason = yield from _with_text(steps, stats, text)
+            keeps = request.replay and not request.rebuild_all
+            if keeps and isinstance(running.verifier, PipelineVerifier):
+                running.verifier.begin_rebuild(_committed(request))
+            reason = yield from _with_text(running.steps, stats, text)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
                 rule=request.sampling.rule_of(request.k),
@@ -262,21 +245,66 @@ class TextEngine:
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         except PeerLost:
-            kept = True
+            lost = True
             raise
         finally:
-            del self._live[key]
-            kept = kept or key in self._parked
-            self._parked.discard(key)
-            if request.adaptive:
-                self._profile.save()
-            if self._link is not None and kept and isinstance(inner, PipelineVerifier):
-                self._link.park(*key)
-                self._kept[request.request] = Kept(inner, request.attempt, self._clock())
-            elif self._link is not None:
-                self._link.release(*key)
-            # Arrays whose last reference this generator holds are freed after it; buffers now.
-            mx.clear_cache()
+            self._end(request, running.verifier, lost=lost)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises InvalidRequest."""
+        if not 0 <= request.k <= self._max_k:
+            raise InvalidRequest(
+                f"num_draft_tokens {request.k} is not in this runner's range of 0 to {self._max_k}",
+                param="num_draft_tokens",
+            )
+        if (request.request, request.attempt) in self._live:
+            raise InvalidRequest(
+                f"attempt {request.attempt} of request {request.request} is running already; a "
+                "request needs a name of its own",
+                param="request",
+            )
+
+    def _start(self, request: EngineRequest, ending: Ending) -> Running:
+        chooser = Chooser(
+            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
+        )
+        verifier = self._verifier(request)
+        drafter = self._drafter(chooser, request)
+        task = Task(
+            request.prompt,
+            request.max_tokens,
+            self._prefill_chunk,
+            request.replay,
+            request.top_logprobs,
+        )
+        generation = Generation(
+            task,
+            FixedRows(verifier, self._fixed_rows) if self._fixed_rows else verifier,
+            drafter,
+            chooser,
+            ending,
+            self._depth(request),
+            self._clock,
+        )
+        # Not of FixedRows: asking must not settle what it leaves open until the next forward.
+        self._live[request.request, request.attempt] = lambda: verifier.arrays() + drafter.arrays()
+        return Running(generation.steps(), verifier)
+
+    def _end(self, request: EngineRequest, verifier: Verifier, *, lost: bool) -> None:
+        """Frees the answer's state, or keeps it where another attempt follows."""
+        key = (request.request, request.attempt)
+        del self._live[key]
+        kept = lost or key in self._parked
+        self._parked.discard(key)
+        if request.adaptive:
+            self._profile.save()
+        if self._link is not None and kept and isinstance(verifier, PipelineVerifier):
+            self._link.park(*key)
+            self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
+        elif self._link is not None:
+            self._link.release(*key)
+        # Arrays whose last reference the caller holds are freed after it; buffers now.
+        mx.clear_cache()
 
     @property
     def live_requests(self) -> int:
