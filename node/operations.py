@@ -202,7 +202,7 @@ class NodeOperations:
             "model": record.card.id,
             "status": record.status,
             "progress": record.progress,
-            "reason": record.plan.reason,
+            "reason": "; ".join(filter(None, (record.plan.reason, record.moved))),
             "runner_up": record.plan.runner_up,
             "error": record.error or None,
             "context_length": record.plan.context_length,

@@ -13,8 +13,9 @@ from ..placement.plan import PlanOptions, plan
 from ..proto import peer_pb2 as pb
 from .events import EventLog
 from .failures import MAX_FAILURES, Failures
-from .records import Endpoint, Record, Status
+from .records import Endpoint, Record, Status, Wish
 from .restoring import Restorer
+from .settling import may_settle, settles
 from .stages import Facts, Stages, StageSettings, specs_of
 from .upkeep import Upkeep
 
@@ -60,7 +61,7 @@ class Placements:
             loading = self._loading.get(model)
         if loading is None:
             self._check_failures(model)
-            loading = self._start(model, *self._as_before(self._records.get(model)))
+            loading = self._start(model, self._wish(model))
         # A client that goes away must not stop the load that others wait for.
         return await asyncio.shield(loading)
 
@@ -72,7 +73,7 @@ class Placements:
         self._failures.forget(model)
         while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
-        return await asyncio.shield(self._start(model, options, spares))
+        return await asyncio.shield(self._start(model, Wish(options, spares)))
 
     async def remove(self, placement: PlacementId) -> None:
         """Unloads once its requests have drained. Raises PlacementNotFound."""
@@ -125,8 +126,10 @@ class Placements:
             self._lost_on(record, node, why)
 
     def tend(self) -> None:
-        """Tries again, now and then, for spares that are missing."""
+        """Tries again, now and then, for spares that are missing, and for a better place."""
         self._upkeep.tend(self.records)
+        for record in filter(may_settle, self.records):
+            self._settle(record)
 
     def move_off(self, node: NodeId) -> None:
         """The node is about to leave: its stages go to others first, if those have room."""
@@ -169,8 +172,8 @@ class Placements:
         for record in self.records:
             await self._restorer.unload(record)
 
-    def _start(self, model: ModelId, options: PlanOptions, spares: int) -> "asyncio.Task[Record]":
-        task = asyncio.create_task(self._replace(model, options, spares))
+    def _start(self, model: ModelId, wish: Wish) -> "asyncio.Task[Record]":
+        task = asyncio.create_task(self._replace(model, wish))
         self._loading[model] = task
         task.add_done_callback(lambda done: self._loaded(model, done))
         return task
@@ -181,15 +184,18 @@ class Placements:
         if not done.cancelled() and (fault := done.exception()) is not None:
             self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
 
-    async def _replace(self, model: ModelId, options: PlanOptions, spares: int) -> Record:
+    async def _replace(self, model: ModelId, wish: Wish) -> Record:
         card, fingerprint = await self._facts.card(model)
         view, refusal = self._facts.view(model), self._facts.split_refusal(model)
+        options = wish.within(view)
         planned = plan(card, view, options, pipeline_refusal=refusal)
         if model in self._records:
             await self._drain(model)
         placement = PlacementId(f"p-{secrets.token_hex(4)}")
-        record = Record(placement, card, planned, options, spares_wanted=spares)
+        record = Record(placement, card, planned, wish.options, spares_wanted=wish.spares)
         record.see(view)
+        if options != wish.options:
+            record.note_move("fewer nodes are here than were asked for")
         self._records[model] = record
         try:
             await self._load(record, fingerprint)
@@ -200,7 +206,7 @@ class Placements:
             if not refusal and self._facts.split_refusal(model):
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
-                return await self._replace(model, options, spares)
+                return await self._replace(model, wish)
             raise
         except asyncio.CancelledError:
             await self._restorer.unload(record)
@@ -281,9 +287,12 @@ class Placements:
             if not planned and not self._restorer.has_spares(record, record.gone):
                 await asyncio.sleep(self._failures.pause_s(model))
             begun, why = time.monotonic(), record.error
+            before = record.plan.stages
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
+            if record.plan.stages != before:
+                record.note_move(f"moved since then: {why}")
         except ExoNodeError as fault:
             # Not as it was: the next request plans anew, with what is left.
             self._events.add(
@@ -314,15 +323,28 @@ class Placements:
             seconds=round(seconds, 3),
         )
 
+    def _settle(self, record: Record) -> None:
+        model = record.card.id
+        wish = record.wish
+        view, refusal = self._facts.view(model), self._facts.split_refusal(model)
+        try:
+            planned = plan(record.card, view, wish.within(view), pipeline_refusal=refusal)
+            why = settles(record, planned, view)
+        except ExoNodeError as fault:
+            # What runs goes on, and is looked at again later.
+            log.info("no better place for %s: %s", record.id, fault)
+            return
+        if why and model not in self._loading:
+            text = f"{record.id} of {model} is placed anew: {why}"
+            self._events.add("replanned", text, model=model, placement=record.id)
+            _ = self._start(model, wish)
+
     def _left(self, record: Record, stage: int, node: NodeId) -> None:
         self.lost(record.id, stage, f"node {node} is leaving", planned=True)
 
-    def _as_before(self, record: Record | None) -> tuple[PlanOptions, int]:
-        """What was asked of the lost placement; fewer nodes where no more are left."""
-        if record is None:
-            return PlanOptions(), 0
-        live = {node.id for node in self._facts.view(record.card.id).nodes}
-        return _possible(record.options, live), record.spares_wanted
+    def _wish(self, model: ModelId) -> Wish:
+        record = self._records.get(model)
+        return Wish() if record is None else record.wish
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]
@@ -344,20 +366,6 @@ class Placements:
                 f"{record.error}. Mend that, then load it with `POST /v1/placements`",
                 param="model",
             )
-
-
-def _possible(options: PlanOptions, live: set[NodeId]) -> PlanOptions:
-    """The options as far as the live nodes allow: an answer matters more than where it runs."""
-    pinned = [*options.nodes, *(node for node, _ in options.layers)]
-    whole = all(node in live for node in pinned)
-    return PlanOptions(
-        min_nodes=max(1, min(options.min_nodes, len(live))),
-        max_nodes=options.max_nodes,
-        context=options.context,
-        exclude=options.exclude,
-        nodes=options.nodes if whole else (),
-        layers=options.layers if whole else (),
-    )
 
 
 async def _flat(loading: Any) -> pb.LoadReady | ExoNodeError:

@@ -1,6 +1,7 @@
 """One placement and what became of it: its stages, its spares, who uses it."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -8,6 +9,7 @@ from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState
 from ..placement.ids import NodeId, PlacementId
+from ..placement.options import ANY
 from ..placement.plan import Placement, PlanOptions
 from ..proto import peer_pb2 as pb
 
@@ -37,6 +39,30 @@ class Spare:
         if self.endpoint is not None:
             return "ready"
         return "failed" if self.error else "loading"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a placement."""
+
+    options: PlanOptions = ANY
+    spares: int = 0
+    flexible: bool = False
+    """Fewer nodes will do where no more are live: an answer matters more than where it runs."""
+
+    def within(self, view: ClusterView) -> PlanOptions:
+        """The options; if it is flexible, as far as the live nodes allow."""
+        options, live = self.options, {node.id for node in view.nodes}
+        if not self.flexible:
+            return options
+        pinned = [*options.nodes, *(node for node, _ in options.layers)]
+        whole = all(node in live for node in pinned)
+        return replace(
+            options,
+            min_nodes=max(1, min(options.min_nodes, len(live))),
+            nodes=options.nodes if whole else (),
+            layers=options.layers if whole else (),
+        )
 
 
 @dataclass(slots=True)
@@ -74,11 +100,20 @@ class Record:
     """How often its stages were connected: what broke before the last time is mended."""
     stepped_at: float = float("-inf")
     """When it last gave a token, by the monotonic clock."""
+    moved: str = ""
+    """For a person: what losses have changed about `plan`."""
+    moved_at: float = float("-inf")
+    """When that was, or a better place was last looked for, by the monotonic clock."""
     active: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    @property
+    def wish(self) -> Wish:
+        """What is asked of a placement that takes its place."""
+        return Wish(self.options, self.spares_wanted, flexible=True)
 
     @property
     def generator(self) -> Endpoint:
@@ -123,6 +158,9 @@ class Record:
             for _ in range(stage.first_layer, stage.end_layer)
         ]
         return (self.specs[0].dtype, *layers)
+
+    def note_move(self, what: str) -> None:
+        self.moved, self.moved_at = what, time.monotonic()
 
     def holders(self) -> set[tuple[NodeId, int]]:
         """(node, stage) of every runner that this placement has or waits for."""

@@ -1,12 +1,13 @@
 """Chooses the nodes of a model, and tells a person why."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import Candidate, Task, pipelines, seconds_of, singles
+from .candidates import Candidate, Task, assigned, pipelines, seconds_of, singles
 from .card import ModelCard
 from .cluster import ClusterView, StageAssignment
-from .cost import ASSUMED_MTP_SPEEDUP
+from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
 from .reasons import drafting_reason, insufficient, mtp_off_reason, split_by_hand, why
@@ -20,6 +21,7 @@ __all__ = [
     "StageAssignment",
     "plan",
     "preview",
+    "seconds_now",
 ]
 
 
@@ -77,6 +79,17 @@ def plan(
     return preview(
         card, view, options, native_mtp=native_mtp, pipeline_refusal=pipeline_refusal
     ).best
+
+
+def seconds_now(card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment]) -> float:
+    """Seconds a token of stages that are loaded, as in `Placement.score`.
+
+    Raises KeyError for a node that is not in the view.
+    """
+    if len(stages) > 1:
+        return seconds_per_token(card, stages, view)
+    task = Task(card, view, allowed(card, view, ANY, ""), card.native_mtp is not None)
+    return assigned(task, (view.node(stages[0].node),), [card.num_layers]).seconds
 
 
 def preview(

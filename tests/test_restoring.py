@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.node import failures, upkeep
+from exo_node.node import failures, settling, upkeep
 from exo_node.node.events import EventLog
 from exo_node.node.placements import Placements
 from exo_node.node.records import Endpoint, Record
@@ -18,11 +18,12 @@ from exo_node.placement.drafting import EnabledState
 from exo_node.placement.errors import LoadFailed, PeerLost
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
-from exo_node.placement.plan import PlanOptions
+from exo_node.placement.plan import PlanOptions, plan
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
 A, B, C, D = (NodeId(letter * 20) for letter in "abcd")
+ONE = PlanOptions(max_nodes=1)
 THREE = PlanOptions(min_nodes=3, max_nodes=3)
 
 
@@ -257,6 +258,49 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignor
     monkeypatch.setattr(failures, "MAX_PAUSE_S", 0.0)
     monkeypatch.setattr(upkeep, "REFILL_AFTER_S", 0.0)
     monkeypatch.setattr(upkeep, "ORPHAN_S", 0.0)
+
+
+def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settling, "SETTLE_AFTER_S", 0.0)
+
+    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions(min_nodes=2))
+        gone = cluster.lose(record, 1)
+        cluster.nodes.remove(gone)
+        placements.lost(record.id, 1, "its node died")
+        assert await placements.ensure(DEMO) is record
+        record.begin()
+        placements.tend()
+        assert await placements.ensure(DEMO) is record, "not while it answers"
+        record.end()
+        placements.tend()
+        alone = await placements.ensure(DEMO)
+        assert len(alone.plan.stages) == 1, "with the whole of it on one node there are drafts"
+        placements.tend()
+        assert await placements.ensure(DEMO) is alone, "one node is all there is"
+        cluster.nodes.append(gone)
+        placements.tend()
+        again = await placements.ensure(DEMO)
+        assert len({stage.node for stage in again.plan.stages}) == 2
+        assert "placed anew: 2 nodes can hold it again" in str(events.held())
+        placements.tend()
+        assert await placements.ensure(DEMO) is again, "it has lost nothing"
+
+    play(scenario, nodes=[A, B])
+
+
+def test_a_placement_that_moved_is_placed_anew_only_for_much_more_speed() -> None:
+    def seconds(fast: float) -> str:
+        nodes = [NodeFacts(A, "a", 10**10, 1e11), NodeFacts(B, "b", 10**10, fast)]
+        view = ClusterView(tuple(nodes))
+        card = packaged_cards()[DEMO]
+        record = Record(PlacementId("p"), card, plan(card, ClusterView((nodes[0],)), ONE), ONE)
+        return settling.settles(record, plan(card, view, ONE), view)
+
+    assert seconds(1.05e11) == ""
+    assert "ms a token are expected there" in seconds(2e11)
 
 
 def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
