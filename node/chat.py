@@ -180,6 +180,8 @@ class ChatService:
                 async for event in heard:
                     answer.saw(event)
                     record.stepped_at = time.monotonic()
+                    if event.WhichOneof("event") == "delta":
+                        record.spoke_at = record.stepped_at
                     if answer.steady:
                         self._placements.succeeded(record)
                     for out in _events(event, record, answer):

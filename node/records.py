@@ -99,6 +99,8 @@ class Record:
     connections: int = 0
     """How often its stages were connected: what broke before the last time is mended."""
     stepped_at: float = float("-inf")
+    """When it last made a step, such as a chunk of a prompt, by the monotonic clock."""
+    spoke_at: float = float("-inf")
     """When it last gave a token, by the monotonic clock."""
     moved: str = ""
     """For a person: what losses have changed about `plan`."""

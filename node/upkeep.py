@@ -14,8 +14,13 @@ from .stages import Stages
 
 log = logging.getLogger(__name__)
 
+ANSWERS_RETURN_S = 0.5
+"""How soon the answers that a loss interrupted have begun again."""
 REFILL_AFTER_S = 5.0
 """How long answers that are being resumed have the machine before spares are loaded."""
+REFILL_LATEST_S = 30.0
+"""How long at most, where none of them has given a token since."""
+REFILL_POLL_S = 0.25
 REFILL_EVERY_S = 10.0
 ORPHAN_S = 5.0
 """A stage on a live node that belongs to no placement for this long is unloaded."""
@@ -88,11 +93,20 @@ class Upkeep:
 
     async def _fill(self, record: Record) -> None:
         await self._restorer.retire(record)
-        # A load takes the cores that answers in progress need to catch up.
-        if record.active:
-            await asyncio.sleep(REFILL_AFTER_S)
+        await self._caught_up(record)
         if record.status == "ready":
             await self._restorer.refill(record)
+
+    async def _caught_up(self, record: Record) -> None:
+        """A load takes the cores that answers in progress need to catch up: they go first."""
+        begun = time.monotonic()
+        await asyncio.sleep(ANSWERS_RETURN_S)
+        if record.active:
+            await asyncio.sleep(REFILL_AFTER_S)
+        while (
+            record.active and record.spoke_at < begun and time.monotonic() < begun + REFILL_LATEST_S
+        ):
+            await asyncio.sleep(REFILL_POLL_S)
 
     async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
         record.spares = [spare for spare in record.spares if spare.node != node]

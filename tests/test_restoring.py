@@ -1,6 +1,7 @@
 """How a placement gets over what it lost: spares, fresh runners, other nodes, or a clear end."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -256,6 +257,7 @@ def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
     monkeypatch.setattr(failures, "MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(upkeep, "ANSWERS_RETURN_S", 0.0)
     monkeypatch.setattr(upkeep, "REFILL_AFTER_S", 0.0)
     monkeypatch.setattr(upkeep, "ORPHAN_S", 0.0)
 
@@ -315,6 +317,28 @@ def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
             await placements.sweep([*held, *strange])
         assert set(cluster.calls) == {"unload 0 on b", "unload 7 on c"}
         assert len(cluster.up) == 6
+
+    play(scenario)
+
+
+def test_spares_are_loaded_once_the_interrupted_answer_speaks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upkeep, "ANSWERS_RETURN_S", 0.02)
+    monkeypatch.setattr(upkeep, "REFILL_POLL_S", 0.001)
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        gone = cluster.lose(record, 1)
+        cluster.calls.clear()
+        placements.lost_runner(gone, record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record
+        record.begin()
+        for _ in range(100):  # polls of the loop, through the wait for the answer's return
+            await asyncio.sleep(0.001)
+        assert not [call for call in cluster.calls if call.startswith("load")]
+        record.spoke_at = time.monotonic()
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
 
     play(scenario)
 
