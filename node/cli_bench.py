@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from .cli_flags import AsJson, DataDir, Dtype, LocalPort, ModelsDir
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -12,6 +14,46 @@ if TYPE_CHECKING:
 
 _CHILD: Final = "exo_node.shard.bench_mtp"
 _MAX_TEMPERATURE: Final = 2.0
+
+_Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's id, or a checkpoint's folder.")
+]
+_Depths = Annotated[
+    str | None,
+    typer.Option(
+        "--k", metavar="K,K,…", help="Drafts a round to try; default: 1 to the card's max_k."
+    ),
+]
+_Prompts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help='One prompt a line, or .jsonl with "prompt"; default: the bundled 32.',
+    ),
+]
+_MaxTokens = Annotated[int, typer.Option(min=2, metavar="N", help="Longest answer.")]
+_Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Times that every prompt runs.")]
+_Temperature = Annotated[
+    float, typer.Option(min=0, max=_MAX_TEMPERATURE, metavar="T", help="0 is greedy.")
+]
+_Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="mlx-lm", help="Run mlx-lm's own loop as well, on a second copy in memory."
+    ),
+]
+_Adaptive = Annotated[
+    bool, typer.Option("--adaptive/--no-adaptive", help="Run adaptive K as well.")
+]
+_Output = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Where results go; default: a new folder in mtp-bench here."),
+]
+_PlacedModel = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Say where this model would be placed, and why."),
+]
+_Measure = Annotated[bool, typer.Option("--measure", help="Measure every link anew first.")]
 
 bench = typer.Typer(
     help="Measure models on this machine, and the cluster.",
@@ -27,68 +69,27 @@ def _root() -> None:
 
 @bench.command()
 def mtp(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model's id, or a checkpoint's folder.")
-    ] = "demo",
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "--k", metavar="K,K,…", help="Drafts a round to try; default: 1 to the card's max_k."
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help='One prompt a line, or .jsonl with "prompt"; default: the bundled 32.',
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Longest answer.")] = 256,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Times that every prompt runs.")
-    ] = 3,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=_MAX_TEMPERATURE, metavar="T", help="0 is greedy.")
-    ] = 0.0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16. [EXO_DTYPE]"),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="mlx-lm", help="Run mlx-lm's own loop as well, on a second copy in memory."
-        ),
-    ] = None,
-    adaptive: Annotated[
-        bool, typer.Option("--adaptive/--no-adaptive", help="Run adaptive K as well.")
-    ] = True,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Where results go; default: a new folder in mtp-bench here."
-        ),
-    ] = None,
-    models_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A folder of model folders. [EXO_MODELS_DIR]")
-    ] = None,
+    model: _Model = "demo",
+    k: _Depths = None,
+    prompts: _Prompts = None,
+    max_tokens: _MaxTokens = 256,
+    repeats: _Repeats = 3,
+    temperature: _Temperature = 0.0,
+    dtype: Dtype = None,
+    against: _Against = None,
+    adaptive: _Adaptive = True,
+    output: _Output = None,
+    models_dir: ModelsDir = None,
 ) -> None:
     """Sweep K: speed, acceptance, break-even and time to first token.
 
     Prints tables; writes JSON, CSV and, with matplotlib, a plot. Close other programs first.
     """
-    from . import settings
-    from .local_model import resolve
-
     if against not in (None, "mlx-lm"):
         raise _wrong("--against", f"{against!r}; it knows mlx-lm")
     depths = _depths(k)
     folder = _output_folder(output, model)
-    environ = settings.environment()
-    wanted = settings.load_settings({"dtype": dtype, "models_dir": models_dir}, environ)
-    distributions = settings.installed_distributions()
-    settings.check_mlx_extras(distributions)
-    found = resolve(model, wanted, distributions)
+    found, environment = _found(model, {"dtype": dtype, "models_dir": models_dir})
     request: dict[str, object] = {
         **_model_facts(found),
         "depths": _within(depths, found),
@@ -100,29 +101,16 @@ def mtp(
         "temperature": temperature,
         "output": str(folder),
     }
-    raise typer.Exit(_run(request, folder, settings.runner_environment(environ)))
+    raise typer.Exit(_run(request, folder, environment))
 
 
 @bench.command()
 def cluster(
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Say where this model would be placed, and why."),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure every link anew first.")
-    ] = False,
-    port: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PORT",
-            help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
-        ),
-    ] = None,
-    data_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: _PlacedModel = None,
+    measure: _Measure = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the cluster's nodes and links were measured to do.
 
@@ -132,6 +120,18 @@ def cluster(
     from .cli_bench_cluster import bench_cluster
 
     bench_cluster(model=model, measure=measure, port=port, data_dir=data_dir, as_json=as_json)
+
+
+def _found(model: str, flags: "Mapping[str, object]") -> "tuple[LocalModel, Mapping[str, str]]":
+    """The model, and the environment of the child that loads it. Raises what `resolve` raises."""
+    from . import settings
+    from .local_model import resolve
+
+    environ = settings.environment()
+    wanted = settings.load_settings(flags, environ)
+    distributions = settings.installed_distributions()
+    settings.check_mlx_extras(distributions)
+    return resolve(model, wanted, distributions), settings.runner_environment(environ)
 
 
 def _run(request: "Mapping[str, object]", folder: "Path", environment: "Mapping[str, str]") -> int:

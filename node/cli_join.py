@@ -7,23 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..placement.errors import ExoNodeError, InvalidRequest
+from .cli_flags import AsJson, DataDir, LocalPort, client_settings
 
 if TYPE_CHECKING:
     from .cli_client import Endpoint
-    from .settings import ClientSettings
 
-DataDir = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]"),
-]
-LocalPort = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PORT",
-        help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Wanted = Annotated[
     list[str] | None,
     typer.Argument(metavar="[CODE|NODE]", help="The six digits, or a name or id that asks."),
@@ -46,7 +34,7 @@ def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = Fa
     """
     from . import cli_client
 
-    endpoint = cli_client.locate(_settings(port, data_dir))
+    endpoint = cli_client.locate(client_settings(port, data_dir))
     cluster = cli_client.call(endpoint, "/v1/cluster")
     joining = cli_client.call(endpoint, _REQUESTS)
     if as_json:
@@ -65,7 +53,7 @@ def approve(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = 
     from . import cli_client
     from .join import parse_code
 
-    endpoint = cli_client.locate(_settings(port, data_dir))
+    endpoint = cli_client.locate(client_settings(port, data_dir))
     text = " ".join(wanted or ())
     request = _chosen(endpoint, text)
     code = parse_code(text) or str(request["code"])
@@ -83,7 +71,7 @@ def deny(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = Non
     """Turn a node away that asks to join."""
     from . import cli_client
 
-    endpoint = cli_client.locate(_settings(port, data_dir))
+    endpoint = cli_client.locate(client_settings(port, data_dir))
     request = _chosen(endpoint, " ".join(wanted or ()))
     _ = cli_client.call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
     _note(f"{request['name']} was turned away")
@@ -109,7 +97,7 @@ def join(
     from .presence import find_running
     from .trust import parse_cluster_key
 
-    settings = _settings(port, data_dir)
+    settings = client_settings(port, data_dir)
     text = _asked_for() if cluster_key == "-" else cluster_key
     parsed = parse_cluster_key(text, "KEY")
     if settings.port is not None or find_running(settings.data_dir) is not None:
@@ -129,7 +117,7 @@ def key(data_dir: DataDir = None) -> None:
     """
     from .trust import KEY_FILE, load_or_create_cluster_key
 
-    folder = _settings(None, data_dir).data_dir
+    folder = client_settings(None, data_dir).data_dir
     if not (folder / KEY_FILE).exists():
         raise ExoNodeError(
             f"{folder} holds no cluster key: no node was started there yet, or its key comes from "
@@ -151,7 +139,7 @@ def leave(
     from .join_keys import KeyFolder
     from .presence import find_running
 
-    settings = _settings(port, data_dir)
+    settings = client_settings(port, data_dir)
     if not yes and sys.stdin.isatty():
         _ = typer.confirm("Leave the cluster?", abort=True, err=True)
     if settings.port is not None or find_running(settings.data_dir) is not None:
@@ -198,12 +186,6 @@ def _asked_for() -> str:
     from getpass import getpass
 
     return getpass("Cluster key: ", stream=sys.stderr)
-
-
-def _settings(port: str | None, data_dir: str | None) -> "ClientSettings":
-    from .settings import environment, load_client_settings
-
-    return load_client_settings({"port": port, "data_dir": data_dir}, environment())
 
 
 def _print_json(value: Mapping[str, Any]) -> None:

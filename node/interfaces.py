@@ -36,6 +36,20 @@ def own_interfaces() -> list[Interface]:
     ]
 
 
+def advertised_host(given: str | None, interfaces: Iterable[Interface]) -> str:
+    """The address that peers reach this node at: `given`, else a private one, else loopback.
+
+    Wired names sort before wireless ones on both systems (en0, eth0 before wlan0).
+    """
+    if given is not None:
+        return given
+    parsed = [ipaddress.ip_address(found.address) for found in interfaces]
+    near = [address for address in parsed if address.is_private and not address.is_loopback]
+    # A cable between two Macs has link-local addresses only: better than none, worse than others.
+    near.sort(key=lambda address: address.is_link_local)
+    return str(near[0]) if near else LOOPBACK
+
+
 def announced_addresses(usual: str, given: bool, interfaces: Iterable[Interface]) -> list[str]:
     """Where peers may reach this node, the `usual` address first, at most MAX_ADDRESSES.
 

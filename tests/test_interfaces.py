@@ -5,6 +5,7 @@ import pytest
 from exo_node.node.interfaces import (
     MAX_ADDRESSES,
     Interface,
+    advertised_host,
     announced_addresses,
     own_interfaces,
     source_address,
@@ -42,6 +43,25 @@ def test_private_addresses_that_lead_outside_are_announced(
     usual: str, given: bool, interfaces: list[Interface], announced: list[str]
 ) -> None:
     assert announced_addresses(usual, given, interfaces) == announced
+
+
+@pytest.mark.parametrize(
+    ("given", "interfaces", "host"),
+    [
+        ("10.0.0.9", MAC, "10.0.0.9"),
+        (None, LINUX[2:], "192.168.1.6"),
+        (None, [Interface("wlan0", "8.8.4.4"), Interface("lo", "127.0.0.1")], "127.0.0.1"),
+        (None, [Interface("lo", "127.0.0.1"), Interface("wlan0", "10.1.2.3")], "10.1.2.3"),
+        (None, [], "127.0.0.1"),
+        # A cable's own address leads to one machine, the network's to all of them.
+        (None, [Interface("bridge0", "169.254.1.2"), Interface("en0", "10.1.2.3")], "10.1.2.3"),
+        (None, [Interface("bridge0", "169.254.1.2")], "169.254.1.2"),
+    ],
+)
+def test_the_advertised_host_is_the_given_one_or_the_first_private_one(
+    given: str | None, interfaces: list[Interface], host: str
+) -> None:
+    assert advertised_host(given, interfaces) == host
 
 
 def test_a_heartbeat_does_not_grow_without_bound() -> None:

@@ -1,0 +1,55 @@
+"""Stages wherever they are: this node's own directly, others' through their nodes."""
+
+from ..placement.ids import NodeId, PlacementId
+from ..proto import peer_pb2 as pb
+from .cluster import Cluster
+from .control_client import ControlClient, RunnerClient
+from .local_stages import LocalStages
+from .profiling import Profiling
+from .records import Endpoint
+from .stages import Progress
+
+
+class ClusterStages:
+    """`stages.Stages` over the cluster; runners are dialled on the way that is quickest."""
+
+    def __init__(
+        self,
+        local: LocalStages,
+        cluster: Cluster,
+        client: ControlClient,
+        runners: RunnerClient,
+        profiling: Profiling,
+    ) -> None:
+        self._local = local
+        self._cluster = cluster
+        self._client = client
+        self._runners = runners
+        self._profiling = profiling
+        self._self = cluster.self_id
+
+    async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        if node == self._self:
+            return await self._local.load(spec, progress)
+        loading = self._client.load(self._cluster.address(node), node, spec, progress)
+        ready = await self._profiling.heeding(spec.model, loading)
+        return self._profiling.quickest(self._self, Endpoint(node, ready)).ready
+
+    async def unload(
+        self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
+        if node == self._self:
+            await self._local.unload(placement, stage, kill=kill)
+            return
+        address = self._cluster.address(node)
+        await self._client.unload(address, node, placement, stage, kill=kill)
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        near = self._profiling.quickest(stage.node, following)
+        await self._runners.connect(stage, near, placement)
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        return await self._runners.ping(stage, placement, number)
+
+    async def forget(self, stage: Endpoint) -> None:
+        await self._runners.forget(stage)

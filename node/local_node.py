@@ -1,0 +1,97 @@
+"""This node by itself: keys, models, switches, measurements, and its facts for the others."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from importlib.metadata import version as installed_version
+
+from ..placement.ids import NodeId
+from ..proto import peer_pb2 as pb
+from .control_links import LinkClient
+from .hardware import Hardware
+from .interfaces import advertised_host, announced_addresses, own_interfaces
+from .keyring import Keyring
+from .models import ModelLibrary
+from .profiling import Profiling, build_profiling
+from .settings import Settings
+from .switches import Switches
+
+log = logging.getLogger(__name__)
+
+
+class LocalNode:
+    """What a node is before it meets another one."""
+
+    def __init__(self, settings: Settings, hardware: Hardware) -> None:
+        """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
+        self._settings = settings
+        self._hardware = hardware
+        self._models: Sequence[str] = ()
+        self.version = installed_version("exo-node")
+        self.keyring = Keyring.load(settings)
+        self.switches = _switches(settings)
+        self.library = ModelLibrary(settings.models_dir, offline=settings.offline)
+        interfaces = own_interfaces()
+        self.host = advertised_host(settings.interface, interfaces)
+        """The address that peers use first."""
+        addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
+        self.profiling = self._build_profiling(addresses)
+        self.grpc_port, self.http_port = settings.grpc_port, settings.port
+        """Those that are wanted; whoever listens puts the real ones in their place."""
+
+    @property
+    def id(self) -> NodeId:
+        return self.keyring.identity.node
+
+    def facts(self) -> pb.NodeFacts:
+        """For heartbeats: a fresh message each time, which others may complete."""
+        given = self.switches.fixed("native_mtp_enabled")
+        facts = pb.NodeFacts(
+            id=self.id,
+            name=self._settings.name,
+            version=self.version,
+            host=self.host,
+            port=self.grpc_port,
+            chip=self._hardware.chip,
+            memory_bytes=self._hardware.usable_bytes,
+            memory_bandwidth=self._hardware.bandwidth,
+            backend=self._hardware.backend,
+            models=self._models,
+            http_host=self._settings.host,
+            http_port=self.http_port,
+            dtype=self._settings.dtype,
+            native_mtp_variable="" if given is None else str(int(given)),
+            async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
+            adaptive_draft=self.switches.value("native_mtp_adaptive"),
+            strict_rows=self._settings.native_mtp_strict,
+        )
+        return self.profiling.tell(facts)
+
+    async def scan_models(self) -> None:
+        """Finds the models whose files are here; the facts tell them from then on."""
+        known = await asyncio.to_thread(self.library.scan)
+        self._models = [model for model, entry in known.items() if entry.folder is not None]
+        for model, fault in self.library.broken.items():
+            log.warning("model %s cannot be used: %s", model, fault)
+
+    def _build_profiling(self, addresses: Sequence[str]) -> Profiling:
+        return build_profiling(
+            self.id,
+            addresses,
+            self._settings.data_dir / "profiles",
+            device=f"{self._hardware.chip}, {self._hardware.backend}",
+            mlx=installed_version("mlx"),
+            client=LinkClient(self.keyring.credentials, time.perf_counter),
+            clock=time.monotonic,
+        )
+
+
+def _switches(settings: Settings) -> Switches:
+    return Switches(
+        {
+            "native_mtp_enabled": settings.native_mtp_enabled,
+            "native_mtp_async_draft_eval": settings.native_mtp_async_draft_eval,
+            "native_mtp_adaptive": settings.native_mtp_adaptive,
+        }
+    )

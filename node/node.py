@@ -1,0 +1,160 @@
+"""One node: its parts put together, started in order and closed in reverse."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from ..placement.ids import NodeId
+from ..proto import peer_pb2 as pb
+from .background import background
+from .cluster_stages import ClusterStages
+from .control_links import LinkService
+from .control_server import ControlServer
+from .events import EventLog
+from .facts import NodeFactsSource
+from .hardware import Hardware
+from .interfaces import LOOPBACK
+from .join_node import Outcome
+from .leaving import Leaving
+from .local_node import LocalNode
+from .local_stages import LocalStages
+from .node_api import NodeApi
+from .peer_service import PeerService
+from .peering import Peering
+from .placements import Placements
+from .settings import Settings, environment, runner_environment
+from .stage_watch import StageWatch
+from .supervisor import RunnerHost, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """A node of a cluster: made, started, drained and closed on one event loop."""
+
+    def __init__(self, settings: Settings, hardware: Hardware, peers: Sequence[str] = ()) -> None:
+        """`peers`: nodes of the cluster to dial, besides those of the settings.
+
+        Raises InvalidSettings.
+        """
+        self._settings = settings
+        self._peers = list(dict.fromkeys([*settings.peers, *peers]))
+        self._stack = AsyncExitStack()
+        self._background: list[asyncio.Task[None]] = []
+        self._leaving = Leaving()
+        self._events = events = EventLog()
+        self._local = local = LocalNode(settings, hardware)
+        self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
+        self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
+        self._peering = Peering(settings, local, self._supervisor.states, self._node_lost, events)
+        facts = self._planner_facts()
+        self._placements = Placements(self._cluster_stages(), facts, events)
+        self._watch = StageWatch(self._peering.cluster, self._placements)
+        self._api = NodeApi(
+            settings, local, self._peering, facts, self._placements, self._leaving, events
+        )
+
+    @property
+    def version(self) -> str:
+        return self._local.version
+
+    @property
+    def http_port(self) -> int:
+        """Where a started node listens."""
+        return self._local.http_port
+
+    @property
+    def grpc_port(self) -> int:
+        """Where a started node listens to others."""
+        return self._local.grpc_port
+
+    @property
+    def outcome(self) -> asyncio.Future[Outcome]:
+        """Done when the node has to end by itself."""
+        return self._peering.joining.outcome
+
+    async def start(self) -> None:
+        """Listens and looks for peers. Raises InvalidSettings; it has to be closed then too."""
+        peering, at_the_end = self._peering, self._stack.push_async_callback
+        _ = at_the_end(self._supervisor.close)
+        _ = at_the_end(peering.channels.close)
+        _ = at_the_end(peering.joining.close)
+        _ = at_the_end(self._placements.close)
+        await self._listen()
+        peering.cluster.start()
+        _ = at_the_end(peering.cluster.close)
+        self._background = [
+            background(self._local.scan_models(), "the scan for models"),
+            background(self._watch.run(), "the watch over stages"),
+        ]
+        _ = at_the_end(self._cancel_background)
+        self._local.profiling.start(peering.cluster.members)
+        _ = at_the_end(self._local.profiling.close)
+        peering.joining.begin(peering.cluster, self._settings.peers)
+        peering.search.start(self._peers)
+        _ = at_the_end(peering.search.close)
+
+    async def drain(self) -> None:
+        """Takes no new work, gives up the head's lease, and waits a while for what runs."""
+        self._leaving.begin()
+        self._peering.cluster.leave()
+        if not await self._leaving.drained(self._live_requests):
+            log.warning("not everything ended in time; what still runs is cut off")
+        self._events.close()
+
+    async def close(self) -> None:
+        self._events.close()
+        await self._stack.aclose()
+
+    async def _listen(self) -> None:
+        """To peers first, then to clients."""
+        local, joining = self._local, self._peering.joining
+        hosts = list(dict.fromkeys([*local.profiling.addresses, LOOPBACK]))
+        join_port = joining.listen(hosts, self._settings.grpc_port)
+        service = PeerService(joining, self._peering.cluster, self._stages, self._api.answer)
+        links = LinkService(local.profiling.measure_links)
+        server = ControlServer(service, local.keyring.for_server(join_port), links)
+        local.grpc_port = await server.start(hosts, self._settings.grpc_port)
+        _ = self._stack.push_async_callback(server.close)
+        local.http_port = await self._api.start()
+        _ = self._stack.push_async_callback(self._api.close)
+
+    def _planner_facts(self) -> NodeFactsSource:
+        local, cluster = self._local, self._peering.cluster
+        return NodeFactsSource(
+            local.id,
+            cluster.members,
+            lambda: cluster.head or local.id,
+            local.library,
+            local.switches,
+        )
+
+    def _cluster_stages(self) -> ClusterStages:
+        peering = self._peering
+        return ClusterStages(
+            self._stages, peering.cluster, peering.client, peering.runners, self._local.profiling
+        )
+
+    def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
+        self._placements.lost_runner(self._local.id, spec.placement, spec.stage, why)
+
+    def _node_lost(self, node: NodeId, why: str) -> None:
+        self._placements.lost_node(node, why)
+
+    def _live_requests(self) -> int:
+        return sum(state.live_requests for state in self._supervisor.states())
+
+    async def _cancel_background(self) -> None:
+        for task in self._background:
+            _ = task.cancel()
+        _ = await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _runner_host(local: LocalNode) -> RunnerHost:
+    return RunnerHost(
+        node=local.id,
+        host=local.host,
+        credentials=local.keyring.for_runner,
+        environment=runner_environment(environment()),
+    )

@@ -1,0 +1,112 @@
+"""What a node answers over HTTP, to clients and to the peers that forward their requests."""
+
+import socket
+import time
+from collections.abc import AsyncIterator
+
+from starlette.types import ASGIApp
+
+from ..dashboard import asset
+from ..proto import peer_pb2 as pb
+from .chat import ChatService
+from .events import EventLog
+from .facts import NodeFactsSource
+from .forward import HeadForwarder, answer_forwarded
+from .head_client import ClusterHead
+from .http_server import HttpServer, build_app
+from .leaving import Leaving
+from .local_node import LocalNode
+from .metrics import Metrics
+from .operations import NodeOperations
+from .peering import Peering
+from .placements import Placements
+from .readiness import Readiness
+from .setting_values import is_loopback
+from .settings import Settings
+from .totals import Totals
+
+GRACE_S = 10
+"""How long answers in progress go on once the API closes."""
+
+
+class NodeApi:
+    """The application with everything behind it, and the server that runs it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        local: LocalNode,
+        peering: Peering,
+        facts: NodeFactsSource,
+        placements: Placements,
+        leaving: Leaving,
+        events: EventLog,
+    ) -> None:
+        self._settings = settings
+        self._local = local
+        self._peering = peering
+        self._facts = facts
+        self._placements = placements
+        self._leaving = leaving
+        self._events = events
+        self._app = self._build()
+        self._server = HttpServer(self._app, grace_s=GRACE_S)
+
+    async def start(self) -> int:
+        """Returns the port. Raises InvalidSettings where it is in use."""
+        await self._server.start(self._settings.host, self._settings.port)
+        return self._server.port
+
+    async def close(self) -> None:
+        """Lets answers in progress go on for GRACE_S."""
+        await self._server.close()
+
+    def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
+        """A request that another node forwarded to this one as the head."""
+        host = f"{self._settings.host}:{self._local.http_port}"
+        return answer_forwarded(self._app, request, host, self._api_key)
+
+    @property
+    def _api_key(self) -> str | None:
+        key = self._settings.api_key
+        return None if key is None else key.get_secret_value()
+
+    def _build(self) -> ASGIApp:
+        totals = Totals()
+        metrics = Metrics(totals)
+        runners = self._peering.runners
+        chat = ChatService(self._placements, self._facts, runners, totals, metrics, self._events)
+        head = ClusterHead(self._peering.cluster, self._peering.client)
+        return build_app(
+            chat,
+            self._operations(totals, metrics),
+            static=asset,
+            allowed_hosts=_host_names(self._settings.host),
+            api_key=self._api_key,
+            between=lambda app: self._leaving.around(HeadForwarder(app, head)),
+            events=self._events,
+            measurements=self._local.profiling,
+            joining=self._peering.joining.service,
+        )
+
+    def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:
+        return NodeOperations(
+            self._local.library,
+            self._placements,
+            Readiness(self._placements, self._peering.runners),
+            self._peering.cluster,
+            self._facts,
+            self._local.switches,
+            totals,
+            metrics,
+            self._local.version,
+            int(time.time()),
+        )
+
+
+def _host_names(host: str) -> list[str]:
+    """What a browser may call this node where it listens beyond loopback."""
+    if is_loopback(host):
+        return []
+    name = socket.gethostname().removesuffix(".local")
+    return [host, name, f"{name}.local"]

@@ -1,0 +1,39 @@
+"""What this node does when a peer asks for it."""
+
+from collections.abc import AsyncIterator, Callable
+
+from ..placement.ids import NodeId, PlacementId
+from ..proto import peer_pb2 as pb
+from .cluster import Cluster
+from .join_node import NodeJoining
+from .local_stages import LocalStages
+from .stages import Progress
+
+Answer = Callable[[pb.HttpRequest], AsyncIterator[pb.HttpChunk]]
+"""Runs a request that another node forwarded through this node's own API."""
+
+
+class PeerService:
+    """`control_server.NodeSide`: heartbeats, stages, and requests that peers forward."""
+
+    def __init__(
+        self, joining: NodeJoining, cluster: Cluster, stages: LocalStages, answer: Answer
+    ) -> None:
+        self._joining = joining
+        self._cluster = cluster
+        self._stages = stages
+        self._answer = answer
+
+    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """Raises what `NodeJoining.heard` raises, and the heartbeat counts for nothing."""
+        self._joining.heard(beat)
+        return self._cluster.heard(sender, beat)
+
+    async def load_stage(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        return await self._stages.load(spec, progress)
+
+    async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None:
+        await self._stages.unload(placement, stage, kill=kill)
+
+    def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
+        return self._answer(request)
