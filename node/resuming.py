@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .records import Record
 
@@ -30,6 +31,9 @@ class AnswerLog:
     exact: bool = True
     """Whether every attempt ran where the same forwards give the same numbers."""
     _kernels: tuple[str, ...] | None = None
+    _runners: tuple[tuple[NodeId, int], ...] = ()
+    _as_it_was: bool = False
+    """Whether the present attempt has the runners of the one before it."""
     _announced: bool = False
     _begun: float = 0.0
     _first: float | None = None
@@ -52,6 +56,8 @@ class AnswerLog:
         kernels = record.kernels()
         self.exact = self.exact and self._kernels in (None, kernels)
         self._kernels = kernels
+        runners = tuple((stage.node, stage.ready.pid) for stage in record.endpoints)
+        self._as_it_was, self._runners = runners == self._runners, runners
         self._flowing_since = None
 
     @property
@@ -98,8 +104,8 @@ class AnswerLog:
         if self.prompt_ids:  # rendered once: a template may hold the date
             again.token_ids.CopyFrom(pb.TokenIds(ids=self.prompt_ids))
         again.replay.extend(self.rounds)
-        # An attempt that brought nothing new may have met a state that does not fit.
-        again.rebuild_all = self.attempt > 1 and self._barren > 1
+        # It brought nothing new, and no runner was lost: what these hold may not fit.
+        again.rebuild_all = self._barren > 1 and self._as_it_was
         return again
 
     def timings(self) -> dict[str, float]:

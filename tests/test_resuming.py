@@ -150,6 +150,17 @@ def test_a_resume_in_another_dtype_is_not_exact() -> None:
     assert not answer.exact
 
 
+def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> None:
+    answer, placed = AnswerLog("r", Clock()), record(A, B)
+    whole: list[bool] = []
+    for node in (B, C, C):
+        placed.move(1, Endpoint(node, pb.LoadReady()))
+        answer.runs_on(placed)
+        whole.append(answer.continues(pb.GenerateRequest()).rebuild_all)
+        assert answer.lost()
+    assert whole == [False, False, True], "what the first loss left is kept in the second"
+
+
 # ------------------------------------------------------------------- spares
 
 STAGES = (StageAssignment(A, 0, 6), StageAssignment(B, 6, 11), StageAssignment(C, 11, 16))
