@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
+from ..placement.correction import AtWork, corrected
 from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
 from ..proto import peer_pb2 as pb
@@ -15,6 +16,8 @@ from .placements import StageSettings
 from .switches import Switches
 
 STAGE_HEADROOM = 1.2
+NO_TIME_S = 3600.0
+"""No layer takes so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,19 @@ class MemberFacts:
             profile=_profile(f, placing),
         )
 
+    def at_work(self, node: NodeFacts, placing: ModelId) -> NodeFacts:
+        """`node`, which is this one, with its profile corrected by what its layers take now."""
+        times = _times(self.facts, placing)
+        if times is None or node.profile is None:
+            return node
+        means = {
+            mean.rows: AtWork(mean.seconds, mean.age_s)
+            for mean in times.corrected
+            if 0 < mean.seconds < NO_TIME_S
+        }
+        profile = corrected(node.profile, means, times.verify_rows, times.prefill_rows)
+        return replace(node, profile=profile)
+
 
 class NodeFactsSource:
     """`placements.Facts` over the live members."""
@@ -65,7 +81,9 @@ class NodeFactsSource:
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
         told = [member.for_planner(placing) for member in members]
-        nodes = evened(with_kin_profiles(told))
+        # A correction is its node's own: kin share what was probed only.
+        known = zip(members, with_kin_profiles(told), strict=True)
+        nodes = evened([member.at_work(node, placing) for member, node in known])
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 
@@ -113,11 +131,18 @@ class NodeFactsSource:
 
 
 def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
+    times = _times(facts, model)
+    if times is None or not times.decode_s:
+        return None
+    return LayerProfile(times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+
+
+def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:
     """What the node measured of that model last; another node's figures, so they are checked."""
     for times in reversed(facts.profiles):
         figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
-        if times.model == model and all(0 <= figure < 3600 for figure in figures):
-            return LayerProfile(*figures) if times.decode_s else None
+        if times.model == model and all(0 <= figure < NO_TIME_S for figure in figures):
+            return times
     return None
 
 

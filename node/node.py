@@ -89,7 +89,7 @@ class Node:
             background(self._watch.run(), "the watch over stages"),
         ]
         _ = at_the_end(self._cancel_background)
-        self._local.profiling.start(peering.cluster.members)
+        self._local.profiling.start(peering.cluster.members, self._supervisor.reports)
         _ = at_the_end(self._local.profiling.close)
         peering.joining.begin(peering.cluster, self._settings.peers)
         peering.search.start(self._peers)

@@ -1,8 +1,15 @@
-"""Layer times of models on this machine, one small file each, and what heartbeats tell of them."""
+"""Layer times of models on this machine, one small file each, and what heartbeats tell of them.
+
+Beside what was probed a file keeps what the layers took at work since: that corrects the other, and
+is replaced by what the next runner learns.
+"""
 
 import hashlib
 import json
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -17,6 +24,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 1 << 16
 MAX_PROFILES: Final = 64
 """Told in each heartbeat; of more, the ones measured last."""
+MAX_MEANS: Final = 8
 _PREFIX: Final = "layers-"
 
 _Seconds = Annotated[float, Field(ge=0, le=3600)]
@@ -38,6 +46,18 @@ class ProfileKey:
         return f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
+class _Mean(BaseModel):
+    """What one layer took at work in forwards of so many rows."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    rows: _Rows
+    seconds: Annotated[float, Field(gt=0, le=3600)]
+    count: Annotated[int, Field(ge=1)]
+    at: Annotated[float, Field(ge=0)]
+    """Seconds since 1970 when the last of them was heard of."""
+
+
 class _Stored(BaseModel):
     """The file; anything that does not fit is no profile."""
 
@@ -51,17 +71,27 @@ class _Stored(BaseModel):
     prefill_s: _Seconds
     prefill_rows: _Rows
     tail_s: _Seconds
+    corrected: Annotated[list[_Mean], Field(max_length=MAX_MEANS)] = []
 
 
 class LayerProfiles:
     """The profiles of this machine as it is now; those of another MLX or device do not count."""
 
-    def __init__(self, folder: Path, device: str, mlx: str) -> None:
-        """Reads what `folder` holds; a file that cannot be used is measured anew. Blocks."""
+    def __init__(
+        self, folder: Path, device: str, mlx: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Reads what `folder` holds; a file that cannot be used is measured anew. Blocks.
+
+        `clock` gives seconds since 1970: ages outlive processes.
+        """
         self._folder = folder
+        self._clock = clock
+        self._unsaved: set[ProfileKey] = set()
         self._device = device
         self._mlx = mlx
         self._known: dict[ProfileKey, _Stored] = {}
+        self._lock = threading.Lock()
+        """What blocks runs beside the event loop."""
         for path in sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns):
             self._read(path)
 
@@ -76,22 +106,48 @@ class LayerProfiles:
         A disk that is full costs the file only. Raises ValueError for figures that are no times.
         """
         key = self._key(checkpoint, times.dtype)
-        earlier = self._known.pop(key, None)
-        tail = times.tail_s or (earlier.tail_s if earlier else 0.0)
-        self._known[key] = stored = _Stored(
-            key=asdict(key),
-            model=times.model,
-            decode_s=times.decode_s,
-            verify_s=times.verify_s,
-            verify_rows=times.verify_rows,
-            prefill_s=times.prefill_s,
-            prefill_rows=times.prefill_rows,
-            tail_s=tail,
-        )
-        try:
-            write_whole(self._folder / key.file, stored.model_dump_json())
-        except OSError as fault:
-            log.warning("measured layer times could not be saved: %s", fault.strerror)
+        with self._lock:
+            earlier = self._known.get(key)
+            tail = times.tail_s or (earlier.tail_s if earlier else 0.0)
+            stored = _Stored(
+                key=asdict(key),
+                model=times.model,
+                decode_s=times.decode_s,
+                verify_s=times.verify_s,
+                verify_rows=times.verify_rows,
+                prefill_s=times.prefill_s,
+                prefill_rows=times.prefill_rows,
+                tail_s=tail,
+                corrected=earlier.corrected if earlier else [],
+            )
+            _ = self._known.pop(key, None)  # for it is now the one measured last
+            self._known[key] = stored
+        self._write(key, stored)
+
+    def correct(self, checkpoint: str, dtype: str, means: Iterable[pb.LayerMean]) -> None:
+        """What a runner's layers take at work by now; `save` writes it. Others' rows stay.
+
+        Nothing without a probe to correct. Raises ValueError for figures that are no times.
+        """
+        key, at = self._key(checkpoint, dtype), self._clock()
+        fresh = [_Mean(rows=m.rows, seconds=m.seconds, count=m.count, at=at) for m in means]
+        with self._lock:
+            known = self._known.get(key)
+            if known is None:
+                return
+            by_rows = {mean.rows: mean for mean in (*known.corrected, *fresh)}
+            newest = sorted(by_rows.values(), key=lambda mean: mean.at)[-MAX_MEANS:]
+            del self._known[key]
+            self._known[key] = known.model_copy(update={"corrected": newest})
+            self._unsaved.add(key)
+
+    def save(self) -> None:
+        """Writes what was corrected since the last time. Blocks; costs no more than `keep`."""
+        with self._lock:
+            changed = {key: self._known[key] for key in self._unsaved}
+            self._unsaved.clear()
+        for key, stored in changed.items():
+            self._write(key, stored)
 
     def times(self) -> list[pb.LayerTimes]:
         """For the heartbeat; the last of a model is the one measured last."""
@@ -105,12 +161,23 @@ class LayerProfiles:
                 prefill_s=stored.prefill_s,
                 prefill_rows=stored.prefill_rows,
                 tail_s=stored.tail_s,
+                corrected=[self._told(mean) for mean in stored.corrected],
             )
             for key, stored in list(self._known.items())[-MAX_PROFILES:]
         ]
 
     def _key(self, checkpoint: str, dtype: str) -> ProfileKey:
         return ProfileKey(checkpoint, dtype, self._device, self._mlx)
+
+    def _told(self, mean: _Mean) -> pb.LayerMean:
+        age = max(0, int(self._clock() - mean.at))  # clocks are set back
+        return pb.LayerMean(rows=mean.rows, seconds=mean.seconds, count=mean.count, age_s=age)
+
+    def _write(self, key: ProfileKey, stored: _Stored) -> None:
+        try:
+            write_whole(self._folder / key.file, stored.model_dump_json())
+        except OSError as fault:
+            log.warning("measured layer times could not be saved: %s", fault.strerror)
 
     def _read(self, path: Path) -> None:
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +24,22 @@ log = logging.getLogger(__name__)
 SPLIT_REFUSED: Final = "pipeline"
 """The `param` of the LoadFailed of a runner whose model class did not pass its self-check."""
 MAX_REFUSALS: Final = 64
+SAVE_EVERY_S: Final = 30.0
+"""What a node that is killed loses of its corrections, at most."""
 
 _NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
 
 Members = Callable[[], Sequence[MemberFacts]]
 Load = Callable[[], Awaitable[pb.LoadReady]]
+Reports = Callable[[], Sequence[tuple[pb.StageSpec, pb.RunnerState]]]
+
+
+@dataclass(slots=True)
+class _Working:
+    """A loaded stage: the files that it is of, and what its runner last said of its layers."""
+
+    checkpoint: str
+    layers: list[pb.LayerMean] = field(default_factory=list[pb.LayerMean])
 
 
 class Profiling:
@@ -47,20 +58,30 @@ class Profiling:
         self._addresses = list(addresses)
         self._profiles = profiles
         self._client = client
+        self._working: dict[tuple[str, int], _Working] = {}
         self._refusals: dict[str, str] = {}
         self._members: Members = lambda: ()
+        self._reports: Reports = lambda: ()
         self._prober = LinkProber(self._peers, self._busy, client.measure, source_address, clock)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, members: Members) -> None:
-        """`members`: the nodes that may take work, this one among them."""
-        self._members = members
-        self._task = background(self._prober.run(), "the measurement of links")
+    def start(self, members: Members, reports: Reports) -> None:
+        """`members`: the nodes that may take work, this one among them.
+
+        `reports`: what each runner of this node said last.
+        """
+        self._members, self._reports = members, reports
+        self._tasks = [
+            background(self._prober.run(), "the measurement of links"),
+            background(self._save(), "the saving of layer times"),
+        ]
 
     async def close(self) -> None:
-        if self._task is not None:
-            _ = self._task.cancel()
-            _ = await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            _ = task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reports = lambda: ()  # heartbeats still tell of this node
+        await asyncio.to_thread(self._profiles.save)
 
     @property
     def addresses(self) -> list[str]:
@@ -69,7 +90,8 @@ class Profiling:
     # ------------------------------------------------------------------------- told
 
     def tell(self, facts: pb.NodeFacts) -> pb.NodeFacts:
-        """`facts` with what was measured here, for the heartbeat."""
+        """`facts` with what was measured here, for the heartbeat; asks the runners for it."""
+        self._learn(self._reports())
         facts.profiles.extend(self._profiles.times())
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
@@ -123,6 +145,7 @@ class Profiling:
         ready = await self.heeding(spec.model, load())
         if ready.HasField("layers"):
             await asyncio.to_thread(self._profiles.keep, checkpoint, ready.layers)
+        self._working[spec.placement, spec.stage] = _Working(checkpoint)
         return ready
 
     async def heeding(self, model: str, loading: Awaitable[pb.LoadReady]) -> pb.LoadReady:
@@ -142,6 +165,23 @@ class Profiling:
         return replace(endpoint, ready=nearest(facts, sender, endpoint.node, endpoint.ready))
 
     # ----------------------------------------------------------------------- inside
+
+    def _learn(self, reports: Sequence[tuple[pb.StageSpec, pb.RunnerState]]) -> None:
+        """What this node's runners say of their layers at work, kept with what was probed."""
+        here = {(spec.placement, int(spec.stage)) for spec, _ in reports}
+        self._working = {at: stage for at, stage in self._working.items() if at in here}
+        for spec, state in reports:
+            stage = self._working.get((spec.placement, spec.stage))
+            if stage is None:
+                continue
+            if fresh := [mean for mean in state.layers if mean not in stage.layers]:
+                stage.layers = list(state.layers)
+                self._profiles.correct(stage.checkpoint, spec.dtype, fresh)
+
+    async def _save(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await asyncio.to_thread(self._profiles.save)
 
     def _refuse(self, model: str, reason: str) -> None:
         self._refusals[model] = reason
@@ -208,6 +248,15 @@ def _node(facts: pb.NodeFacts) -> dict[str, Any]:
                 "prefill_s": times.prefill_s,
                 "prefill_rows": times.prefill_rows,
                 "tail_s": times.tail_s or None,
+                "corrected": [
+                    {
+                        "rows": mean.rows,
+                        "seconds": mean.seconds,
+                        "count": mean.count,
+                        "age_s": mean.age_s,
+                    }
+                    for mean in times.corrected
+                ],
             }
             for times in facts.profiles
         ],

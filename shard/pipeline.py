@@ -105,8 +105,11 @@ class PipelineVerifier:
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
         ids, rows = tokens[None], tokens.shape[0]
+        begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
-        answer = self._send(tokens, hidden, _REPLIES[want], ())
+        data = to_bytes(hidden)
+        self._model.meter.add(self._rows, rows, begun)
+        answer = self._send(tokens, data, _REPLIES[want], ())
         if answer is None:
             return Block(mx.zeros((0, 1)), None)
         yield Wait(answer)
@@ -121,12 +124,12 @@ class PipelineVerifier:
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
-        _ = self._send(tokens, hidden, pb.REPLY_NONE, schedule)
+        _ = self._send(tokens, to_bytes(hidden), pb.REPLY_NONE, schedule)
 
     def _send(
         self,
         tokens: mx.array,
-        hidden: mx.array,
+        data: bytes,
         reply: "pb.Reply.ValueType",
         schedule: Sequence[int],
     ) -> "Future[HiddenBlock] | None":
@@ -137,7 +140,7 @@ class PipelineVerifier:
             rows=tokens.shape[0],
             tokens=tuple(as_ids(tokens)),
             reply=reply,
-            data=to_bytes(hidden),
+            data=data,
             schedule=tuple(schedule),
         )
         self._rows += block.rows

@@ -26,6 +26,7 @@ from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
 from .engine import TextEngine
+from .layer_meter import LayerMeter
 from .layer_probe import probe_layers, probed_rows
 from .links import SERVER_OPTIONS, Ring
 from .load import Loaded, load
@@ -84,6 +85,12 @@ class Runner:
         self._spec = start.stage
         self._parent = parent
         self._compute = ComputeThread()
+        self._rows = probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk)
+        self._meter = LayerMeter(
+            self._spec.end_layer - self._spec.first_layer,
+            (1, self._rows.verify, self._rows.prefill),
+            time.perf_counter,
+        )
         self._state = pb.RunnerState()
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -96,6 +103,7 @@ class Runner:
         """Raises ExoNodeError when the stage cannot be loaded."""
         loading = self._compute.submit(lambda: load(self._spec, self._report))
         loaded = await asyncio.wrap_future(loading)
+        loaded.model.meter = self._meter
         credentials = grpc.ssl_channel_credentials(
             self._start.authority, self._start.private_key, self._start.certificate
         )
@@ -185,7 +193,7 @@ class Runner:
             loaded.model,
             loaded.expected.hidden_size,
             DTYPES[self._spec.dtype],
-            probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk),
+            self._rows,
             time.perf_counter,
             tail=self._spec.stage == 0,
         )
@@ -235,6 +243,7 @@ class Runner:
                 peak_memory_bytes=mx.get_peak_memory(),
                 active_memory_bytes=mx.get_active_memory(),
                 progress=self._compute.progress,
+                layers=self._meter.means(),
             )
 
         looking = asyncio.wrap_future(self._compute.submit(look))

@@ -95,11 +95,14 @@ class StageWorker:
         entering = from_bytes(block.data, e.dtype, (1, block.rows, e.hidden_size))
         tokens = mx.array([block.tokens], dtype=mx.int32)
         schedule = block.schedule or (block.rows,)
+        begun = self._model.meter.now()
         out = forwards(self._model, tokens, entering, session.caches, schedule)
         session.position += block.rows
         session.last_rows = schedule[-1]
         session.used = self._clock()
         leaving = self._outgoing(block, out, session)
+        if leaving is not None and len(schedule) == 1:  # else not all of it was one forward
+            self._model.meter.add(block.position, block.rows, begun)
         if self._model.end < self._model.num_layers:
             assert leaving is not None
             session.trail.add(leaving)

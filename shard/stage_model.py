@@ -26,6 +26,7 @@ from ..mtp.family import prepare
 from ..mtp.rollback import takes_tapes, with_tapes
 from ..mtp.weights import cast_parameters
 from ..placement.errors import InvalidCheckpoint, LoadFailed
+from .layer_meter import LayerMeter
 
 MODEL_FAULTS = (
     ArithmeticError,
@@ -128,6 +129,8 @@ class StageModel:
         self._owner, self._key, self._layers = _find_layers(model)
         self.num_layers = len(self._layers)
         self._takes_tapes = takes_tapes(model)
+        self.meter = LayerMeter()
+        """What its forwards take: nothing, unless a runner puts one that measures here."""
         self._slot = _Slot()
         self._body = self._view(first, end)
         self._tail = self._view(self.num_layers, self.num_layers)

@@ -7,7 +7,8 @@ import pytest
 
 from exo_node.node.facts import MemberFacts, NodeFactsSource, with_kin_profiles
 from exo_node.node.link_table import fastest, link_facts, nearest, reached_at, ways
-from exo_node.placement.cluster import LayerProfile, NodeFacts
+from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts
+from exo_node.placement.correction import FADE_S
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
 
@@ -101,8 +102,11 @@ def test_a_runner_is_dialled_on_the_quickest_way_if_it_listens_there() -> None:
 # ------------------------------------------------------------------ what the planner gets
 
 
-def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> pb.LayerTimes:
+def times(
+    model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3, *now: pb.LayerMean
+) -> pb.LayerTimes:
     return pb.LayerTimes(
+        corrected=now,
         model=model,
         dtype="float32",
         decode_s=decode_s,
@@ -153,13 +157,62 @@ def test_nodes_of_one_chip_share_the_least_of_their_times() -> None:
     assert [n.profile for n in shared] == [least, least, least, None, slow, None]
 
 
+def source_of(told: list[pb.NodeFacts]) -> NodeFactsSource:
+    nothing: Any = None
+    members = [MemberFacts(facts) for facts in told]
+    return NodeFactsSource(A, lambda: members, lambda: A, nothing, nothing)
+
+
+def viewed(*now: pb.LayerMean, probed: pb.LayerTimes | None = None) -> ClusterView:
+    """Of two nodes of a chip the first has worked since its probe, the second was never loaded."""
+    return source_of(
+        [
+            pb.NodeFacts(id=A, chip="M4", profiles=[times("demo", 1e-3, 2e-3, *now)]),
+            pb.NodeFacts(id=B, chip="M4", profiles=[] if probed is None else [probed]),
+        ]
+    ).view(DEMO)
+
+
+PROBED = LayerProfile(1e-3, 2e-3, 0.1, 2e-3)
+
+
+def test_what_a_node_takes_at_work_counts_for_it_and_not_for_its_kin() -> None:
+    view = viewed(
+        pb.LayerMean(rows=1, seconds=3e-3, count=45),
+        pb.LayerMean(rows=4, seconds=8e-3, count=45),
+        pb.LayerMean(rows=512, seconds=0.2, count=9),
+        pb.LayerMean(rows=256, seconds=7.0, count=9),
+    )
+    own = view.node(A).profile
+    assert own is not None
+    assert (own.decode_s, own.verify_s) == (pytest.approx(3e-3), pytest.approx(8e-3))
+    assert (own.prefill_s, own.tail_s) == (pytest.approx(0.2), pytest.approx(6e-3))
+    assert view.node(B).profile == PROBED
+
+
+def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin_until_it_worked() -> None:
+    busy = times(decode_s=9e-3)
+    assert viewed(probed=busy).node(B).profile == PROBED
+    told = pb.LayerMean(rows=1, seconds=3e-3, count=45)
+    quick = viewed(probed=times("demo", 9e-3, 2e-3, told)).node(B).profile
+    assert quick is not None and quick.decode_s == pytest.approx(3e-3)
+
+
+def test_an_old_correction_counts_less() -> None:
+    old = pb.LayerMean(rows=1, seconds=4e-3, count=45, age_s=int(FADE_S))
+    own = viewed(old).node(A).profile
+    assert own is not None and own.decode_s == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -1.0, 1e9])
+def test_a_peers_correction_is_not_believed_blindly(wrong: float) -> None:
+    assert viewed(pb.LayerMean(rows=1, seconds=wrong, count=1)).node(A).profile == PROBED
+
+
 def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:
     told = members(CABLE, WIFI, profiles=[times()], chip="M4")
     told[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="it leaks"))
-    nothing: Any = None
-    source = NodeFactsSource(
-        A, lambda: [MemberFacts(facts) for facts in told], lambda: A, nothing, nothing
-    )
+    source = source_of(told)
     view = source.view(DEMO)
     assert view.node(A).profile is not None
     assert view.node(B).profile is None
