@@ -114,13 +114,13 @@ def models(entries: Sequence[Mapping[str, Any]]) -> str:
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
     """Write a stream's deltas to stdout as they come; the final stats, if the node sent them."""
     stats: Mapping[str, Any] | None = None
-    last, shown = "\n", 0
+    last, progress = "\n", _Progress()
     try:
         for event in events:
             if isinstance(event, Comment):
-                shown = _show_progress(event, shown)
+                progress.show(event.text, below=last != "\n")
                 continue
-            shown = _clear_progress(shown)
+            progress.clear()
             stats = event.get("generation_stats") or stats
             for choice in event.get("choices", []):
                 text: str = choice.get("delta", {}).get("content") or ""
@@ -143,22 +143,31 @@ def stats_line(stats: Mapping[str, Any]) -> str:
         parts.append(f"accepted {_text(accepted)}/{_text(proposed)}")
     parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
+    if resumes := stats.get("resumes"):
+        exact = "exact" if stats.get("resume_exact") else "not exact"
+        parts.append(f"resumed {_text(resumes)}x, {exact}")
     return escape_controls(", ".join(parts))
 
 
-def _show_progress(comment: Comment, shown: int) -> int:
-    """One line that is written over, on a terminal; the number of characters it holds."""
-    if not comment.text or not sys.stderr.isatty():
-        return shown
-    text = escape_controls(comment.text)
-    print(f"\r{text.ljust(shown)}", end="", file=sys.stderr, flush=True)
-    return len(text)
+class _Progress:
+    """One line that is written over, on a terminal."""
 
+    def __init__(self) -> None:
+        self._shown = 0
 
-def _clear_progress(shown: int) -> int:
-    if shown:
-        print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)
-    return 0
+    def show(self, text: str, *, below: bool) -> None:
+        """`below`: an answer's line is not at its end, and must not be written over."""
+        if text in ("", "keep-alive") or not sys.stderr.isatty():
+            return
+        begin = "\n" if below and not self._shown else "\r"
+        text = escape_controls(text)
+        print(f"{begin}{text.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
+        self._shown = len(text)
+
+    def clear(self) -> None:
+        if self._shown:
+            print(f"\r{' ' * self._shown}\r", end="", file=sys.stderr, flush=True)
+        self._shown = 0
 
 
 def _for_stdout(text: str) -> str:

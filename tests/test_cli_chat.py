@@ -181,6 +181,10 @@ def test_sse_lines_become_events(raw: bytes, events: list[Comment | Message]) ->
             {"drafter_kind": "none", "drafting_reason": "2 stages", "generation_tps": 9},
             "drafter none (2 stages), 9.0 tok/s, TTFT 0.00 s",
         ),
+        (
+            {"drafter_kind": "none", "resumes": 2, "resume_exact": True},
+            "drafter none (no reason given), 0.0 tok/s, TTFT 0.00 s, resumed 2x, exact",
+        ),
         ({}, "drafter -, K -, accepted -/-, 0.0 tok/s, TTFT 0.00 s"),
     ],
 )
@@ -198,3 +202,22 @@ def test_a_terminal_gets_no_escape_sequences_and_sees_progress(
     written = capsys.readouterr()
     assert written.out == "a\n\\x1b[2J\n"
     assert written.err == "\rprefill 1/2" + "\r" + " " * 11 + "\r"
+
+
+def test_progress_within_an_answers_line_does_not_write_over_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    quiet = [Comment("keep-alive"), Comment("")]
+    events = [
+        delta("Once"),
+        *quiet,
+        Comment("resuming"),
+        Comment("resuming: 1/9"),
+        delta(" upon"),
+        final(),
+    ]
+    assert cli_output.print_answer(events) == _STATS
+    written = capsys.readouterr()
+    assert written.out == "Once upon\n"
+    assert written.err == "\nresuming" + "\rresuming: 1/9" + "\r" + " " * 13 + "\r"
