@@ -28,7 +28,10 @@ export function Answer({ turn, known, onRetry }) {
 function inWords(note) {
   const prefill = /^prefill (\d+)\/(\d+)$/.exec(note);
   if (prefill) return `Reading the prompt: ${prefill[1]} of ${prefill[2]} tokens`;
-  return note === "resuming" ? "A node was lost. Resuming on the others…" : note;
+  const rebuilt = /^resuming: (\d+)\/(\d+)$/.exec(note);
+  if (rebuilt) return `A part of the model was lost. Catching up: ${rebuilt[1]} of ${rebuilt[2]} steps`;
+  if (note.startsWith("resuming: ")) return `Resuming: ${note.slice("resuming: ".length)}`;
+  return note;
 }
 
 function Stats({ stats, usage, known }) {

@@ -14,7 +14,8 @@ export async function* streamChat(body, signal) {
     signal,
   });
   for await (const line of lines(response)) {
-    if (line.startsWith(":")) yield { kind: "note", text: line.slice(1).trim() };
+    const note = line.startsWith(":") ? line.slice(1).trim() : "";
+    if (note && note !== "keep-alive") yield { kind: "note", text: note };
     if (!line.startsWith("data:")) continue;
     const data = line.slice("data:".length).trim();
     if (data === "[DONE]") return;
