@@ -127,7 +127,8 @@ class NodeOperations:
     def _entry(self, known: KnownModel) -> dict[str, Any]:
         card = known.card
         record = next((r for r in self._placements.records if r.card.id == card.id), None)
-        loaded = record is not None and record.status == "ready"
+        # A placement that is being restored has its model, and requests wait for it.
+        loaded = record is not None and record.status in ("ready", "restoring")
         context = record.plan.context_length if record and loaded else card.context_length
         return {
             "id": card.id,

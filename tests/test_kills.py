@@ -95,6 +95,9 @@ def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
     answer = ask(lab.node(lab.head()), story.prompt, **story.fields)
     assert answer.until(lambda a: len(a.ids) >= 20, 30)
     psutil.Process(place.pid).send_signal(signal.SIGKILL)
+    assert answer.until(lambda a: a.commented("resuming"), 30)
+    models = lab.node(lab.head()).call("GET", "/v1/models").body["data"]
+    assert [m["id"] for m in models if m["loaded"]] == ["demo"], "clients that pick it keep to it"
     assert answer.ended_at is None
     assert answer.ended(30)
     assert answer.error == ""

@@ -20,6 +20,7 @@ export const nameOf = (known, id) => known.get(id)?.name || id;
 export function Cluster({ cluster, placements, joining, error, refresh }) {
   const nodes = cluster?.nodes ?? [];
   const known = roster(nodes);
+  const spares = spareKeys(placements ?? []);
   return html`
     <section id="cluster" class="panel" aria-labelledby="cluster-title">
       <h2 id="cluster-title">Cluster</h2>
@@ -31,13 +32,21 @@ export function Cluster({ cluster, placements, joining, error, refresh }) {
       ${cluster && placements?.length === 0 && html`<p class="muted">
         No model is loaded. Load one under <a href="#models">Models</a>.</p>`}
       <ul class="rows">
-        ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} />`)}
+        ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} spares=${spares} />`)}
       </ul>
       ${nodes.length === 1 && html`<p class="muted">
         This node is alone. To add another machine of this network, run ${" "}
         <code>exo-node start</code> there: it asks to join, and both show the same digits.</p>`}
     </section>`;
 }
+
+/** Which stages of which placements on which nodes wait for a loss. */
+const spareKeys = (placements) =>
+  new Set(
+    placements.flatMap(({ id, spares = [] }) =>
+      spares.map(({ stage, node }) => `${id}/${stage}/${node}`),
+    ),
+  );
 
 /** This node first, then by name. */
 const ordered = (known) =>
@@ -96,7 +105,7 @@ const WARNING = {
   dead: "It does not answer. Start exo-node on it again, or check its network.",
 };
 
-function Node({ node }) {
+function Node({ node, spares }) {
   const stages = node.stages ?? [];
   const facts = [node.chip, node.backend, bytes(node.memory_bytes), `version ${node.version}`];
   return html`
@@ -114,7 +123,8 @@ function Node({ node }) {
       ${WARNING[node.status] && html`<p class="small warn-text">${WARNING[node.status]}</p>`}
       ${stages.length > 0 && html`<${Memory} stages=${stages} total=${node.memory_bytes} />`}
       <ul aria-label=${`Stages on ${node.name}`}>
-        ${stages.map((stage) => html`<${Stage} key=${`${stage.placement}/${stage.stage}`} stage=${stage} />`)}
+        ${stages.map((stage) => html`<${Stage} key=${`${stage.placement}/${stage.stage}`} stage=${stage}
+          spare=${spares.has(`${stage.placement}/${stage.stage}/${node.id}`)} />`)}
       </ul>
     </li>`;
 }
@@ -130,7 +140,7 @@ function Memory({ stages, total }) {
     </div>`;
 }
 
-function Stage({ stage }) {
+function Stage({ stage, spare }) {
   const live = stage.live_requests ?? 0;
   const facts = [
     `layers ${range(stage.layers)}`,
@@ -144,7 +154,7 @@ function Stage({ stage }) {
     <li class="stage small">
       <p class="line">
         <span class="model-id" title=${`Placement ${stage.placement}, process ${stage.pid ?? "none"}`}>
-          ${stage.model} <span class="muted">stage ${stage.stage + 1}</span>
+          ${stage.model} <span class="muted">stage ${stage.stage}${spare && ", spare"}</span>
         </span>
         <span class=${`state end ${tone(stage.status)}`}>${stage.status}</span>
       </p>

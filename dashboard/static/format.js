@@ -21,8 +21,12 @@ export const seconds = (value) =>
 
 export const rate = (value) => (Number.isFinite(value) ? trimmed(value, value < 100 ? 1 : 0) : "–");
 
-/** A layer range [a, b) as "a–b". */
-export const range = (layers) => (layers ? `${layers[0]}–${layers[1]}` : "–");
+/** The half-open layer range [a, b) as the first and the last layer, as in a placement's reason. */
+export function range(layers) {
+  if (!layers) return "–";
+  const [first, last] = [Number(layers[0]), Number(layers[1]) - 1];
+  return first < last ? `${first}–${last}` : String(first);
+}
 
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
