@@ -54,6 +54,12 @@ def undisturbed(engine: TextEngine, k: int, **changes: Any) -> Answer:
     return answer(engine, request(PROMPT, k, TOKENS, ignore_end=True, **changes))
 
 
+@functools.cache
+def whole_answer(engine: TextEngine, k: int) -> Answer:
+    """`undisturbed`, once for all tests that share the engine."""
+    return undisturbed(engine, k)
+
+
 def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any) -> Answer:
     """Another attempt, after `cut` rounds of the first one were handed out."""
     log = first.rounds[:cut]
@@ -66,7 +72,7 @@ def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any)
 def test_it_repeats_the_recorded_forwards_and_goes_on_with_the_same_tokens(
     engines: dict[str, TextEngine], name: str, k: int, cut: int
 ) -> None:
-    first = undisturbed(engines[name], k)
+    first = whole_answer(engines[name], k)
     rest = resumed(engines[name], first, cut, k)
     assert rest.rounds == first.rounds[cut:]
     before = sum(len(round_.tokens) for round_ in first.rounds[:cut])
@@ -80,7 +86,7 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
     engines: dict[str, TextEngine], name: str
 ) -> None:
     """The negative control: what the schedule log is for."""
-    first = undisturbed(engines[name], 0)
+    first = whole_answer(engines[name], 0)
     same = [
         answer(
             engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_end=True)
@@ -101,7 +107,7 @@ def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, Te
     greedy = Sampling()
     penalised = {"sampling": replace(greedy, penalties=replace(greedy.penalties, repetition=1.4))}
     first = undisturbed(engines["split"], 0, **penalised)
-    assert first.ids != undisturbed(engines["split"], 0).ids
+    assert first.ids != whole_answer(engines["split"], 0).ids
     assert resumed(engines["split"], first, 20, 0, **penalised).ids == first.ids[20:]
 
 
