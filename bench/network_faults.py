@@ -125,6 +125,12 @@ def kinds(nodes: Mapping[str, Node]) -> Counter[str]:
     return Counter(str(event["kind"]) for n in nodes.values() for event in events(n))
 
 
+def texts(nodes: Mapping[str, Node], kind: str) -> list[str]:
+    """What was told of events of that kind."""
+    found = (event for n in nodes.values() for event in events(n) if event["kind"] == kind)
+    return [str(event["text"]) for event in found]
+
+
 def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -> int:
     tally = Tally()
     place(nodes, spares=0)
@@ -146,7 +152,8 @@ def steady(options: Any, net: Network, nodes: dict[str, Node], attempts: Path) -
     tally.counts["frames over the queue's length"] = after.overflowed - counts.overflowed
     for kind in ("died", "head_changed", "election", "stage_lost"):
         if seen[kind]:
-            tally.wrong.append(f"{kind} {seen[kind]} times, and nothing had failed")
+            told = "; ".join(texts(nodes, kind)[-seen[kind] :])
+            tally.wrong.append(f"{kind} {seen[kind]} times, and nothing had failed: {told}")
     return tally.print()
 
 

@@ -22,6 +22,8 @@ from .standing import Change, Standing
 
 log = logging.getLogger(__name__)
 
+EXCHANGE_WEIGHT = 0.25
+"""Of the last exchange in the mean: the first one's handshake fades within seconds."""
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
 MAX_BACKOFF_S = 10.0
@@ -56,6 +58,12 @@ class Member:
         default_factory=dict[tuple[str, int], tuple[int, float]]
     )
     """Of each stage: the steps its runner has finished, and when that number last changed."""
+    exchange_s: float = 0.0
+    """How long a heartbeat there and back takes: a mean in which the last ones count most."""
+
+    def took(self, seconds: float) -> None:
+        before = self.exchange_s or seconds
+        self.exchange_s = before + EXCHANGE_WEIGHT * (seconds - before)
 
 
 class Cluster:
@@ -251,6 +259,11 @@ class Cluster:
             "incarnation": self._standing.membership.incarnation,
         }
 
+    def exchange_s(self, node: NodeId) -> float:
+        """Seconds that a heartbeat there and back takes of late; 0 where that is not known."""
+        member = self._members.get(node)
+        return 0.0 if member is None else member.exchange_s
+
     # --------------------------------------------------------------------------- inside
 
     def _beat(self) -> pb.Heartbeat:
@@ -265,6 +278,7 @@ class Cluster:
 
     async def _exchange_for_ever(self, dial: Dial) -> None:
         while True:
+            begun = time.monotonic()
             try:
                 beat = await self._client.exchange(dial.address, dial.node, self._beat())
             except ExoNodeError as fault:
@@ -278,6 +292,8 @@ class Cluster:
                 return  # one of our own addresses, under a name we did not know
             dial.node, dial.backoff_s, dial.complaint = node, HEARTBEAT_S, ""
             self._note(node, dial.address, beat)
+            if (member := self._members.get(node)) is not None:
+                member.took(time.monotonic() - begun)
             for address in beat.peers:
                 self.dial(address)
             await self._pause()

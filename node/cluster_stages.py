@@ -9,6 +9,12 @@ from .profiling import Profiling
 from .records import Endpoint
 from .stages import Progress
 
+PING_TIMEOUT_S = 1.0
+PING_EXCHANGES = 10
+"""Of heartbeats, what a ping waits for on a slow way. TCP sends what was lost again after about two
+round trips, then after twice and four times as long: two losses in a row fit, or three where
+losses have lengthened the heartbeats as well."""
+
 
 class ClusterStages:
     """`stages.Stages` over the cluster; runners are dialled on the way that is quickest."""
@@ -49,7 +55,9 @@ class ClusterStages:
         await self._runners.connect(stage, near, placement)
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
-        return await self._runners.ping(stage, placement, number)
+        way = self._cluster.exchange_s(stage.node)
+        timeout = max(PING_TIMEOUT_S, PING_EXCHANGES * way)
+        return await self._runners.ping(stage, placement, number, timeout)
 
     async def forget(self, stage: Endpoint) -> None:
         await self._runners.forget(stage)

@@ -38,7 +38,7 @@ _GONE = (
 )
 EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
-PING_TIMEOUT_S = 1.0
+PARK_TIMEOUT_S = 1.0
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
@@ -153,12 +153,14 @@ class RunnerClient:
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the runner on {stage.node}") from fault
 
-    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+    async def ping(
+        self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
+    ) -> pb.RunnerState:
         """Answered by the runner's event loop, however busy it is. Raises PeerLost."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.PingRequest(placement=placement, stage=number)
         try:
-            return await stub.Ping(request, timeout=PING_TIMEOUT_S)
+            return await stub.Ping(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the runner of stage {number} on {stage.node}") from fault
 
@@ -167,7 +169,7 @@ class RunnerClient:
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         parked = pb.ParkRequest(request=request, attempt=attempt)
         try:
-            _ = await stub.Park(parked, timeout=PING_TIMEOUT_S)
+            _ = await stub.Park(parked, timeout=PARK_TIMEOUT_S)
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the generator's runner on {endpoint.node}") from fault
 
