@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..placement.cluster import StageAssignment
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import PlanOptions, plan
@@ -291,8 +292,8 @@ class Placements:
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
-            if record.plan.stages != before:
-                record.note_move(f"moved since then: {why}")
+            if moved := self._moved(record, before):
+                record.note_move(f"since then {moved} ({why})")
         except ExoNodeError as fault:
             # Not as it was: the next request plans anew, with what is left.
             self._events.add(
@@ -307,6 +308,16 @@ class Placements:
             record.restoring = None
         if record.status == "ready":
             self._upkeep.fill(record)
+
+    def _moved(self, record: Record, before: Sequence[StageAssignment]) -> str:
+        """Such as `stage 1 moved to attic`; empty where every stage is where it was."""
+        names = {node.id: node.name for node in self._facts.view(record.card.id).nodes}
+        stages = enumerate(zip(before, record.plan.stages, strict=True))
+        return ", ".join(
+            f"stage {number} moved to {names.get(now.node, now.node)}"
+            for number, (then, now) in stages
+            if now.node != then.node
+        )
 
     def _tell_restored(
         self, record: Record, replaced: Sequence[int], seconds: float, why: str

@@ -273,6 +273,7 @@ def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks(
         cluster.nodes.remove(gone)
         placements.lost(record.id, 1, "its node died")
         assert await placements.ensure(DEMO) is record
+        assert record.moved == "since then stage 1 moved to a (its node died)"
         record.begin()
         placements.tend()
         assert await placements.ensure(DEMO) is record, "not while it answers"
