@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextEngine]:
 
 @pytest.fixture(scope="module")
 def demo() -> TextEngine:
-    return whole_engine(DEMO)
+    return whole_engine(DEMO, dtype="float32")
 
 
 @pytest.fixture(scope="module")
