@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from ..placement.errors import ExoNodeError, PeerLost
@@ -18,13 +17,11 @@ from .election import HeadChanged, HeadLost, TermRaised
 from .events import EventLog
 from .facts import MemberFacts
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
+from .peers import HEARTBEAT_S, Dial, Member
 from .standing import Change, Standing
 
 log = logging.getLogger(__name__)
 
-EXCHANGE_WEIGHT = 0.25
-"""Of the last exchange in the mean: the first one's handshake fades within seconds."""
-HEARTBEAT_S = 1.0
 TICK_S = 0.25
 MAX_BACKOFF_S = 10.0
 KNOWN_BACKOFF_S = 3.0
@@ -33,37 +30,6 @@ STAGE_GRACE_S = 3.0
 """A stage that a node's heartbeats do not name for this long, once it was ready, is lost."""
 ELECTION_S = 6.0
 """How long a request waits for a head: until the old one is dead, and the new one is known."""
-
-
-@dataclass(slots=True)
-class Dial:
-    """An address that is worth dialling, and how that went."""
-
-    address: str
-    node: NodeId | None
-    backoff_s: float = HEARTBEAT_S
-    complaint: str = ""
-
-
-@dataclass(slots=True)
-class Member:
-    """Another node and its last heartbeat."""
-
-    address: str
-    beat: pb.Heartbeat
-    missing_since: dict[tuple[str, int], float] = field(
-        default_factory=dict[tuple[str, int], float]
-    )
-    progress: dict[tuple[str, int], tuple[int, float]] = field(
-        default_factory=dict[tuple[str, int], tuple[int, float]]
-    )
-    """Of each stage: the steps its runner has finished, and when that number last changed."""
-    exchange_s: float = 0.0
-    """How long a heartbeat there and back takes: a mean in which the last ones count most."""
-
-    def took(self, seconds: float) -> None:
-        before = self.exchange_s or seconds
-        self.exchange_s = before + EXCHANGE_WEIGHT * (seconds - before)
 
 
 class Cluster:

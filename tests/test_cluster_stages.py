@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from exo_node.node.cluster import Member
 from exo_node.node.cluster_stages import ClusterStages
+from exo_node.node.peers import Member
 from exo_node.node.records import Endpoint
 from exo_node.placement.ids import NodeId, PlacementId
 from exo_node.proto import peer_pb2 as pb
