@@ -9,7 +9,7 @@ from ..proto import peer_pb2 as pb
 from .records import Record
 
 MAX_BARREN = 3
-"""Losses in a row without a new token between them, after which an answer is given up."""
+"""Losses in a row, without a new token between them, that an answer outlives."""
 RESUME_WITHIN_S = 30.0
 """An answer that is lost again, with no progress for this long since it was, is given up."""
 STEADY_S = 10.0
