@@ -66,7 +66,8 @@ def _line(outcome: Outcome) -> None:
     state = "" if outcome.hit else " (ended before)"
     cold = "" if outcome.warm else " (no spare)"
     verdict = "; ".join(outcome.faults) or "as undisturbed"
-    numbers = f"gap {outcome.gap_s:5.2f} s, {outcome.resumes} resumed"
+    first = f", first token after {outcome.next_s:.2f} s" if trial.phase == "prefill" else ""
+    numbers = f"gap {outcome.gap_s:5.2f} s{first}, {outcome.resumes} resumed"
     print(f"{what} {numbers}  {verdict}{state}{cold}  [{trial.question.name}]", flush=True)
 
 
@@ -77,7 +78,8 @@ def _report(outcomes: Sequence[Outcome]) -> None:
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in warm:
         trial = outcome.trial
-        for name in (f"target: {trial.target}", f"how: {trial.how}", f"phase: {trial.phase}"):
+        phase = f"phase: {trial.phase}, {'killed' if trial.how == 'kill' else 'stopped'}"
+        for name in (f"target: {trial.target}", f"how: {trial.how}", phase):
             groups[name].append(outcome)
     for name, group in sorted(groups.items()):
         print(_row(name, group))

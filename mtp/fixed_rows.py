@@ -57,6 +57,9 @@ class FixedRows:
         hidden = None if block.hidden is None else block.hidden[:, :real]
         return Block(block.logits[:real], hidden)
 
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        raise AssertionError("strict mode is for one node")
+
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         raise AssertionError("strict mode is for one node")
 

@@ -6,6 +6,7 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -134,12 +135,15 @@ class Generation:
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
         """One pass over the prompt: each chunk's hidden also primes the drafter."""
         prompt, chunk = self._task.prompt, self._task.prefill_chunk
-        if self._verifier.position:
-            # Kept from an earlier attempt, whose rounds are replayed: nothing reads these logits.
-            yield Prefilled(len(prompt), len(prompt))
-            return mx.zeros((0, 1)), None, Forward(0, 0)
-        yield Prefilled(0, len(prompt))
-        for start in range(0, len(prompt), chunk):
+        held = min(self._verifier.position, len(prompt))  # kept from an earlier attempt
+        yield Prefilled(held, len(prompt))
+        if prompt and held == len(prompt):
+            if self._task.replay:  # nothing reads these logits
+                return mx.zeros((0, 1)), None, Forward(0, 0)
+            start = (len(prompt) - 1) // chunk * chunk
+            block = yield from self._verifier.again(as_row(prompt[-1:]))
+            return block.logits, block.hidden, Forward(start, len(prompt) - start)
+        for start in range(held, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
             rows = as_row(prompt[start:end])
             ends = end == len(prompt) and not (self._task.replay and self._verifier.remote)
@@ -257,7 +261,7 @@ class Generation:
         Nobody reads their logits: over several nodes the forwards follow each other at once.
         """
         first, *rounds = self._task.replay
-        kept = self._verifier.position > len(self._task.prompt)
+        held, rows = self._verifier.position, len(self._task.prompt)
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
         self._chooser.commit(token)
@@ -265,18 +269,27 @@ class Generation:
         yield Rebuilt(1, len(rounds) + 1)
         for start in range(0, len(rounds), REPORT_EVERY):
             some = rounds[start : start + REPORT_EVERY]
+            ends = list(accumulate((len(r.tokens) for r in some), initial=rows))[1:]
+            kept = sum(end <= held for end in ends)
             if kept:
-                self._chooser.commit(as_row([t for recorded in some for t in recorded.tokens]))
-            elif self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in some):
-                self._repeat(token, some)
-            else:
-                for before, recorded in zip([token, *map(_last, some)], some, strict=False):
-                    yield from self._rebuild_round(before, recorded)
+                self._chooser.commit(as_row([t for r in some[:kept] for t in r.tokens]))
+                token = _last(some[kept - 1])
+            yield from self._rebuild_rounds(token, some[kept:])
             for recorded in some:
                 reason, _ = self._cut(list(recorded.tokens))
-            token = _last(some[-1])
+            token, rows = _last(some[-1]), ends[-1]
             yield Rebuilt(1 + start + len(some), len(rounds) + 1)
         return reason
+
+    def _rebuild_rounds(
+        self, token: mx.array, rounds: Sequence[Round]
+    ) -> Generator[Wait, None, None]:
+        if self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in rounds):
+            if rounds:
+                self._repeat(token, rounds)
+            return
+        for before, recorded in zip([token, *map(_last, rounds)], rounds, strict=False):
+            yield from self._rebuild_round(before, recorded)
 
     def _repeat(self, token: mx.array, rounds: Sequence[Round]) -> None:
         """Rounds of which nothing was rolled back, sent on together."""

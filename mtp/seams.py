@@ -61,6 +61,13 @@ class Verifier(Protocol):
         """
         ...
 
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        """The logits behind the prompt, which ends in `token` (1,) and was read in full before.
+
+        Only where `remote`, and where an earlier attempt ended before its first token was seen.
+        """
+        ...
+
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         """Appends (rows,) ids by forwards of `schedule` rows each, whose results nobody reads.
 

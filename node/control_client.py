@@ -154,6 +154,20 @@ class RunnerClient:
         except grpc.aio.AioRpcError as fault:
             raise from_status(fault, f"the runner on {stage.node}") from fault
 
+    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
+        """See `stages.Stages`. Raises PeerLost."""
+        request = pb.FollowRequest(
+            placement=placement,
+            host=spare.ready.host,
+            port=spare.ready.port,
+            name=runner_name(spare.node),
+        )
+        stub = peer_pb2_grpc.StandbyStub(self._channel(stage))
+        try:
+            return (await stub.Follow(request, timeout=CALL_TIMEOUT_S)).why_not
+        except grpc.aio.AioRpcError as fault:
+            raise from_status(fault, f"the runner on {stage.node}") from fault
+
     async def ping(
         self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
     ) -> pb.RunnerState:

@@ -235,4 +235,10 @@ class NodeOperations:
 def _spare(spare: Spare) -> dict[str, Any]:
     pid = spare.endpoint.ready.pid if spare.endpoint else None
     told = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
-    return {**told, "error": spare.error or None}
+    follows = spare.leader is not None and not spare.why_not
+    return {
+        **told,
+        "error": spare.error or None,
+        "follows": follows,
+        "follows_reason": spare.why_not or None,
+    }

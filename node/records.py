@@ -33,6 +33,10 @@ class Spare:
     node: NodeId
     endpoint: Endpoint | None = None
     error: str = ""
+    leader: Endpoint | None = None
+    """The stage's runner that was told to send it copies; None: none was."""
+    why_not: str = ""
+    """Why it is sent none all the same."""
 
     @property
     def status(self) -> SpareStatus:

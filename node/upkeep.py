@@ -53,7 +53,12 @@ class Upkeep:
         for record in records:
             held = sum(spare.status != "failed" for spare in record.spares)
             short = len(record.plan.stages) * record.spares_wanted - held
-            if short and record.status == "ready" and now - record.filled_at > REFILL_EVERY_S:
+            due = now - record.filled_at > REFILL_EVERY_S
+            if (
+                record.status == "ready"
+                and due
+                and (short or not self._restorer.all_follow(record))
+            ):
                 self.fill(record)
 
     def move_off(self, records: Iterable[Record], node: NodeId) -> None:
@@ -93,6 +98,7 @@ class Upkeep:
 
     async def _fill(self, record: Record) -> None:
         await self._restorer.retire(record)
+        await self._restorer.follow(record)
         await self._caught_up(record)
         if record.status == "ready":
             await self._restorer.refill(record)

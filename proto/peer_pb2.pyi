@@ -1489,22 +1489,26 @@ Global___Renew: _TypeAlias = Renew  # noqa: Y015
 
 @_typing.final
 class Adopt(_message.Message):
-    """A new attempt goes on behind `position` committed rows. A stage that holds an earlier attempt's
-    state keeps it, less what it is ahead; one that does not says Missing. Passed on.
+    """A new attempt goes on behind `position` rows. A stage that holds an earlier attempt's state keeps
+    it, less what it is ahead; one that holds fewer rows says Missing. Passed on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     position: _builtins.int
+    answer: _builtins.bool
+    """the last stage is to send the row behind the prompt, which ends there"""
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
+        answer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1512,20 +1516,23 @@ Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
 
 @_typing.final
 class Missing(_message.Message):
-    """Up the stream: this stage lacks the rows before `position`; what made them is to be sent again."""
+    """Up the stream: this stage lacks the rows [held, position); what made them is to be sent again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     position: _builtins.int
+    held: _builtins.int
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
+        held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1559,6 +1566,236 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    host: _builtins.str
+    """the spare's"""
+    port: _builtins.int
+    name: _builtins.str
+    """what its certificate must carry"""
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "name", b"name", "placement", b"placement", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FollowReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    why_not: _builtins.str
+    def __init__(
+        self,
+        *,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowReply: _TypeAlias = FollowReply  # noqa: Y015
+
+@_typing.final
+class CopyPiece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyPiece: _TypeAlias = CopyPiece  # noqa: Y015
+
+@_typing.final
+class KeepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepReply: _TypeAlias = KeepReply  # noqa: Y015
+
+@_typing.final
+class HoldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        requests: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRequest: _TypeAlias = HoldRequest  # noqa: Y015
+
+@_typing.final
+class HoldReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldReply: _TypeAlias = HoldReply  # noqa: Y015
+
+@_typing.final
+class StateCopy(_message.Message):
+    """What a stage holds of one request at `position` rows, as far as it changed since `begin` rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    TRAIL_FIELD_NUMBER: _builtins.int
+    TRAIL_BEGINS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    request: _builtins.str
+    attempt: _builtins.int
+    begin: _builtins.int
+    """rows of it that the spare has by earlier copies"""
+    position: _builtins.int
+    trail_begins: _builtins.int
+    """the first row that its trail still has"""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerState]:
+        """the stage's own, in order"""
+
+    @_builtins.property
+    def trail(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+        """blocks that it sent on, from row `begin` or `trail_begins` on"""
+
+    @_builtins.property
+    def answer(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+        """on the last stage: the row behind the prompt, once it was sent back"""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        request: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        begin: _builtins.int = ...,
+        position: _builtins.int = ...,
+        layers: _abc.Iterable[Global___LayerState] | None = ...,
+        trail: _abc.Iterable[Global___Frame] | None = ...,
+        trail_begins: _builtins.int = ...,
+        answer: _abc.Iterable[Global___Frame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "begin", b"begin", "layers", b"layers", "placement", b"placement", "position", b"position", "request", b"request", "trail", b"trail", "trail_begins", b"trail_begins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateCopy: _TypeAlias = StateCopy  # noqa: Y015
+
+@_typing.final
+class LayerState(_message.Message):
+    """Attention: keys and values of the rows [begin, position). Recurrence: all of its state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
+    room: _builtins.int
+    """attention: rows that its buffers have room for"""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        room: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["room", b"room", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerState: _TypeAlias = LayerState  # noqa: Y015
+
+@_typing.final
+class Tensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    dtype: Global___Dtype.ValueType
+    data: _builtins.bytes
+    """little-endian, row-major"""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        dtype: Global___Dtype.ValueType = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class PingRequest(_message.Message):
@@ -1619,7 +1856,7 @@ class GenerateRequest(_message.Message):
     top_logprobs: _builtins.int
     """absent: no log-probabilities; 0: of the emitted token only"""
     rebuild_all: _builtins.bool
-    """with `replay`: no stage keeps what it holds of an earlier attempt"""
+    """no stage keeps what it holds of an earlier attempt"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property

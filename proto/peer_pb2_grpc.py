@@ -515,6 +515,179 @@ class Stage:
             _registered_method=True)
 
 
+class StandbyStub:
+    """------------------------------------------------------------------- standby
+
+    Every runner's of a placement with several stages. A spare is sent what the runner that it may
+    follow holds of its requests, so that little is left to be computed when it takes its place.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.unary_unary(
+                '/exo_node.v1.Standby/Follow',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.FollowRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.FollowReply.FromString,
+                _registered_method=True)
+        self.Keep = channel.stream_unary(
+                '/exo_node.v1.Standby/Keep',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.CopyPiece.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.KeepReply.FromString,
+                _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/exo_node.v1.Standby/Hold',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.HoldRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.HoldReply.FromString,
+                _registered_method=True)
+
+
+class StandbyServicer:
+    """------------------------------------------------------------------- standby
+
+    Every runner's of a placement with several stages. A spare is sent what the runner that it may
+    follow holds of its requests, so that little is left to be computed when it takes its place.
+    """
+
+    def Follow(self, request, context):
+        """To the runner at work: where the spare of its stage is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Keep(self, request_iterator, context):
+        """To the spare: one StateCopy, cut into pieces.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hold(self, request, context):
+        """To the spare: the requests that live. What it keeps of others is dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StandbyServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.FollowRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.FollowReply.SerializeToString,
+            ),
+            'Keep': grpc.stream_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.CopyPiece.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.KeepReply.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.HoldRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.HoldReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'exo_node.v1.Standby', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('exo_node.v1.Standby', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Standby:
+    """------------------------------------------------------------------- standby
+
+    Every runner's of a placement with several stages. A spare is sent what the runner that it may
+    follow holds of its requests, so that little is left to be computed when it takes its place.
+    """
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Standby/Follow',
+            exo__node_dot_proto_dot_peer__pb2.FollowRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.FollowReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/exo_node.v1.Standby/Keep',
+            exo__node_dot_proto_dot_peer__pb2.CopyPiece.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.KeepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Standby/Hold',
+            exo__node_dot_proto_dot_peer__pb2.HoldRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.HoldReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class RunnerStub:
     """-------------------------------------------------------------------- runner
 

@@ -1,5 +1,6 @@
 """The engine of a generator: drives one answer from ids to text and its final stats."""
 
+import itertools
 import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..mtp.seams import Drafter, Ending, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
+from .copies import Copier, Copies
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
 from .profile import Profile, ProfileKey
@@ -44,7 +46,7 @@ class EngineRequest:
     drafting_reason: str
     replay: Sequence[Round] = ()
     rebuild_all: bool = False
-    """With `replay`: nothing that a stage holds of an earlier attempt is kept."""
+    """Nothing that a stage holds of an earlier attempt is kept."""
     ignore_end: bool = False
     adaptive: bool = False
     """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
@@ -112,12 +114,15 @@ class TextEngine:
         fixed_rows: int = 0,
         draft_vocabulary: int = 0,
         profile: Profile | None = None,
+        copier: Copier | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
         `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
         `draft_vocabulary`: only ids below it are drafted; 0: all.
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
+        `copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was sent.
         """
         self._codec = codec
         self._stage = stage
@@ -135,6 +140,8 @@ class TextEngine:
         self.token_bytes = codec.token_bytes
         self._special_tokens = codec.special_tokens
         self._link = link
+        self._copier = copier
+        self._copies = copies
         self._clock = clock
         fed = head.hidden_kind if head is not None else None
         self._family = family_of(stage.model, fed) if link is None else None
@@ -231,10 +238,11 @@ class TextEngine:
         running = self._start(request, text)
         lost = False
         try:
-            keeps = request.replay and not request.rebuild_all
-            if keeps and isinstance(running.verifier, PipelineVerifier):
-                running.verifier.begin_rebuild(_committed(request))
-            reason = yield from _with_text(running.steps, stats, text)
+            if _keeps(request) and isinstance(running.verifier, PipelineVerifier):
+                running.verifier.begin_rebuild(_committed(request), answer=not request.replay)
+            reason = yield from self._copied(
+                request, running.verifier, _with_text(running.steps, stats, text)
+            )
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
                 rule=request.sampling.rule_of(request.k),
@@ -249,6 +257,23 @@ class TextEngine:
             raise
         finally:
             self._end(request, running.verifier, lost=lost)
+
+    def _copied(
+        self,
+        request: EngineRequest,
+        verifier: Verifier,
+        events: Generator[Wait | EngineEvent, None, FinishReason],
+    ) -> Generator[Wait | EngineEvent, None, FinishReason]:
+        """The events; where the rows fit what was handed out, a spare is sent them."""
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                return end.value
+            yield event
+            settled = not isinstance(event, Wait)
+            if settled and self._copier is not None and isinstance(verifier, PipelineVerifier):
+                self._copier.offer(request.request, request.attempt, verifier.state)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest."""
@@ -302,19 +327,26 @@ class TextEngine:
             self._link.park(*key)
             self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
         elif self._link is not None:
-            self._link.release(*key)
+            self._release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()
+
+    def _release(self, request: str, attempt: int) -> None:
+        assert self._link is not None
+        self._link.release(request, attempt)
+        if self._copier is not None:
+            self._copier.release(request)
 
     @property
     def live_requests(self) -> int:
         return len(self._live)
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests on this stage."""
+        """Bytes of KV and recurrent state of all live requests on this stage, copies included."""
         kept = [array for each in self._kept.values() for array in each.verifier.arrays()]
         live = [array for arrays in self._live.values() for array in arrays()]
-        return sum(array.nbytes for array in (*kept, *live))
+        copied = self._copies.bytes if self._copies else 0
+        return copied + sum(array.nbytes for array in (*kept, *live))
 
     def park(self, request: str, attempt: int) -> None:
         """Any thread: the attempt is about to be cancelled, and another one follows."""
@@ -328,21 +360,43 @@ class TextEngine:
         for name in ended:
             kept = self._kept.pop(name)
             if self._link is not None:
-                self._link.release(name, kept.attempt)
+                self._release(name, kept.attempt)
         if ended:
             mx.clear_cache()
-        return ended
+        return ended + (self._copies.expire(lease_s) if self._copies else [])
 
     def _verifier(self, request: EngineRequest) -> Verifier:
         if self._link is None:
             return LocalVerifier(self._target, self._stage.make_caches())
         kept = self._kept.pop(request.request, None)
-        fits = request.replay and not request.rebuild_all
-        if kept and fits and kept.verifier.take_up(request.attempt, _committed(request)):
-            return kept.verifier
+        verifier = kept.verifier if kept else self._from_copy(request)
+        if (
+            verifier is not None
+            and _keeps(request)
+            and verifier.take_up(request.attempt, _committed(request))
+            and self._ends_a_forward(request, verifier.position)
+        ):
+            return verifier
         return PipelineVerifier(
             self._stage, self._link, request.request, request.attempt, self._dtype
         )
+
+    def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
+        """What this runner, a spare, was sent of an earlier attempt."""
+        name, attempt = request.request, request.attempt
+        copies = self._copies if _keeps(request) else None
+        state = copies.take(name, attempt, _committed(request)) if copies else None
+        if state is None or self._link is None:
+            return None
+        return PipelineVerifier(self._stage, self._link, name, attempt, self._dtype, state)
+
+    def _ends_a_forward(self, request: EngineRequest, rows: int) -> bool:
+        """Whether the recorded forwards can go on behind so many rows."""
+        prompt = len(request.prompt)
+        if rows <= prompt:
+            return rows % self._prefill_chunk == 0 or rows == prompt
+        tokens = (len(round_.tokens) for round_ in request.replay[1:])
+        return rows in itertools.accumulate(tokens, initial=prompt)
 
     def _depth(self, request: EngineRequest) -> DepthPolicy:
         if not request.adaptive or request.k == 0:
@@ -364,9 +418,23 @@ class TextEngine:
         )
 
 
+def _keeps(request: EngineRequest) -> bool:
+    """Whether stages may go on with what they hold of an earlier attempt.
+
+    Not where drafts were rejected: a stage that was lost before they were taken back holds rows
+    that are no part of the answer.
+    """
+    whole = all(recorded.forward.rows == len(recorded.tokens) for recorded in request.replay[1:])
+    return request.attempt > 1 and not request.rebuild_all and whole
+
+
 def _committed(request: EngineRequest) -> int:
-    """Rows that every stage had written when the last of the replayed rounds was handed out."""
-    return len(request.prompt) + sum(len(round_.tokens) for round_ in request.replay) - 1
+    """Rows that every stage had written when the last of the replayed rounds was handed out.
+
+    Where there are none, the prompt's: the stages have written so many of it at most.
+    """
+    tokens = sum(len(round_.tokens) for round_ in request.replay)
+    return len(request.prompt) + max(0, tokens - 1)
 
 
 def _policy(request: EngineRequest) -> DraftPolicy:

@@ -136,7 +136,8 @@ class Ring:
         self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
-        self._trails: dict[tuple[str, int], Trail] = {}
+        self._trails: dict[tuple[str, int], tuple[Trail, bool]] = {}
+        """Of attempts that go on with what stages hold; and whether the prompt's end is awaited."""
         self._behind: set[tuple[str, int]] = set()
         """Requests with blocks under way that get no answer: the next answer waits for them."""
         self._lost: str | None = None
@@ -170,14 +171,21 @@ class Ring:
     def rollback(self, request: str, attempt: int, position: int) -> None:
         self._tell(request, attempt, rollback=pb.Rollback(position=position))
 
-    def adopt(self, request: str, attempt: int, position: int, trail: Trail) -> None:
+    def adopt(
+        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+    ) -> "Future[HiddenBlock] | None":
         key = (request, attempt)
         if self._lost is not None:
             raise PeerLost(self._lost)
         self._active.add(key)
         self._behind.add(key)  # the first answer waits for what is rebuilt
-        self._trails[key] = trail
-        self._tell(request, attempt, adopt=pb.Adopt(position=position))
+        self._trails[key] = (trail, answer)
+        future: Future[HiddenBlock] | None = None
+        if answer:
+            future = self._waiting[key] = Future()
+        frame = self._frame(key, adopt=pb.Adopt(position=position, answer=answer))
+        _ = self._loop.call_soon_threadsafe(self._dispatch, key, [frame], PREFILL_DEADLINE_S)
+        return future
 
     def relay(self, request: str, attempt: int) -> None:
         _ = self._loop.call_soon_threadsafe(self._send_missing, (request, attempt))
@@ -205,20 +213,27 @@ class Ring:
     def missing(self, frame: pb.Frame) -> None:
         """The next stage was replaced: it gets what this one sent the lost one."""
         key = (frame.request, int(frame.attempt))
-        trail = self._trails.get(key)
-        if trail is None:
+        known = self._trails.get(key)
+        if known is None:
             return  # of an attempt that is over
-        if not trail.whole:
-            self._fail(key, PeerLost("this stage no longer has all it sent of the request"))
+        trail, answer = known
+        try:
+            trail.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
+        except PeerLost as fault:
+            self._fail(key, fault)
             return
-        trail.want(int(frame.missing.position))
         self._send_missing(key)
 
     def _send_missing(self, key: tuple[str, int]) -> None:
-        trail = self._trails.get(key)
-        if trail is None or self._stream is None:
+        known = self._trails.get(key)
+        if known is None or self._stream is None:
             return
-        for block in trail.unsent(key[1]):
+        try:
+            blocks = known[0].unsent(key[1])
+        except PeerLost as fault:
+            self._fail(key, fault)
+            return
+        for block in blocks:
             self._stream.send(cut(block, self._placement, 1, self._dtype, self._hidden_size))
 
     def fail(self, frame: pb.Frame) -> None:
@@ -267,6 +282,25 @@ class Ring:
             self._tell(request, attempt, renew=pb.Renew())
         self._renewal = self._loop.call_later(RENEW_S, self._renew)
 
+    def _frame(
+        self,
+        key: tuple[str, int],
+        *,
+        rollback: pb.Rollback | None = None,
+        release: pb.Release | None = None,
+        renew: pb.Renew | None = None,
+        adopt: pb.Adopt | None = None,
+    ) -> pb.Frame:
+        return pb.Frame(
+            placement=self._placement,
+            request=key[0],
+            attempt=key[1],
+            rollback=rollback,
+            release=release,
+            renew=renew,
+            adopt=adopt,
+        )
+
     def _tell(
         self,
         request: str,
@@ -275,17 +309,9 @@ class Ring:
         rollback: pb.Rollback | None = None,
         release: pb.Release | None = None,
         renew: pb.Renew | None = None,
-        adopt: pb.Adopt | None = None,
     ) -> None:
-        frame = pb.Frame(
-            placement=self._placement,
-            request=request,
-            attempt=attempt,
-            rollback=rollback,
-            release=release,
-            renew=renew,
-            adopt=adopt,
-        )
+        key = (request, attempt)
+        frame = self._frame(key, rollback=rollback, release=release, renew=renew)
 
         def send() -> None:
             if self._stream is not None:

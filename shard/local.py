@@ -67,6 +67,9 @@ class LocalVerifier:
         return self._target.forward(tokens, self._caches, want=want)
         yield  # a generator that never waits: everything is in this process
 
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        raise AssertionError("nothing is kept here of an earlier attempt")
+
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         raise AssertionError("a drafter here needs the hidden of each forward")
 

@@ -6,15 +6,16 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..mtp.rollback import cache_arrays, can_roll_back, rollback
+from ..mtp.rollback import cache_arrays
 from ..mtp.seams import Block, Wait, Want, as_ids
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
 from .frames import HiddenBlock
+from .request_state import RequestState
 from .stage import forwards
 from .stage_model import StageModel
 from .trail import Trail
-from .wire import from_bytes, to_bytes
+from .wire import ITEM_BYTES, from_bytes, to_bytes
 
 _REPLIES: dict[Want, "pb.Reply.ValueType"] = {
     "all": pb.REPLY_ALL,
@@ -38,10 +39,13 @@ class Link(Protocol):
         """Tells every stage to drop the rows from `position` on."""
         ...
 
-    def adopt(self, request: str, attempt: int, position: int, trail: Trail) -> None:
+    def adopt(
+        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+    ) -> "Future[HiddenBlock] | None":
         """Tells every stage that an attempt goes on behind `position` rows with what they hold.
 
-        A next stage that holds nothing is sent the trail, as far as it is, and then by `relay`.
+        A next stage that holds fewer is sent the trail, as far as it is, and then by `relay`.
+        `answer`: the prompt ends there; the future is of the row behind it. Raises PeerLost.
         """
         ...
 
@@ -65,41 +69,47 @@ class PipelineVerifier:
     remote = True
 
     def __init__(
-        self, model: StageModel, link: Link, request: str, attempt: int, dtype: str
+        self,
+        model: StageModel,
+        link: Link,
+        request: str,
+        attempt: int,
+        dtype: str,
+        state: RequestState | None = None,
     ) -> None:
+        """`state`: what a spare was sent of an earlier attempt; see `take_up`."""
         self._model = model
         self._link = link
         self._request = request
         self._attempt = attempt
         self._dtype = dtype
-        self.caches: list[Any] = model.make_caches()
+        self.state = RequestState(model.make_caches()) if state is None else state
+        self.caches: list[Any] = self.state.caches
         self._own = model.own_caches(self.caches)
-        self._rows = 0
-        self._last_rows = 0
         self._rebuilt_to = 0
-        self._trail = Trail()
+        self._behind_prompt: Future[HiddenBlock] | None = None
 
     @property
     def position(self) -> int:
-        return self._rows
+        return self.state.position
 
-    def begin_rebuild(self, rows: int) -> None:
-        """The other stages keep what they hold of an earlier attempt: `rows` committed ones.
+    def begin_rebuild(self, rows: int, *, answer: bool) -> None:
+        """The other stages keep what they hold of an earlier attempt, `rows` rows at most.
 
-        Forwards up to there run here only, for a stage that lacks their rows.
+        Forwards up to there run here only, for a stage that lacks their rows. `answer`: the prompt
+        ends there, and nobody saw the token behind it yet. Raises PeerLost.
         """
         self._rebuilt_to = rows
-        self._link.adopt(self._request, self._attempt, rows, self._trail)
+        self._behind_prompt = self._link.adopt(
+            self._request, self._attempt, rows, self.state.trail, answer=answer
+        )
 
     def take_up(self, attempt: int, rows: int) -> bool:
-        """Another attempt begins behind `rows` committed rows: whether this state fits it."""
-        ahead = self._rows - rows
-        if ahead and not (0 < ahead <= self._last_rows and can_roll_back(self._own)):
-            return False
-        if ahead:
-            rollback(self._own, ahead)
-            self._rows, self._last_rows = rows, 0
-            self._trail.roll_back(rows)
+        """Another attempt begins behind `rows` rows: whether this state fits those or fewer."""
+        if self.position > rows:
+            if not self.state.can_go_back(self._own, rows):
+                return False
+            self.state.go_back(self._own, rows)
         self._attempt = attempt
         return True
 
@@ -108,23 +118,34 @@ class PipelineVerifier:
         begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
         data = to_bytes(hidden)
-        self._model.meter.add(self._rows, rows, begun)
+        self._model.meter.add(self.position, rows, begun)
         answer = self._send(tokens, data, _REPLIES[want], ())
+        if want == "last" and self.position == self._rebuilt_to:
+            return (yield from self.again(tokens[-1:]))
         if answer is None:
             return Block(mx.zeros((0, 1)), None)
-        yield Wait(answer)
-        back = answer.result()
-        expected = rows if want == "all" else 1
-        if back.rows != expected:
-            raise InvalidFrame(
-                f"{back.rows} rows came back where {expected} were asked for", param="hidden.rows"
-            )
-        received = from_bytes(back.data, self._dtype, (1, expected, hidden.shape[-1]))
-        return Block(self._model.logits(ids[:, -expected:], received)[0], None)
+        return (yield from self._answered(answer, ids, rows if want == "all" else 1))
+
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        assert self._behind_prompt is not None
+        return (yield from self._answered(self._behind_prompt, token[None], 1))
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
         _ = self._send(tokens, to_bytes(hidden), pb.REPLY_NONE, schedule)
+
+    def _answered(
+        self, answer: "Future[HiddenBlock]", ids: mx.array, rows: int
+    ) -> Generator[Wait, None, Block]:
+        yield Wait(answer)
+        back = answer.result()
+        if back.rows != rows:
+            raise InvalidFrame(
+                f"{back.rows} rows came back where {rows} were asked for", param="hidden.rows"
+            )
+        size = len(back.data) // rows // ITEM_BYTES[self._dtype]
+        received = from_bytes(back.data, self._dtype, (1, rows, size))
+        return Block(self._model.logits(ids[:, -rows:], received)[0], None)
 
     def _send(
         self,
@@ -136,28 +157,23 @@ class PipelineVerifier:
         block = HiddenBlock(
             request=self._request,
             attempt=self._attempt,
-            position=self._rows,
+            position=self.position,
             rows=tokens.shape[0],
             tokens=tuple(as_ids(tokens)),
             reply=reply,
             data=data,
             schedule=tuple(schedule),
         )
-        self._rows += block.rows
-        self._last_rows = schedule[-1] if schedule else block.rows
-        self._trail.add(block)
-        if self._rows > self._rebuilt_to:
+        self.state.wrote(schedule or (block.rows,))
+        self.state.trail.add(block)
+        if self.position > self._rebuilt_to:
             return self._link.send(block)
         self._link.relay(self._request, self._attempt)
         return None
 
     def rollback(self, rows: int) -> None:
-        assert can_roll_back(self._own)
-        rollback(self._own, rows)
-        self._rows -= rows
-        self._last_rows = 0
-        self._trail.roll_back(self._rows)
-        self._link.rollback(self._request, self._attempt, self._rows)
+        self.state.go_back(self._own, self.position - rows)
+        self._link.rollback(self._request, self._attempt, self.position)
 
     def arrays(self) -> list[mx.array]:
         return cache_arrays(self._own)

@@ -25,6 +25,7 @@ from ..placement.errors import ExoNodeError
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
+from .copies import Copier, Copies
 from .engine import TextEngine
 from .layer_meter import LayerMeter
 from .layer_probe import probe_layers, probed_rows
@@ -34,6 +35,7 @@ from .profile import Profile, ProfileKey
 from .runner_generator import GeneratorService
 from .runner_services import NextStage, RunnerService, StageService
 from .stage import StageWorker
+from .standby import Follower, StandbyService
 from .wire import DTYPES
 
 log = logging.getLogger(__name__)
@@ -108,8 +110,9 @@ class Runner:
             self._start.authority, self._start.private_key, self._start.certificate
         )
         following = NextStage(credentials)
+        follower = Follower(loaded.model, loaded.expected, self._compute, credentials)
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        watch = await self._serve(server, loaded, following)
+        watch = await self._serve(server, loaded, following, follower)
         service = RunnerService(self._spec, self._current_state)
         peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
         addresses = self._listen(server)
@@ -122,15 +125,24 @@ class Runner:
         reporter = asyncio.create_task(self._report_state(watch))
         _ = await self._stop.wait()
         reporter.cancel()
+        await follower.close()
         await following.close()
         await server.stop(grace=0.5)
 
     async def _serve(
-        self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
+        self,
+        server: grpc.aio.Server,
+        loaded: Loaded,
+        following: NextStage,
+        follower: Follower,
     ) -> TextEngine | StageWorker:
-        spec, expected = self._spec, loaded.expected
+        spec, expected, copies = self._spec, loaded.expected, None
+        if spec.num_stages > 1:
+            copies = Copies(loaded.model, expected, time.monotonic)
+            standby = StandbyService(expected, follower, copies)
+            peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
-            worker = StageWorker(loaded.model, expected, time.monotonic)
+            worker = StageWorker(loaded.model, expected, time.monotonic, follower.copier, copies)
             service = StageService(spec, expected, self._compute, following, worker, None)
             peer_pb2_grpc.add_StageServicer_to_server(service, server)
             return worker
@@ -139,12 +151,16 @@ class Runner:
             ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
             service = StageService(spec, expected, self._compute, following, None, ring)
             peer_pb2_grpc.add_StageServicer_to_server(service, server)
-        engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
+        engine = await asyncio.wrap_future(
+            self._compute.submit(lambda: self._engine(loaded, ring, follower.copier, copies))
+        )
         generator = GeneratorService(expected, engine, self._compute)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 
-    def _engine(self, loaded: Loaded, ring: Ring | None) -> TextEngine:
+    def _engine(
+        self, loaded: Loaded, ring: Ring | None, copier: Copier, copies: Copies | None
+    ) -> TextEngine:
         assert loaded.codec is not None
         engine = TextEngine(
             loaded.codec,
@@ -161,6 +177,8 @@ class Runner:
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,
             profile=self._profile(loaded) if loaded.head is not None else None,
+            copier=copier if ring is not None else None,
+            copies=copies,
         )
         self._report(pb.LoadProgress(step="warming up"))
         engine.probe()

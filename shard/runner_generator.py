@@ -90,7 +90,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
             replay=tuple(round_from_wire(r) for r in request.replay),
-            rebuild_all=request.rebuild_all,
+            # Without the ids of the earlier attempt its rows may be another prompt's.
+            rebuild_all=request.rebuild_all or request.WhichOneof("prompt") != "token_ids",
             ignore_end=request.ignore_eos,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,

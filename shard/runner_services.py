@@ -15,7 +15,7 @@ from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
 from .frames import Assembler, Expectation, HiddenBlock, check_envelope, cut
 from .links import Address, OutgoingStream, Ring
-from .stage import StageWorker
+from .stage import Adopted, StageWorker
 
 log = logging.getLogger(__name__)
 
@@ -193,30 +193,33 @@ class StageService(peer_pb2_grpc.StageServicer):
         worker, loop = self._worker, asyncio.get_running_loop()
         name, attempt, position = frame.request, int(frame.attempt), int(frame.adopt.position)
 
-        def finished(future: "Future[bool]") -> None:
+        def finished(future: "Future[Adopted]") -> None:
             if (fault := future.exception()) is not None:
                 up.put_nowait(self._failure(frame, fault))
                 return
             if self._spec.stage + 1 < self._spec.num_stages:
                 self._following.send([frame])
-            if not future.result():
+            adopted = future.result()
+            if adopted.answer is not None:
+                self._send_on([adopted.answer])
+            if adopted.held < position:
+                lacked = pb.Missing(position=position, held=adopted.held)
                 up.put_nowait(
                     pb.Frame(
-                        placement=frame.placement,
-                        request=name,
-                        attempt=attempt,
-                        missing=pb.Missing(position=position),
+                        placement=frame.placement, request=name, attempt=attempt, missing=lacked
                     )
                 )
 
-        future = self._compute.submit(lambda: worker.adopt(name, attempt, position))
+        adopt, answer = worker.adopt, frame.adopt.answer
+        future = self._compute.submit(lambda: adopt(name, attempt, position, answer=answer))
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
 
     def _missing_below(self, frame: pb.Frame) -> None:
         """The next stage was replaced: it gets what this one sent the lost one."""
         assert self._worker is not None
         worker, loop = self._worker, asyncio.get_running_loop()
-        name, attempt, position = frame.request, int(frame.attempt), int(frame.missing.position)
+        name, attempt = frame.request, int(frame.attempt)
+        held, position = int(frame.missing.held), int(frame.missing.position)
 
         def finished(future: "Future[list[HiddenBlock]]") -> None:
             if (fault := future.exception()) is not None:
@@ -225,7 +228,7 @@ class StageService(peer_pb2_grpc.StageServicer):
                 return
             self._send_on(future.result())
 
-        future = self._compute.submit(lambda: worker.missing(name, attempt, position))
+        future = self._compute.submit(lambda: worker.missing(name, attempt, held, position))
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(finished, done))
 
     def _tell_worker(self, frame: pb.Frame, up: "asyncio.Queue[pb.Frame | None]") -> None:

@@ -7,16 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..mtp.rollback import cache_arrays, can_roll_back, rollback
+from ..mtp.rollback import cache_arrays
 from ..placement.errors import InvalidFrame, PeerLost
 from ..proto import peer_pb2 as pb
+from .copies import Copier, Copies
 from .frames import Expectation, HiddenBlock
+from .request_state import RequestState
 from .stage_model import StageModel
-from .trail import Trail
 from .wire import from_bytes, to_bytes
 
 MAX_WAITING = 16
@@ -30,25 +31,41 @@ class Session:
     """One request's state on this stage."""
 
     attempt: int
-    caches: list[Any]
+    state: RequestState
     used: float
-    position: int = 0
-    last_rows: int = 0
     target: int = 0
     """Rows that are being rebuilt: blocks behind them wait."""
+    answer: bool = False
+    """Whether the generator asked for the row behind the prompt, once they are rebuilt."""
     waiting: list[HiddenBlock] = field(default_factory=list[HiddenBlock])
-    trail: Trail = field(default_factory=Trail)
+
+
+class Adopted(NamedTuple):
+    """What a stage holds as a new attempt goes on."""
+
+    held: int
+    """Rows; where they are fewer than that attempt's, the stage before this one sends the rest."""
+    answer: HiddenBlock | None
+    """To be sent on: the row behind the prompt, where it was asked for and is here."""
 
 
 class StageWorker:
     """Runs the layers [first, end) for many requests, each at its own position."""
 
     def __init__(
-        self, model: StageModel, expected: Expectation, clock: Callable[[], float]
+        self,
+        model: StageModel,
+        expected: Expectation,
+        clock: Callable[[], float],
+        copier: Copier | None = None,
+        copies: Copies | None = None,
     ) -> None:
+        """`copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was."""
         self._model = model
         self._expected = expected
         self._clock = clock
+        self._copier = copier
+        self._copies = copies
         self._sessions: dict[str, Session] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._expired: OrderedDict[str, int] = OrderedDict()
@@ -58,9 +75,10 @@ class StageWorker:
         return len(self._sessions)
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests."""
-        own = (self._model.own_caches(s.caches) for s in self._sessions.values())
-        return sum(array.nbytes for caches in own for array in cache_arrays(caches))
+        """Bytes of KV and recurrent state of all live requests, and of copies of others'."""
+        own = (self._own(s.state) for s in self._sessions.values())
+        held = sum(array.nbytes for caches in own for array in cache_arrays(caches))
+        return held + (self._copies.bytes if self._copies else 0)
 
     def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
         """Hidden in, the blocks that are to be sent on out.
@@ -70,7 +88,7 @@ class StageWorker:
         session's.
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
-        if session.position < session.target <= block.position:
+        if session.state.position < session.target <= block.position:
             if len(session.waiting) >= MAX_WAITING:
                 raise InvalidFrame(
                     f"{MAX_WAITING} blocks wait already for rows that are being rebuilt",
@@ -79,16 +97,17 @@ class StageWorker:
             session.waiting.append(block)
             return []
         out = self._forward(session, block)
-        if session.waiting and session.position == session.target:
+        if session.waiting and session.state.position == session.target:
             waiting, session.waiting = session.waiting, []
             for each in waiting:
                 out += self._forward(session, each)
         return out
 
     def _forward(self, session: Session, block: HiddenBlock) -> list[HiddenBlock]:
-        if block.position != session.position:
+        state = session.state
+        if block.position != state.position:
             raise InvalidFrame(
-                f"hidden.position is {block.position} where {session.position} rows are committed",
+                f"hidden.position is {block.position} where {state.position} rows are committed",
                 param="hidden.position",
             )
         e = self._expected
@@ -96,75 +115,81 @@ class StageWorker:
         tokens = mx.array([block.tokens], dtype=mx.int32)
         schedule = block.schedule or (block.rows,)
         begun = self._model.meter.now()
-        out = forwards(self._model, tokens, entering, session.caches, schedule)
-        session.position += block.rows
-        session.last_rows = schedule[-1]
+        out = forwards(self._model, tokens, entering, state.caches, schedule)
+        state.wrote(schedule)
         session.used = self._clock()
-        leaving = self._outgoing(block, out, session)
+        leaving = self._outgoing(block, out, state)
         if leaving is not None and len(schedule) == 1:  # else not all of it was one forward
             self._model.meter.add(block.position, block.rows, begun)
-        if self._model.end < self._model.num_layers:
-            assert leaving is not None
-            session.trail.add(leaving)
-        if block.rebuilds:
-            return session.trail.unsent(session.attempt)
-        return [] if leaving is None else [leaving]
+        sends = [] if leaving is None else [leaving]
+        if not self._is_last:
+            state.trail.add(sends[0])
+            if block.rebuilds:
+                sends = state.trail.unsent(session.attempt)
+        if self._copier is not None:
+            self._copier.offer(block.request, session.attempt, state)
+        return sends
 
-    def adopt(self, request: str, attempt: int, position: int) -> bool:
-        """An attempt goes on behind `position` rows: whether what this stage holds fits it.
+    def adopt(self, request: str, attempt: int, position: int, *, answer: bool = False) -> Adopted:
+        """An attempt goes on behind `position` rows, with what this stage holds of an earlier one.
 
-        Where it does not, the state begins anew, and blocks from `position` on wait until the rows
-        before it were rebuilt.
+        Where that is less, or fits those rows nowhere, blocks from `position` on wait until the
+        rows before it were rebuilt. `answer`: the last stage is to send what is behind the prompt.
         """
-        held = self._sessions.get(request)
-        if held is not None and held.attempt < attempt and self._fits(held, position):
-            held.attempt, held.used = attempt, self._clock()
-            held.target, held.waiting = 0, []
+        state = self._held(request, attempt, position, answer=answer)
+        if state is not None:
+            self._sessions[request] = Session(attempt, state, self._clock())
             self._remember(request, attempt)
-            return True
         session = self._session(request, attempt, opens=True)
-        session.target = position
-        return False
+        session.target, session.answer, session.waiting = position, answer, []
+        state = session.state
+        if not (answer and state.answer and state.position == position):
+            return Adopted(state.position, None)
+        return Adopted(state.position, replace(state.answer, attempt=attempt))
 
-    def missing(self, request: str, attempt: int, position: int) -> list[HiddenBlock]:
-        """The stage behind lacks the rows before `position`: what is here of them to be sent.
+    def missing(self, request: str, attempt: int, held: int, position: int) -> list[HiddenBlock]:
+        """The stage behind lacks the rows [held, position): what is here of them to be sent.
 
         What is still to be rebuilt follows with the forwards that do so. Raises PeerLost where it
         was too much to keep.
         """
         session = self._session(request, attempt, opens=False)
-        if not session.trail.whole:
-            raise PeerLost(f"stage {self._expected.stage} no longer has all it sent of {request}")
-        session.trail.want(position)
-        return session.trail.unsent(attempt)
+        trail = session.state.trail
+        trail.want(held, position, answer=session.answer)
+        return trail.unsent(attempt)
 
-    def _fits(self, session: Session, position: int) -> bool:
-        ahead = session.position - position
-        own = self._model.own_caches(session.caches)
-        if ahead == 0:
-            return True
-        if not 0 < ahead <= session.last_rows or not can_roll_back(own):
-            return False
-        self._drop(session, position)
-        return True
+    def _held(
+        self, request: str, attempt: int, position: int, *, answer: bool
+    ) -> RequestState | None:
+        """What is here of an earlier attempt, where it fits `position` rows or fewer of them."""
+        if attempt <= self._attempts.get(request, 0):
+            return None
+        session = self._sessions.get(request)
+        if session is not None:
+            state = session.state
+        elif (
+            self._copies is None or (state := self._copies.take(request, attempt, position)) is None
+        ):
+            return None
+        if state.position > position:
+            if not state.can_go_back(self._own(state), position):
+                return None
+            state.go_back(self._own(state), position)
+        # The row behind the prompt can only be computed anew where it is not here any more.
+        lacks = answer and self._is_last and state.position == position and state.answer is None
+        return None if lacks else state
 
     def rollback(self, request: str, attempt: int, position: int) -> None:
         """Drops the rows from `position` on, all of which the last forward wrote."""
         session = self._session(request, attempt, opens=False)
-        rows = session.position - position
-        own = self._model.own_caches(session.caches)
-        if not 0 < rows <= session.last_rows or not can_roll_back(own):
+        state, own = session.state, self._own(session.state)
+        if not state.can_go_back(own, position):
             raise InvalidFrame(
                 f"rollback.position {position} is not inside the last block, which ended at row "
-                f"{session.position}",
+                f"{state.position}",
                 param="rollback.position",
             )
-        self._drop(session, position)
-
-    def _drop(self, session: Session, position: int) -> None:
-        rollback(self._model.own_caches(session.caches), session.position - position)
-        session.position, session.last_rows = position, 0
-        session.trail.roll_back(position)
+        state.go_back(own, position)
         session.used = self._clock()
 
     def release(self, request: str, attempt: int) -> None:
@@ -173,6 +198,8 @@ class StageWorker:
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
             del self._sessions[request]
+            if self._copier is not None:
+                self._copier.release(request)
             mx.clear_cache()
 
     def renew(self, request: str, attempt: int) -> None:
@@ -191,7 +218,7 @@ class StageWorker:
             self._expired[name] = attempt
             while len(self._expired) > REMEMBERED_REQUESTS:
                 _ = self._expired.popitem(last=False)
-        return ended
+        return ended + (self._copies.expire(lease_s) if self._copies else [])
 
     def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
         known = self._attempts.get(request, 0)
@@ -212,7 +239,7 @@ class StageWorker:
             # Not InvalidFrame: the answer can go on once its state is rebuilt.
             stage = self._expected.stage
             raise PeerLost(f"stage {stage} has no state of request {request} any more")
-        session = Session(attempt, self._model.make_caches(), self._clock())
+        session = Session(attempt, RequestState(self._model.make_caches()), self._clock())
         self._sessions[request] = session
         self._remember(request, attempt)
         return session
@@ -226,15 +253,27 @@ class StageWorker:
             else:
                 del self._attempts[oldest]
 
-    def _outgoing(self, block: HiddenBlock, out: mx.array, session: Session) -> HiddenBlock | None:
-        last_stage = self._model.end == self._model.num_layers
-        if last_stage and block.reply == pb.REPLY_NONE:
-            mx.eval(cache_arrays(self._model.own_caches(session.caches)))
+    @property
+    def _is_last(self) -> bool:
+        return self._model.end == self._model.num_layers
+
+    def _own(self, state: RequestState) -> list[Any]:
+        return self._model.own_caches(state.caches)
+
+    def _outgoing(
+        self, block: HiddenBlock, out: mx.array, state: RequestState
+    ) -> HiddenBlock | None:
+        if self._is_last and block.reply == pb.REPLY_NONE:
+            mx.eval(cache_arrays(self._own(state)))
             return None
-        if last_stage and block.reply == pb.REPLY_LAST:
+        if self._is_last and block.reply == pb.REPLY_LAST:
             last = block.position + block.rows - 1
             data = to_bytes(out[:, -1:])
-            return replace(block, position=last, rows=1, tokens=block.tokens[-1:], data=data)
+            ids = block.tokens[-1:]
+            state.answer = replace(
+                block, position=last, rows=1, tokens=ids, data=data, schedule=(), rebuilds=False
+            )
+            return state.answer
         return replace(block, data=to_bytes(out))
 
 

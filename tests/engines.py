@@ -67,7 +67,9 @@ def load_quietly(wanted: pb.StageSpec) -> Loaded:
     return load(wanted, lambda _: None)
 
 
-def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = None) -> TextEngine:
+def engine_of(
+    loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = None, **parts: Any
+) -> TextEngine:
     assert loaded.codec is not None
     return TextEngine(
         loaded.codec,
@@ -83,6 +85,7 @@ def engine_of(loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = 
         clock=time.perf_counter,
         fixed_rows=wanted.fixed_rows,
         draft_vocabulary=wanted.draft_vocabulary,
+        **parts,
     )
 
 

@@ -27,6 +27,7 @@ class LoopbackLink:
         self._expectations = expectations
         self._observe = observe
         self._trail = Trail()
+        self._awaited: Future[HiddenBlock] | None = None
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         future: Future[HiddenBlock] = Future()
@@ -47,24 +48,34 @@ class LoopbackLink:
         for worker in self._workers:
             worker.rollback(request, attempt, position)
 
-    def adopt(self, request: str, attempt: int, position: int, trail: Trail) -> None:
+    def adopt(
+        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+    ) -> "Future[HiddenBlock] | None":
         """What a stage lacks is sent at once, as far as the one before it has it."""
-        self._trail = trail
+        self._trail, self._awaited = trail, Future() if answer else None
         for number, worker in enumerate(self._workers):
-            if worker.adopt(request, attempt, position):
+            held, reply = worker.adopt(request, attempt, position, answer=answer)
+            self._came_back([] if reply is None else [reply])
+            if held == position:
                 continue
             if number == 0:
-                trail.want(position)
+                trail.want(held, position, answer=answer)
                 self.relay(request, attempt)
             else:
-                blocks = self._workers[number - 1].missing(request, attempt, position)
-                for block in blocks:
-                    _ = self._through(number, block)
+                before = self._workers[number - 1]
+                for block in before.missing(request, attempt, held, position):
+                    self._came_back(self._through(number, block))
+        return self._awaited
 
     def relay(self, request: str, attempt: int) -> None:
         del request
         for block in self._trail.unsent(attempt):
-            _ = self._through(0, block)
+            self._came_back(self._through(0, block))
+
+    def _came_back(self, blocks: Sequence[HiddenBlock]) -> None:
+        for block in blocks:
+            assert self._awaited is not None and not self._awaited.done()
+            self._awaited.set_result(block)
 
     def park(self, request: str, attempt: int) -> None:
         del request, attempt

@@ -64,6 +64,9 @@ class TableVerifier:
         rows = {"all": logits, "last": logits[-1:], "none": logits[:0]}[want]
         return Block(rows, hidden_of(start, ids))
 
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        raise AssertionError("nothing was kept")
+
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         ids = as_ids(tokens)
         assert sum(schedule) == len(ids)

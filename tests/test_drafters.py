@@ -70,6 +70,9 @@ class Judge:
         return Block(logits if want == "all" else logits[-1:], mx.concatenate(hidden, axis=1))
         yield
 
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        raise AssertionError("not over several nodes")
+
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         raise AssertionError("not over several nodes")
 

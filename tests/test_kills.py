@@ -53,13 +53,22 @@ def struck(
     return outcome
 
 
+def from_copies(lab: Laboratory) -> int:
+    """How often a spare went on from copies, by the nodes' logs."""
+    logs = [lab.node(node).log.read_text() for node in lab.ids]
+    return sum(log.count("goes on from a copy") for log in logs)
+
+
 @pytest.mark.parametrize("target", ["generator", "stage 1", "stage 2"])
 def test_an_answer_goes_on_when_a_stages_runner_is_killed(
     lab: Laboratory, story: Question, target: Target
 ) -> None:
+    assert all(spare["follows"] for spare in lab.placement()["spares"])
+    before = from_copies(lab)
     outcome = struck(lab, story, target, "kill")
     assert outcome.faults == ()
     assert outcome.resumes == 1
+    assert from_copies(lab) == before + 1, "its spare began with what it had been sent"
 
 
 def test_an_answer_goes_on_when_a_stages_runner_is_stopped(

@@ -42,6 +42,7 @@ _GRPC = (
     "shard/links.py",
     "shard/runner.py",
     "shard/runner_services.py",
+    "shard/standby.py",
     "node/control_client.py",
     "node/control_links.py",
     "node/control_server.py",

@@ -38,6 +38,8 @@ class Cluster:
     broken: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes on which every load fails."""
     connected: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
+    followed: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
+    why_not: str = ""
     calls: list[str] = field(default_factory=list[str])
 
     async def load(
@@ -68,6 +70,12 @@ class Cluster:
         if (stage.node, number) not in self.up:
             raise PeerLost(f"{stage.node} does not answer")
         return pb.RunnerState()
+
+    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
+        self.followed.append((stage.node, spare.node))
+        if (spare.node, spare.ready.port) not in self.up:
+            raise PeerLost(f"{spare.node} does not answer")
+        return self.why_not
 
     async def forget(self, stage: Endpoint) -> None:
         pass
@@ -409,5 +417,77 @@ def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.Mon
         cluster.calls.clear()
         placements.tend()
         assert cluster.calls == [], "nothing is missing"
+
+    play(scenario)
+
+
+# ---------------------------------------------------------------------------- spares that follow
+
+
+def pairs(record: Record) -> list[tuple[NodeId, NodeId]]:
+    """Of each stage's node and its first spare's."""
+    firsts = {spare.stage: spare.node for spare in reversed(record.spares)}
+    return [(stage.node, firsts[i]) for i, stage in enumerate(record.plan.stages)]
+
+
+def test_every_stage_sends_its_first_spare_copies() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, THREE, spares=2)
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
+        await until(lambda: len(cluster.followed) == 3)
+        assert sorted(cluster.followed) == sorted(pairs(record))
+
+    play(scenario)
+
+
+def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, THREE, spares=2)
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
+        await until(lambda: len(cluster.followed) == 3)
+        cluster.followed.clear()
+        second = next(s.node for s in record.spares[::-1] if s.stage == 1)
+        _ = cluster.lose(record, 1)
+        placements.lost(record.id, 1, "it is gone")
+        _ = await placements.ensure(DEMO)
+        await until(lambda: bool(cluster.followed))
+        assert cluster.followed[0] == (record.plan.stages[1].node, second)
+
+    play(scenario)
+
+
+def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        cluster.why_not = "caches of kind X cannot be copied"
+        record = await with_spares(placements)
+        await until(lambda: all(spare.why_not for spare in record.spares))
+        placements.tend()
+        await asyncio.sleep(0)
+        assert len(cluster.followed) == 3
+
+    play(scenario)
+
+
+def test_a_spare_that_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "REFILL_EVERY_S", 0.0)
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        await until(lambda: all(spare.leader for spare in record.spares))
+        record.spares[1].leader = None
+        placements.tend()
+        await until(lambda: record.spares[1].leader is record.endpoints[1])
+        assert len(cluster.followed) == 4
+
+    play(scenario)
+
+
+def test_a_model_on_one_node_is_not_copied() -> None:
+    """Its rounds are repeated: drafts leave more to be kept than copies hold."""
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=1)
+        await until(lambda: [s.status for s in record.spares] == ["ready"])
+        assert cluster.followed == []
 
     play(scenario)

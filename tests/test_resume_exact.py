@@ -6,27 +6,22 @@ perturbed by its number of rows, as kernels chosen by it would do.
 
 import functools
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import ORACLE, Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from engines import Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from pipelines import BOUNDS, PROMPT, SIZE, TOKENS, Pipeline
 from shims import by_rows, perturb
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import Delta, TextEngine
-from exo_node.shard.frames import HiddenBlock
+from exo_node.shard.engine import TextEngine
 from exo_node.shard.stage import StageWorker
 from exo_node.shard.trail import Trail
 
-PROMPT = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
-TOKENS = 60
-SIZE = 0.4
-BOUNDS = (0, 6, 11, 16)
 CUTS = (1, 2, 17, 40)
 
 
@@ -158,58 +153,6 @@ def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
 # ------------------------------------------- what survives is kept; only what was lost is rebuilt
 
 
-class Pipeline:
-    """Three stages, of which any may be lost and replaced by one that knows nothing."""
-
-    def __init__(self) -> None:
-        self.engine, self.workers, self._loaded = split_engine(BOUNDS)
-        for part in self._loaded:
-            assert perturb(part.model.model, by_rows, size=SIZE) > 20
-        self.forwards: list[int] = []
-        for number in (1, 2):
-            self.replace(number)
-
-    def replace(self, number: int) -> None:
-        part = self._loaded[number]
-        worker = StageWorker(part.model, part.expected, time.monotonic)
-        counted = worker._forward  # pyright: ignore[reportPrivateUsage]
-
-        def forward(session: Any, block: HiddenBlock) -> list[HiddenBlock]:
-            self.forwards.extend([number] * len(block.schedule or (1,)))
-            return counted(session, block)
-
-        worker._forward = forward  # pyright: ignore[reportPrivateUsage]
-        self.workers[number - 1] = worker
-
-    def lose(self, number: int, after: int) -> None:
-        """From its forward number `after` on, the stage is gone."""
-        worker = self.workers[number - 1]
-        alive = worker.forward
-        left = iter(range(after))
-
-        def forward(block: HiddenBlock) -> list[HiddenBlock]:
-            if next(left, None) is None:
-                raise PeerLost("the stage is gone")
-            return alive(block)
-
-        worker.forward = forward
-
-    def until_lost(self, **changes: Any) -> tuple[Round, ...]:
-        """The rounds that were handed out before the stage was lost."""
-        asked = request(PROMPT, 0, TOKENS, ignore_end=True, top_logprobs=0, **changes)
-        rounds: list[Round] = []
-        with pytest.raises(PeerLost):
-            for event in self.engine.generate(asked):
-                if isinstance(event, Delta):
-                    rounds.append(event.round)
-        return tuple(rounds)
-
-    def rest(self, log: Sequence[Round], attempt: int, **changes: Any) -> tuple[Round, ...]:
-        self.forwards.clear()
-        fields = {"attempt": attempt, "replay": log, "top_logprobs": 0, "ignore_end": True}
-        return answer(self.engine, request(PROMPT, 0, TOKENS, **fields, **changes)).rounds
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> Pipeline:
     return Pipeline()
@@ -217,8 +160,7 @@ def pipeline() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def expected(pipeline: Pipeline) -> tuple[Round, ...]:
-    asked = request(PROMPT, 0, TOKENS, ignore_end=True, top_logprobs=0)
-    return answer(pipeline.engine, asked).rounds
+    return pipeline.undisturbed()
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -276,7 +218,7 @@ def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
     pipeline.lose(2, 12)
     log = pipeline.until_lost(request="long")
     pipeline.replace(2)
-    with pytest.raises(PeerLost, match="no longer has all"):
+    with pytest.raises(PeerLost, match="more was sent than is kept"):
         _ = pipeline.rest(log, 2, request="long")
     assert pipeline.rest(log, 3, request="long", rebuild_all=True) == expected[12:]
 

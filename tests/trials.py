@@ -108,6 +108,9 @@ class Outcome:
     warm: bool
     """Whether a spare was ready for each stage that was hit."""
     gap_s: float
+    """The longest wait for tokens; for the first ones, as far as it is longer than undisturbed."""
+    next_s: float
+    """From the hit to the next token, with what reading the prompt takes in any case."""
     freed_s: float
     whole_s: float
     resumes: int
@@ -167,10 +170,11 @@ def attempt(lab: Laboratory, trial: Trial) -> Outcome:
         blows.undo(trial.how)
     freed_s = _freed(lab)
     whole_s = lab.until_whole()
-    gap_s = _gap(answer, blows.last_at)
+    gap_s = _gap(answer, trial.question.first_s)
+    next_s = next((at - blows.last_at for at in answer.arrivals if at > blows.last_at), 0.0)
     faults = tuple(_faults(trial, answer, blows, ended=ended, gap_s=gap_s, freed_s=freed_s))
     resumes = int(answer.stats.get("resumes", 0))
-    return Outcome(trial, faults, blows.hit, blows.warm, gap_s, freed_s, whole_s, resumes)
+    return Outcome(trial, faults, blows.hit, blows.warm, gap_s, next_s, freed_s, whole_s, resumes)
 
 
 def _victim_node(lab: Laboratory, trial: Trial, head: str) -> str:
@@ -230,12 +234,10 @@ def _freed(lab: Laboratory) -> float:
     return time.monotonic() - begun
 
 
-def _gap(answer: Answer, struck_at: float) -> float:
-    """The longest wait for tokens; for the first ones, since the kill."""
-    if not answer.arrivals:
-        return time.monotonic() - struck_at
-    first = max(0.0, answer.arrivals[0] - struck_at)
-    return max([first, *answer.gaps()[1:]])
+def _gap(answer: Answer, undisturbed_s: float) -> float:
+    """The longest wait for tokens; of the first ones' what reading the prompt does not explain."""
+    first, *rest = answer.gaps() or [time.monotonic() - answer.asked_at]
+    return max([first - undisturbed_s, 0.0, *rest])
 
 
 def _faults(
@@ -248,9 +250,7 @@ def _faults(
         yield f"ended by {answer.error}"
     if tuple(answer.ids) != expected:
         yield _difference(answer.ids, expected)
-    stopped = trial.how != "kill"
-    # Whatever takes a stage's place reads the prompt anew, which takes its time in any case.
-    limit = trial.question.first_s + (GAP_AFTER_STOP_S if stopped else GAP_AFTER_KILL_S)
+    limit = GAP_AFTER_KILL_S if trial.how == "kill" else GAP_AFTER_STOP_S
     if blows.warm and gap_s > limit:
         yield f"a gap of {gap_s:.2f} s where {limit:.2f} s are allowed"
     if gap_s > SILENCE_S:

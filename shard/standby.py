@@ -1,0 +1,169 @@
+"""The gRPC service and the calls by which a runner's spare follows it; see `shard/copies.py`."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from ..placement.errors import ExoNodeError, InvalidFrame
+from ..proto import peer_pb2 as pb
+from ..proto import peer_pb2_grpc
+from .compute import ComputeThread
+from .copies import MAX_COPY, Copier, Copies
+from .frames import MAX_DATA, Expectation
+from .links import CHANNEL_OPTIONS, RENEW_S, Address
+from .runner_services import Context, refuse
+from .stage_model import StageModel
+
+log = logging.getLogger(__name__)
+
+KEEP_TIMEOUT_S = 30.0
+HOLD_TIMEOUT_S = 5.0
+AGAIN_AFTER_S = 2.0
+"""After a spare did not answer; the head says where another one is."""
+
+
+class Follower:
+    """Sends a spare what the copier has for it. Made and closed on the event loop."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        expected: Expectation,
+        compute: ComputeThread,
+        credentials: grpc.ChannelCredentials,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._compute = compute
+        self._credentials = credentials
+        self._placement = expected.placement
+        self._copies: asyncio.Queue[pb.StateCopy] = asyncio.Queue()
+        self._held: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._channel: grpc.aio.Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.copier = Copier(
+            model,
+            expected,
+            time.monotonic,
+            lambda copy: loop.call_soon_threadsafe(self._copies.put_nowait, copy),
+            lambda names: loop.call_soon_threadsafe(self._held.put_nowait, names),
+        )
+
+    async def follow(self, address: Address) -> None:
+        """From now on that spare is sent copies, and no other one."""
+        await self.close()
+        name = ("grpc.ssl_target_name_override", address.name)
+        self._channel = grpc.aio.secure_channel(
+            f"{address.host}:{address.port}", self._credentials, options=[*CHANNEL_OPTIONS, name]
+        )
+        stub = peer_pb2_grpc.StandbyStub(self._channel)
+        self._copies, self._held = asyncio.Queue(), asyncio.Queue()
+        self._tasks = [
+            asyncio.create_task(self._send(stub)),
+            asyncio.create_task(self._hold(stub)),
+        ]
+        self._tell(lambda: self.copier.follow(following=True))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._tell(lambda: self.copier.follow(following=False))
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def _send(self, stub: "peer_pb2_grpc.StandbyStub") -> None:
+        while True:
+            copy = await self._copies.get()
+            begun = time.monotonic()
+            try:
+                _ = await stub.Keep(_pieces(copy), timeout=KEEP_TIMEOUT_S)
+            except grpc.aio.AioRpcError as fault:
+                log.info("the spare did not keep a copy: %s", fault.details())
+                if fault.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                    await asyncio.sleep(AGAIN_AFTER_S)
+                self._tell(partial(self.copier.refused, copy.request))
+                continue
+            self._tell(partial(self.copier.delivered, time.monotonic() - begun))
+
+    async def _hold(self, stub: "peer_pb2_grpc.StandbyStub") -> None:
+        """Says which requests live: at once where one ended, else now and then."""
+        names: list[str] = []
+        while True:
+            try:
+                names = await asyncio.wait_for(self._held.get(), RENEW_S)
+            except TimeoutError:
+                names = await asyncio.wrap_future(self._compute.submit(self.copier.copied))
+            request = pb.HoldRequest(placement=self._placement, requests=names)
+            try:
+                _ = await stub.Hold(request, timeout=HOLD_TIMEOUT_S)
+            except grpc.aio.AioRpcError as fault:
+                log.debug("the spare does not answer: %s", fault.details())
+
+    def _tell(self, job: Callable[[], None]) -> None:
+        """The copier belongs to the compute thread, and nobody waits for it: it may be busy."""
+        self._compute.submit(job).add_done_callback(_look)
+
+
+def _look(told: "Future[None]") -> None:
+    if not told.cancelled() and (fault := told.exception()) is not None:
+        log.error("copying to the spare failed", exc_info=fault)
+
+
+def _pieces(copy: pb.StateCopy) -> Iterator[pb.CopyPiece]:
+    data = copy.SerializeToString()
+    for begin in range(0, len(data), MAX_DATA):
+        yield pb.CopyPiece(data=data[begin : begin + MAX_DATA])
+
+
+class StandbyService(peer_pb2_grpc.StandbyServicer):
+    """Both sides: a runner at work follows instructions, a spare keeps what it is sent."""
+
+    def __init__(self, expected: Expectation, follower: Follower, copies: Copies) -> None:
+        self._expected = expected
+        self._follower = follower
+        self._copies = copies
+
+    async def Follow(self, request: pb.FollowRequest, context: "Context") -> pb.FollowReply:
+        if request.placement != self._expected.placement:
+            await refuse(context, InvalidFrame("another placement", param="placement"))
+        if why := self._copies.why_not:
+            return pb.FollowReply(why_not=why)
+        await self._follower.follow(Address(request.host, request.port, request.name))
+        return pb.FollowReply()
+
+    async def Keep(
+        self, request_iterator: AsyncIterator[pb.CopyPiece], context: "Context"
+    ) -> pb.KeepReply:
+        pieces: list[bytes] = []
+        async for piece in request_iterator:
+            pieces.append(piece.data)
+            if sum(map(len, pieces)) > 2 * MAX_COPY:
+                await refuse(context, InvalidFrame("a copy is too long", param="copy"))
+        try:
+            # Beside the event loop: a long prompt's first copy has many megabytes.
+            await asyncio.to_thread(self._keep, b"".join(pieces))
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        return pb.KeepReply()
+
+    def _keep(self, data: bytes) -> None:
+        try:
+            copy = pb.StateCopy.FromString(data)
+        except DecodeError as fault:
+            raise InvalidFrame("the pieces are no StateCopy", param="copy") from fault
+        self._copies.keep(copy)
+
+    async def Hold(self, request: pb.HoldRequest, context: "Context") -> pb.HoldReply:
+        if request.placement != self._expected.placement:
+            await refuse(context, InvalidFrame("another placement", param="placement"))
+        self._copies.hold(request.requests)
+        return pb.HoldReply()

@@ -1,0 +1,157 @@
+"""Three stages of the demo model in this process, any of which may be lost, with spares or without.
+
+Every linear layer is perturbed by its number of rows, as kernels chosen by it would do: only the
+very forwards of before give the numbers of before.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engines import CHUNK, ORACLE, answer, engine_of, load_quietly, request, spec
+from loopback import LoopbackLink
+from shims import by_rows, perturb
+
+from exo_node.mtp.types import Round
+from exo_node.placement.errors import PeerLost
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.copies import EVERY_S, Copier, Copies
+from exo_node.shard.engine import Delta, TextEngine
+from exo_node.shard.frames import HiddenBlock
+from exo_node.shard.load import Loaded
+from exo_node.shard.request_state import RequestState
+from exo_node.shard.stage import StageWorker
+
+PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+TOKENS = 60
+SIZE = 0.4
+BOUNDS = (0, 6, 11, 16)
+
+
+@functools.cache
+def _loaded(prefill_chunk: int) -> tuple[list[pb.StageSpec], list[Loaded]]:
+    """Once for all pipelines of a process: what requests leave behind is not in here."""
+    specs = [
+        spec(first=a, end=b, stage=i, num_stages=3, prefill_chunk=prefill_chunk)
+        for i, (a, b) in enumerate(itertools.pairwise(BOUNDS))
+    ]
+    loaded = [load_quietly(wanted) for wanted in specs]
+    for part in loaded:
+        assert perturb(part.model.model, by_rows, size=SIZE) > 20
+    return specs, loaded
+
+
+class Pipeline:
+    """The generator's engine and the workers of two more stages.
+
+    `copied`: every stage has a spare, which is sent a copy behind every so many steps; 0: none has.
+    """
+
+    def __init__(
+        self, *, copied: int = 0, prefill_chunk: int = CHUNK, tokens: int = TOKENS
+    ) -> None:
+        self._specs, self._loaded = _loaded(prefill_chunk)
+        self._tokens = tokens
+        self._copied = copied
+        self.forwards: list[int] = []
+        """The stage of each forward that a stage ran."""
+        self.workers: list[StageWorker] = []
+        expectations = [part.expected for part in self._loaded[1:]]
+        self._link = LoopbackLink(self.workers, expectations)
+        self._copies: dict[int, Copies] = {}
+        self.engine = self._engine(None)
+        self.workers.extend(self._worker(number, None) for number in (1, 2))
+
+    def replace(self, number: int) -> None:
+        """By the stage's spare, or by a runner that knows nothing."""
+        copies = self._copies.pop(number, None)
+        if number:
+            self.workers[number - 1] = self._worker(number, copies)
+        else:
+            self.engine = self._engine(copies)
+
+    def lose(self, number: int, after: int) -> None:
+        """From its forward number `after` on, the stage is gone."""
+        worker = self.workers[number - 1]
+        alive = worker.forward
+        left = iter(range(after))
+
+        def forward(block: HiddenBlock) -> list[HiddenBlock]:
+            if next(left, None) is None:
+                raise PeerLost("the stage is gone")
+            return alive(block)
+
+        worker.forward = forward
+
+    def until_lost(self, prompt: Sequence[int] = PROMPT, **changes: Any) -> tuple[Round, ...]:
+        """The rounds that were handed out before the stage was lost."""
+        asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0, **changes)
+        rounds: list[Round] = []
+        with pytest.raises(PeerLost):
+            for event in self.engine.generate(asked):
+                if isinstance(event, Delta):
+                    rounds.append(event.round)
+        return tuple(rounds)
+
+    def rest(
+        self,
+        log: Sequence[Round],
+        attempt: int,
+        prompt: Sequence[int] = PROMPT,
+        **changes: Any,
+    ) -> tuple[Round, ...]:
+        """What another attempt gives behind the rounds of the log; it counts `forwards` anew."""
+        self.forwards.clear()
+        fields = {"attempt": attempt, "replay": log, "top_logprobs": 0, "ignore_end": True}
+        return answer(self.engine, request(prompt, 0, self._tokens, **fields, **changes)).rounds
+
+    def undisturbed(self, prompt: Sequence[int] = PROMPT) -> tuple[Round, ...]:
+        asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
+        return answer(self.engine, asked).rounds
+
+    def _engine(self, copies: Copies | None) -> TextEngine:
+        loaded, wanted = self._loaded[0], self._specs[0]
+        copier = self._copier(0)
+        return engine_of(loaded, wanted, self._link, copier=copier, copies=copies)
+
+    def _worker(self, number: int, copies: Copies | None) -> StageWorker:
+        part = self._loaded[number]
+        worker = StageWorker(
+            part.model, part.expected, time.monotonic, self._copier(number), copies
+        )
+        counted = worker._forward  # pyright: ignore[reportPrivateUsage]
+
+        def forward(session: Any, block: HiddenBlock) -> list[HiddenBlock]:
+            self.forwards.extend([number] * len(block.schedule or (1,)))
+            return counted(session, block)
+
+        worker._forward = forward  # pyright: ignore[reportPrivateUsage]
+        return worker
+
+    def _copier(self, number: int) -> Copier | None:
+        """Of a stage's runner, with a spare that has nothing yet."""
+        if not self._copied:
+            return None
+        part = self._loaded[number]
+        copies = self._copies[number] = Copies(part.model, part.expected, time.monotonic)
+
+        def send(copy: pb.StateCopy) -> None:
+            copies.keep(pb.StateCopy.FromString(copy.SerializeToString()))
+            copier.delivered(0.0)
+
+        class Paced(Copier):
+            """Time goes by from one step to the next only."""
+
+            now = 0.0
+
+            def offer(self, request: str, attempt: int, state: RequestState) -> None:
+                self.now += pace
+                super().offer(request, attempt, state)
+
+        pace = EVERY_S / self._copied
+        copier = Paced(part.model, part.expected, lambda: copier.now, send, copies.hold)
+        copier.follow(following=True)
+        return copier

@@ -1,0 +1,166 @@
+"""A spare in a process of its own: sent copies by its stage's runner, and put in its place."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from engines import ORACLE
+from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
+
+from exo_node.node.placements import Endpoint
+from exo_node.node.supervisor import RunnerProcess
+from exo_node.node.trust import channel_credentials, runner_credentials
+from exo_node.placement.errors import InvalidFrame
+from exo_node.placement.ids import PlacementId
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+
+STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def two(loop: asyncio.Runner) -> Iterator[Placement]:
+    with shared(loop, (0, 8, 16), prefill_chunk=8, lease_s=3) as placement:
+        yield placement
+
+
+@asynccontextmanager
+async def a_spare(two: Placement) -> AsyncGenerator[tuple[RunnerProcess, Endpoint]]:
+    """Another runner of stage 1, to which that stage's sends copies."""
+    process = RunnerProcess(two.processes[1].spec, two.exited.append)
+    try:
+        endpoint = Endpoint(NODE, await process.start(runner_host(), lambda _: None))
+        assert await two.client.follow(two.endpoints[1], endpoint, two.name) == ""
+        yield process, endpoint
+    finally:
+        await process.stop()
+
+
+async def begun(
+    two: Placement, request: pb.GenerateRequest, tokens: int
+) -> tuple[WireAnswer, AsyncGenerator[Any, None]]:
+    got, events = WireAnswer(), two.generate(request)
+    while len(got.ids) < tokens:
+        got.add(await anext(events))
+    return got, events
+
+
+def test_a_spare_takes_its_stages_place_with_what_it_was_sent(
+    loop: asyncio.Runner, two: Placement, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        whole = await two.answer(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
+        async with a_spare(two) as (spare, endpoint):
+            request = two.request(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
+            got, events = await begun(two, request, 45)
+            _ = await eventually(lambda: spare.state.cache_bytes > 0, 5)
+            assert spare.state.live_requests == 0, "a copy is no request that runs"
+            await two.client.park(two.endpoints[0], request.request, 1)
+            await events.aclose()
+            before, two.endpoints[1] = two.endpoints[1], endpoint
+            await two.connect()
+            again = pb.GenerateRequest(attempt=2, replay=got.rounds)
+            request.MergeFrom(again)
+            rest, _ = await begun(two, request, TOKENS - 45)
+            assert got.ids + rest.ids == whole.ids
+            two.endpoints[1] = before
+            await two.connect()
+
+    with caplog.at_level("INFO", logger="exo_node.runner"):
+        loop.run(play())
+    assert "goes on from a copy of" in caplog.text
+
+
+def test_a_spare_drops_what_ended(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        async with a_spare(two) as (spare, _):
+            request = two.request(STORY["prompt_ids"], max_tokens=4000, ignore_eos=True)
+            _, events = await begun(two, request, 30)
+            _ = await eventually(lambda: spare.state.cache_bytes > 0, 5)
+            await events.aclose()
+            # Sooner than its lease of three seconds.
+            _ = await eventually(lambda: spare.state.cache_bytes == 0, 2)
+
+    loop.run(play())
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+async def keep(two: Placement, data: bytes) -> None:
+    """Sent to stage 1 by a client that is of the cluster but no runner."""
+    address, name = two.address(1)
+    async with grpc.aio.secure_channel(
+        address,
+        channel_credentials(runner_credentials(NODE, KEY)),
+        [("grpc.ssl_target_name_override", name)],
+    ) as channel:
+        pieces = iter([pb.CopyPiece(data=data[:3]), pb.CopyPiece(data=data[3:])])
+        _ = await peer_pb2_grpc.StandbyStub(channel).Keep(pieces, timeout=5)
+
+
+def a_copy(two: Placement, **changes: Any) -> bytes:
+    known = {"placement": two.name, "request": "r1", "attempt": 1, "begin": 0, "position": 4}
+    fields: dict[str, Any] = known | changes
+    return pb.StateCopy(**fields).SerializeToString()
+
+
+BAD: dict[str, Callable[[Placement], bytes]] = {
+    "copy": lambda _: b"no such message",
+    "copy.placement": lambda two: a_copy(two, placement="p9"),
+    "copy.request": lambda two: a_copy(two, request="a b"),
+    "copy.begin": lambda two: a_copy(two, begin=2),
+    "copy.layers": a_copy,
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_bad_copy_is_refused_by_name_and_harms_nothing(
+    loop: asyncio.Runner, two: Placement, field: str
+) -> None:
+    async def play() -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await keep(two, BAD[field](two))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        told = dict(caught.value.trailing_metadata() or ())
+        assert (told["exo-code"], told["exo-param"]) == ("invalid_frame", field)
+        answer = await two.answer(STORY["prompt_ids"], max_tokens=3)
+        assert answer.ids == STORY["greedy_ids"][:3]
+
+    loop.run(play())
+
+
+def test_a_runner_follows_in_its_own_placement_only(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        with pytest.raises(InvalidFrame) as caught:
+            _ = await two.client.follow(
+                two.endpoints[1], two.endpoints[0], PlacementId("p-another")
+            )
+        assert caught.value.param == "placement"
+
+    loop.run(play())
+
+
+def test_a_spare_that_is_gone_costs_no_answer(loop: asyncio.Runner, two: Placement) -> None:
+    async def play() -> None:
+        request = two.request(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
+        whole = await two.answer(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
+        async with a_spare(two) as (spare, _):
+            got, events = await begun(two, request, 20)
+            await spare.stop(kill=True)
+            async for event in events:
+                got.add(event)
+        assert got.ids == whole.ids
+
+    loop.run(play())
