@@ -19,6 +19,7 @@ from .facts import MemberFacts
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
 from .peers import HEARTBEAT_S, Dial, Member
 from .standing import Change, Standing
+from .wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,12 @@ class Cluster:
         on_lost: Callable[[NodeId, str], None],
         fingerprint: str,
         events: EventLog,
+        wishes: Wishes,
     ) -> None:
-        """`states` gives this node's stages; `on_lost` hears of nodes that died or left."""
+        """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
+
+        `wishes` are the head's: told where this node is it, else learnt.
+        """
         self._self_facts = self_facts
         self._states = states
         self._client = client
@@ -53,6 +58,7 @@ class Cluster:
         self._on_lost = on_lost
         self._fingerprint = fingerprint
         self._events = events
+        self._wishes = wishes
         self._members: dict[NodeId, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -238,6 +244,7 @@ class Cluster:
             sender=self._self_facts(),
             peers=[member.address for member in self._members.values()],
             placements=self._states(),
+            wishes=self._wishes.told() if self.is_head else (),
         )
         fill(message, self._standing.beat(time.monotonic()))
         return message
@@ -293,6 +300,8 @@ class Cluster:
             for key in [(state.placement, state.stage)]
         }
         self._tell(self._standing.heard(read(node, beat), now))
+        if node == self.head and node == beat.head:
+            self._wishes.learn(beat.wishes)
         if node not in self._standing.membership.statuses():
             # It said goodbye, and this heartbeat was still under way.
             _ = self._members.pop(node, None)

@@ -26,6 +26,7 @@ from .placements import Placements
 from .settings import Settings, environment, runner_environment
 from .stage_watch import StageWatch
 from .supervisor import RunnerHost, Supervisor
+from .wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ class Node:
         self._local = local = LocalNode(settings, hardware)
         self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
-        self._peering = Peering(settings, local, self._supervisor.states, self._node_lost, events)
+        wishes, states = Wishes(), self._supervisor.states
+        self._peering = Peering(settings, local, states, self._node_lost, events, wishes)
         facts = self._planner_facts()
-        self._placements = Placements(self._cluster_stages(), facts, events)
+        self._placements = Placements(self._cluster_stages(), facts, events, wishes)
         self._watch = StageWatch(self._peering.cluster, self._placements)
         self._api = NodeApi(
             settings, local, self._peering, facts, self._placements, self._leaving, events

@@ -14,6 +14,7 @@ from .peer_search import PeerSearch
 from .settings import Settings
 from .standing import Standing
 from .term_file import TermFile
+from .wishes import Wishes
 
 HEAD_WAIT_S = 1.0
 """How long a node that may have peers looks for their head before it leads by itself."""
@@ -29,8 +30,12 @@ class Peering:
         states: Callable[[], list[pb.PlacementState]],
         on_lost: Callable[[NodeId, str], None],
         events: EventLog,
+        wishes: Wishes,
     ) -> None:
-        """See `Cluster` for `states` and `on_lost`. Raises InvalidSettings for a damaged term."""
+        """See `Cluster` for `states`, `on_lost` and `wishes`.
+
+        Raises InvalidSettings for a damaged term.
+        """
         self._local = local
         keys = local.keyring
         standing = _standing(settings, local.id)
@@ -41,7 +46,7 @@ class Peering:
         self.client = self.joining.client(self.channels, standing.life)
         self.runners = RunnerClient(self.channels)
         self.cluster = Cluster(
-            self._facts, states, self.client, standing, on_lost, keys.fingerprint, events
+            self._facts, states, self.client, standing, on_lost, keys.fingerprint, events, wishes
         )
         self.search = PeerSearch(settings, local, self.cluster, self.joining)
 

@@ -19,6 +19,7 @@ from .restoring import Restorer
 from .settling import may_settle, settles
 from .stages import Facts, Stages, StageSettings, specs_of
 from .upkeep import Upkeep
+from .wishes import Wishes
 
 __all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
 
@@ -30,13 +31,20 @@ DRAIN_S = 30.0
 class Placements:
     """One placement for each model at most. All methods run on the node's event loop."""
 
-    def __init__(self, stages: Stages, facts: Facts, events: EventLog | None = None) -> None:
-        """`events` hears of what a person should know."""
+    def __init__(
+        self,
+        stages: Stages,
+        facts: Facts,
+        events: EventLog | None = None,
+        wishes: Wishes | None = None,
+    ) -> None:
+        """`events` hears of what a person should know; `wishes` of what a person asked for."""
         self._stages = stages
         self._facts = facts
         self._events = EventLog() if events is None else events
         self._restorer = Restorer(stages, facts)
         self._upkeep = Upkeep(stages, self._restorer, self._left)
+        self._wishes = Wishes() if wishes is None else wishes
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
         self._failures = Failures()
@@ -74,13 +82,17 @@ class Placements:
         self._failures.forget(model)
         while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
-        return await asyncio.shield(self._start(model, Wish(options, spares)))
+        wish = Wish(options, spares)
+        placed = await asyncio.shield(self._start(model, wish))
+        self._wishes.note(model, wish)
+        return placed
 
     async def remove(self, placement: PlacementId) -> None:
         """Unloads once its requests have drained. Raises PlacementNotFound."""
         for model, record in self._records.items():
             if record.id == placement:
                 self._failures.forget(model)
+                self._wishes.forget(model)
                 await self._drain(model)
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
@@ -355,7 +367,7 @@ class Placements:
 
     def _wish(self, model: ModelId) -> Wish:
         record = self._records.get(model)
-        return Wish() if record is None else record.wish
+        return self._wishes.of(model) if record is None else record.wish
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]

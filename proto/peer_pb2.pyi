@@ -104,6 +104,7 @@ class Heartbeat(_message.Message):
     FOLLOWERS_FIELD_NUMBER: _builtins.int
     HEAD_FOR_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WISHES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     incarnation: _builtins.int
@@ -136,6 +137,10 @@ class Heartbeat(_message.Message):
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]:
         """how the sender sees the others"""
 
+    @_builtins.property
+    def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wish]:
+        """of the head only: what was asked of its placements"""
+
     def __init__(
         self,
         *,
@@ -152,14 +157,83 @@ class Heartbeat(_message.Message):
         followers: _builtins.int = ...,
         head_for_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        wishes: _abc.Iterable[Global___Wish] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views", "wishes", b"wishes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Wish(_message.Message):
+    """What a person asked of a model's placement; see `placement/options.py`. 0 and empty: nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MIN_NODES_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    SPARES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    min_nodes: _builtins.int
+    max_nodes: _builtins.int
+    context: _builtins.int
+    """tokens"""
+    spares: _builtins.int
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShare]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        min_nodes: _builtins.int = ...,
+        max_nodes: _builtins.int = ...,
+        context: _builtins.int = ...,
+        exclude: _abc.Iterable[_builtins.str] | None = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        layers: _abc.Iterable[Global___LayerShare] | None = ...,
+        spares: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "exclude", b"exclude", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "spares", b"spares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wish: _TypeAlias = Wish  # noqa: Y015
+
+@_typing.final
+class LayerShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    layers: _builtins.int
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        layers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerShare: _TypeAlias = LayerShare  # noqa: Y015
 
 @_typing.final
 class View(_message.Message):

@@ -52,7 +52,11 @@ def why_not_copied(own: Sequence[object]) -> str:
 
 
 class Copier:
-    """Decides when a spare is sent what. All methods run on the compute thread."""
+    """Decides when a spare is sent what. All methods run on the compute thread.
+
+    `names`, the requests that the spare has something of, may be read anywhere: the compute thread
+    may be busy for longer than a lease.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class Copier:
         expected: Expectation,
         clock: Callable[[], float],
         send: Callable[[pb.StateCopy], object],
-        hold: Callable[[list[str]], object],
+        hold: Callable[[tuple[str, ...]], object],
     ) -> None:
         """`send` a copy and tell what requests the spare is to `hold`; neither may block."""
         self._model = model
@@ -68,6 +72,7 @@ class Copier:
         self._clock = clock
         self._send = send
         self._hold = hold
+        self.names: tuple[str, ...] = ()
         self._rows: dict[str, int] = {}
         """Of each request that the spare has a copy of."""
         self._due: dict[str, float] = {}
@@ -80,6 +85,7 @@ class Copier:
         self._following, self._under_way = following, False
         self._rows.clear()
         self._due.clear()
+        self.names = ()
 
     def offer(self, request: str, attempt: int, state: RequestState) -> None:
         """The state fits its rows now: it is copied if that is due."""
@@ -100,6 +106,7 @@ class Copier:
         self._due[request] = now + took + EVERY_S
         self._free_at = now + took / COMPUTE_SHARE
         self._rows[request] = state.lowest = state.position
+        self.names = tuple(self._rows)
         self._under_way = True
         _ = self._send(copy)
 
@@ -117,11 +124,8 @@ class Copier:
         """The request is over."""
         _ = self._due.pop(request, None)
         if self._rows.pop(request, None) is not None:
-            _ = self._hold(list(self._rows))
-
-    def copied(self) -> list[str]:
-        """The requests that the spare has something of."""
-        return list(self._rows)
+            self.names = tuple(self._rows)
+            _ = self._hold(self.names)
 
     def _why_not(self, state: RequestState, begin: int) -> str:
         own = self._model.own_caches(state.caches)

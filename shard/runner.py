@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import NoReturn, cast
 
@@ -252,8 +253,10 @@ class Runner:
         They come while the compute thread is busy too, with what it said last.
         """
 
-        def look() -> pb.RunnerState:
-            for request in watch.expire(float(self._spec.lease_s)):
+        def look(asked_at: float) -> pb.RunnerState:
+            # What renews a lease waits in the same queue, behind a long forward and this.
+            waited = time.monotonic() - asked_at
+            for request in watch.expire(self._spec.lease_s + waited):
                 log.info("freed request %s: its lease expired", request)
             return pb.RunnerState(
                 live_requests=watch.live_requests,
@@ -264,12 +267,15 @@ class Runner:
                 layers=self._meter.means(),
             )
 
-        looking = asyncio.wrap_future(self._compute.submit(look))
+        def looked() -> "asyncio.Future[pb.RunnerState]":
+            return asyncio.wrap_future(self._compute.submit(partial(look, time.monotonic())))
+
+        looking = looked()
         while True:
             _ = await asyncio.wait([looking], timeout=STATE_EVERY_S)
             if looking.done():
                 self._state = looking.result()
-                looking = asyncio.wrap_future(self._compute.submit(look))
+                looking = looked()
             self._parent.send(pb.FromRunner(state=self._current_state()))
             await asyncio.sleep(STATE_EVERY_S)
 

@@ -117,8 +117,8 @@ class StageWorker:
         begun = self._model.meter.now()
         out = forwards(self._model, tokens, entering, state.caches, schedule)
         state.wrote(schedule)
-        session.used = self._clock()
         leaving = self._outgoing(block, out, state)
+        session.used = self._clock()  # only now it was computed, which may take longer than a lease
         if leaving is not None and len(schedule) == 1:  # else not all of it was one forward
             self._model.meter.add(block.position, block.rows, begun)
         sends = [] if leaving is None else [leaving]

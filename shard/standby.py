@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 KEEP_TIMEOUT_S = 30.0
 HOLD_TIMEOUT_S = 5.0
-AGAIN_AFTER_S = 2.0
-"""After a spare did not answer; the head says where another one is."""
 
 
 class Follower:
@@ -44,9 +42,11 @@ class Follower:
         self._credentials = credentials
         self._placement = expected.placement
         self._copies: asyncio.Queue[pb.StateCopy] = asyncio.Queue()
-        self._held: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._held: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         self._channel: grpc.aio.Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._reached = False
+        """Whether the spare answers; while it does not, nothing is copied for it."""
         self.copier = Copier(
             model,
             expected,
@@ -68,14 +68,14 @@ class Follower:
             asyncio.create_task(self._send(stub)),
             asyncio.create_task(self._hold(stub)),
         ]
-        self._tell(lambda: self.copier.follow(following=True))
+        self._follows(reached=True)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        self._tell(lambda: self.copier.follow(following=False))
+        self._follows(reached=False)
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
@@ -88,25 +88,32 @@ class Follower:
                 _ = await stub.Keep(_pieces(copy), timeout=KEEP_TIMEOUT_S)
             except grpc.aio.AioRpcError as fault:
                 log.info("the spare did not keep a copy: %s", fault.details())
-                if fault.code() is not grpc.StatusCode.INVALID_ARGUMENT:
-                    await asyncio.sleep(AGAIN_AFTER_S)
-                self._tell(partial(self.copier.refused, copy.request))
+                if fault.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    self._tell(partial(self.copier.refused, copy.request))
+                else:
+                    self._follows(reached=False)
                 continue
             self._tell(partial(self.copier.delivered, time.monotonic() - begun))
 
     async def _hold(self, stub: "peer_pb2_grpc.StandbyStub") -> None:
         """Says which requests live: at once where one ended, else now and then."""
-        names: list[str] = []
         while True:
             try:
                 names = await asyncio.wait_for(self._held.get(), RENEW_S)
             except TimeoutError:
-                names = await asyncio.wrap_future(self._compute.submit(self.copier.copied))
+                names = self.copier.names
             request = pb.HoldRequest(placement=self._placement, requests=names)
             try:
                 _ = await stub.Hold(request, timeout=HOLD_TIMEOUT_S)
             except grpc.aio.AioRpcError as fault:
                 log.debug("the spare does not answer: %s", fault.details())
+                continue
+            if not self._reached:
+                self._follows(reached=True)
+
+    def _follows(self, *, reached: bool) -> None:
+        self._reached = reached
+        self._tell(partial(self.copier.follow, following=reached))
 
     def _tell(self, job: Callable[[], None]) -> None:
         """The copier belongs to the compute thread, and nobody waits for it: it may be busy."""

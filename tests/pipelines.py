@@ -26,7 +26,7 @@ from exo_node.shard.request_state import RequestState
 from exo_node.shard.stage import StageWorker
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
-TOKENS = 60
+TOKENS = 48
 SIZE = 0.4
 BOUNDS = (0, 6, 11, 16)
 

@@ -51,7 +51,7 @@ class Pair:
     tick: float = 1.0
     """Seconds from one forward to the next: enough for a copy of each."""
     sent: list[pb.StateCopy] = field(default_factory=list[pb.StateCopy])
-    holds: list[list[str]] = field(default_factory=list[list[str]])
+    holds: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     arrives: bool = True
     copier: Copier = field(init=False)
     copies: Copies = field(init=False)
@@ -71,7 +71,7 @@ class Pair:
             self.copies.keep(self.sent[-1])
             self.copier.delivered(0.0)
 
-    def hold(self, names: list[str]) -> None:
+    def hold(self, names: tuple[str, ...]) -> None:
         self.holds.append(names)
         self.copies.hold(names)
 
@@ -331,7 +331,7 @@ def test_a_request_that_ended_is_dropped_at_once(last: Pair) -> None:
     _ = last.forward(last.leader, 0, 9, request="r2")
     held = last.spare.cache_bytes()
     last.leader.release("r1", 1)
-    assert last.holds == [["r2"]]
+    assert last.holds == [("r2",)]
     assert 0 < last.spare.cache_bytes() < held
     last.leader.release("r2", 1)
     assert last.spare.cache_bytes() == 0

@@ -50,8 +50,8 @@ def test_the_oracles_prompt_ids_are_those_of_the_chat_template(exact: TextEngine
 
 
 def test_bfloat16_gives_the_same_ids_with_and_without_drafts(rounded: TextEngine) -> None:
-    for row in ORACLE[::2]:
-        wanted = [request(row["prompt_ids"], k, max_tokens=40) for k in range(4)]
+    for row in ORACLE[::3]:
+        wanted = [request(row["prompt_ids"], k, max_tokens=24) for k in range(4)]
         plain, *drafted = [answer(rounded, each).ids for each in wanted]
         assert drafted == [plain] * 3
 

@@ -11,6 +11,8 @@ import pytest
 from nodes import Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
+from exo_node.node.peers import HEARTBEAT_S
+
 LONG: dict[str, Any] = {
     "max_tokens": 4000,
     "num_draft_tokens": 0,
@@ -117,6 +119,9 @@ def stopped(running: Node) -> Generator[None]:
 def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> None:
     old = trio.head()
     name, term = old.data_dir.name, cluster(old)["term"]
+    asked = {"model": "demo", "min_nodes": 2, "max_nodes": 2}
+    assert old.call("POST", "/v1/placements", asked).status == 200
+    time.sleep(2 * HEARTBEAT_S)  # what it was asked is told with its heartbeats
     trio.kill(old)
     killed = time.monotonic()
     survivors = list(trio.nodes.values())
@@ -126,6 +131,8 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
     assert follower.call("GET", "/v1/placements").status == 200
     assert time.monotonic() - killed < 10
     assert follower.chat("Who are you?")["choices"]  # after the model's load on the new head
+    [placed] = follower.call("GET", "/v1/placements").body["data"]
+    assert len(placed["stages"]) == 2, "as the old head was asked"
     assert {"died", "election", "head_changed"} <= set(kinds(follower))
 
     new_head = cluster(follower)["head"]

@@ -13,6 +13,7 @@ from exo_node.node.events import EventLog
 from exo_node.node.placements import Placements
 from exo_node.node.records import Endpoint, Record
 from exo_node.node.stages import StageSettings
+from exo_node.node.wishes import Wishes
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
@@ -491,3 +492,29 @@ def test_a_model_on_one_node_is_not_copied() -> None:
         assert cluster.followed == []
 
     play(scenario)
+
+
+# ------------------------------------------------------------------------------ another head
+
+
+def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
+    wishes = Wishes()
+
+    async def old(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
+        placements = Placements(cluster, cluster, wishes=wishes)
+        _ = await placements.place(DEMO, THREE, spares=1)
+        await placements.close()
+
+    async def new(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
+        learnt = Wishes()
+        learnt.learn(wishes.told())
+        placements = Placements(cluster, cluster, wishes=learnt)
+        record = await placements.ensure(DEMO)
+        assert len(record.plan.stages) == 3
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+        await placements.remove(record.id)
+        assert len((await placements.ensure(DEMO)).plan.stages) == 1, "removed, and so forgotten"
+        await placements.close()
+
+    play(old)
+    play(new)

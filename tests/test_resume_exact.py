@@ -22,7 +22,7 @@ from exo_node.shard.engine import TextEngine
 from exo_node.shard.stage import StageWorker
 from exo_node.shard.trail import Trail
 
-CUTS = (1, 2, 17, 40)
+CUTS = (1, 17, 40)
 
 
 def whole() -> TextEngine:
@@ -87,7 +87,7 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
             engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_end=True)
         ).ids
         == first.ids[cut:]
-        for cut in CUTS
+        for cut in CUTS[1:]
     ]
     assert not all(same)
 

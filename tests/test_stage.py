@@ -263,6 +263,20 @@ def test_a_lease_ends_what_no_frame_touched(stage: Stage) -> None:
     assert stage.worker.cache_bytes() == 0
 
 
+def test_a_forward_that_takes_longer_than_a_lease_leaves_its_request_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation is lazy: it is the conversion to bytes that takes the time."""
+
+    def slowly(array: mx.array) -> bytes:
+        stage.clock.now += 30
+        return to_bytes(array)
+
+    monkeypatch.setattr(stage_module, "to_bytes", slowly)
+    _ = stage.forward(0, 5)
+    assert stage.worker.expire(10.0) == []
+
+
 def test_interleaved_requests_equal_solo_runs(model: StageModel) -> None:
     def play(stage: Stage, turns: Sequence[tuple[str, int, int]]) -> dict[str, list[bytes]]:
         out: dict[str, list[bytes]] = {}

@@ -1,0 +1,62 @@
+"""What was asked of placements: told by the head with its heartbeats, and kept by the next one."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..placement.ids import ModelId, NodeId
+from ..placement.options import PlanOptions
+from ..proto import peer_pb2 as pb
+from .records import Wish
+
+
+class Wishes:
+    """By model, where somebody asked. The same on every node that hears the head."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[ModelId, Wish] = {}
+
+    def of(self, model: ModelId) -> Wish:
+        """For a placement that nobody asks for anew: fewer nodes will do where no more are live."""
+        return replace(self._by_model.get(model, Wish()), flexible=True)
+
+    def note(self, model: ModelId, wish: Wish) -> None:
+        """Somebody asked for it."""
+        self._by_model[model] = wish
+
+    def forget(self, model: ModelId) -> None:
+        """Somebody had it removed."""
+        _ = self._by_model.pop(model, None)
+
+    def told(self) -> list[pb.Wish]:
+        """For the head's heartbeats."""
+        return [_to_wire(model, wish) for model, wish in self._by_model.items()]
+
+    def learn(self, told: Iterable[pb.Wish]) -> None:
+        """The head told this, and nothing else holds."""
+        self._by_model = {ModelId(wish.model): _from_wire(wish) for wish in told}
+
+
+def _to_wire(model: ModelId, wish: Wish) -> pb.Wish:
+    options = wish.options
+    return pb.Wish(
+        model=model,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes or 0,
+        context=options.context or 0,
+        exclude=sorted(options.exclude),
+        nodes=options.nodes,
+        layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
+        spares=wish.spares,
+    )
+
+
+def _from_wire(told: pb.Wish) -> Wish:
+    options = PlanOptions(
+        min_nodes=max(1, told.min_nodes),
+        max_nodes=told.max_nodes or None,
+        context=int(told.context) or None,
+        exclude=frozenset(map(NodeId, told.exclude)),
+        nodes=tuple(map(NodeId, told.nodes)),
+        layers=tuple((NodeId(share.node), int(share.layers)) for share in told.layers),
+    )
+    return Wish(options, told.spares)
