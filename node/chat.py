@@ -218,6 +218,8 @@ class ChatService:
                 if not following.done():
                     following.cancel()
                     _ = await asyncio.gather(following, return_exceptions=True)
+                elif not following.cancelled():
+                    _ = following.exception()  # seen; else asyncio complains where `check` raised
             event = following.result()
             if event is None:
                 return

@@ -21,7 +21,8 @@ from ..mtp.seams import Drafter, Ending, Verifier, Wait
 from ..mtp.stats import StatsCollector
 from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
-from .copies import Copier, Copies
+from .copier import Copier
+from .copies import Copies
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
 from .profile import Profile, ProfileKey

@@ -26,7 +26,8 @@ from ..placement.errors import ExoNodeError
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
-from .copies import Copier, Copies
+from .copier import Copier
+from .copies import Copies
 from .engine import TextEngine
 from .layer_meter import LayerMeter
 from .layer_probe import probe_layers, probed_rows

@@ -14,7 +14,8 @@ import mlx.core as mx
 from ..mtp.rollback import cache_arrays
 from ..placement.errors import InvalidFrame, PeerLost
 from ..proto import peer_pb2 as pb
-from .copies import Copier, Copies
+from .copier import Copier
+from .copies import Copies
 from .frames import Expectation, HiddenBlock
 from .request_state import RequestState
 from .stage_model import StageModel

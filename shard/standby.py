@@ -15,7 +15,8 @@ from ..placement.errors import ExoNodeError, InvalidFrame
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
-from .copies import MAX_COPY, Copier, Copies
+from .copier import MAX_COPY, Copier
+from .copies import Copies
 from .frames import MAX_DATA, Expectation
 from .links import CHANNEL_OPTIONS, RENEW_S, Address
 from .runner_services import Context, refuse

@@ -5,7 +5,6 @@ Hidden rows take hidden_size items each, 10 KiB a token for a model of 27 billio
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, islice
 
@@ -32,14 +31,9 @@ class Trail:
         self.begins = 0
         """The first row that is here; those before it were too much to keep."""
 
-    @staticmethod
-    def of(blocks: Iterable[HiddenBlock], begins: int) -> "Trail":
-        """Another one's, with the rows from `begins` on."""
-        trail = Trail()
-        trail.begins = begins
-        for block in blocks:
-            trail.add(block)
-        return trail
+    @property
+    def bytes(self) -> int:
+        return self._bytes
 
     def add(self, block: HiddenBlock) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ def to_bytes(array: mx.array) -> bytes:
     return bytes(memoryview(cast("Buffer", mx.contiguous(array))))
 
 
-def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> mx.array:
+def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> mx.array:
     """The inverse; `data` must be exactly as long as `shape` needs."""
     assert len(data) == math.prod(shape) * ITEM_BYTES[dtype]
     flat = mx.array(cast("mx.array", memoryview(data)))

@@ -18,7 +18,8 @@ from shims import by_rows, perturb
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.copies import EVERY_S, Copier, Copies
+from exo_node.shard.copier import EVERY_S, Copier
+from exo_node.shard.copies import Copies
 from exo_node.shard.engine import Delta, TextEngine
 from exo_node.shard.frames import HiddenBlock
 from exo_node.shard.load import Loaded

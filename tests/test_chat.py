@@ -1,6 +1,7 @@
 """The chat service over fakes: what it asks of a runner, and what it makes of the answer."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages
 
 from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.node import chat as chat_module
 from exo_node.node import resuming
 from exo_node.node.chat import ChatService
 from exo_node.node.metrics import Metrics
@@ -27,7 +29,7 @@ from exo_node.node.requests import (
 from exo_node.node.totals import Totals
 from exo_node.placement.drafting import DraftPolicy
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost
-from exo_node.placement.ids import ModelId, RequestId
+from exo_node.placement.ids import ModelId, PlacementId, RequestId
 from exo_node.proto import peer_pb2 as pb
 
 STATS = GenerationStats("native_mtp", 2, "", "greedy", prompt_tokens=3, completion_tokens=3)
@@ -217,3 +219,49 @@ def test_losses_between_which_the_answer_went_well_never_end_it(
 def test_what_the_runner_refuses_is_not_tried_again() -> None:
     with pytest.raises(InvalidRequest):
         _ = resumed(([STARTED], InvalidRequest("no", param="x")))
+
+
+class LostTogether(Attempts, FakeStages):
+    """The stream breaks while a stage is asked for a sign, and that one gives none."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.asked = asyncio.Event()
+
+    async def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        yield STARTED
+        if request.attempt == 1:
+            _ = await self.asked.wait()
+            raise LOST
+        yield ENDED
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        if not self.asked.is_set():
+            self.asked.set()
+            await asyncio.sleep(0.05)  # by then the stream has broken
+            raise LOST
+        return pb.RunnerState()
+
+
+def test_a_loss_that_shows_in_two_ways_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "QUIET_S", 0.01)
+    complaints: list[object] = []
+
+    async def scenario() -> list[Event]:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        facts, both, totals = FakeFacts(True), LostTogether(), Totals()
+        placements = Placements(both, facts)
+        chat = ChatService(placements, facts, both, totals, Metrics(totals))
+        async with aclosing(chat.stream(REQUEST)) as stream:
+            got = [event async for event in stream]
+        await placements.close()
+        _ = gc.collect()
+        return got
+
+    end = asyncio.run(scenario())[-1]
+    assert isinstance(end, Finished)
+    assert end.stats["resumes"] == 1
+    assert complaints == [], "a traceback in the log"

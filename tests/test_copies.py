@@ -11,8 +11,9 @@ from models import make_checkpoint
 
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import copies as copies_module
-from exo_node.shard.copies import EVERY_S, Copier, Copies, why_not_copied
+from exo_node.shard import copier as copier_module
+from exo_node.shard.copier import EVERY_S, Copier
+from exo_node.shard.copies import Copies, why_not_copied
 from exo_node.shard.frames import Expectation, HiddenBlock
 from exo_node.shard.stage import StageWorker
 from exo_node.shard.stage_model import StageModel, load_whole_or_stage
@@ -210,6 +211,34 @@ def test_what_is_behind_rows_that_were_taken_back_is_no_longer_known(pair: Pair)
     assert pair.spare.adopt("r1", 2, 10) == (9, None)
 
 
+def test_an_older_copy_still_holds_once_later_rows_were_replaced(pair: Pair) -> None:
+    _ = pair.forward(pair.leader, 0, 9)
+    _ = pair.forward(pair.leader, 9, 3)
+    pair.leader.rollback("r1", 1, 10)
+    _ = pair.forward(pair.leader, 10, 1, other=1)
+    assert pair.adopt(10) == (9, None)
+
+
+def test_a_trail_with_a_gap_serves_those_behind_it_only(whole: StageModel) -> None:
+    """A block was taken back in part: it cannot be repeated, and what came later can."""
+    pair = Pair(StageModel(whole.model, 1, 3))
+    _ = pair.forward(pair.leader, 0, 9)
+    _ = pair.forward(pair.leader, 9, 3)
+    pair.leader.rollback("r1", 1, 10)
+    sent = pair.forward(pair.leader, 10, 1, other=1)
+    assert pair.adopt(11) == (11, None)
+    assert datas(pair.spare.missing("r1", 2, 10, 11)) == datas(sent)
+    with pytest.raises(
+        PeerLost, match="rows from 9 on are lacking, and the trail begins at row 10"
+    ):
+        _ = pair.spare.missing("r1", 2, 9, 11)
+
+
+def test_a_copy_of_a_later_attempt_is_no_earlier_one(last: Pair) -> None:
+    _ = last.forward(last.leader, 0, 9, attempt=3)
+    assert last.copies.take("r1", 2, 9) is None
+
+
 def test_the_trail_goes_along(whole: StageModel) -> None:
     """The stage behind the spare may be lost as well, and is sent what the lost one had sent."""
     pair = Pair(StageModel(whole.model, 1, 3))
@@ -268,7 +297,7 @@ def test_copies_take_a_fiftieth_of_the_time_at_most(last: Pair) -> None:
     last.tick, last.clock.step = 0.0, 0.1
     _ = last.forward(last.leader, 0, 9)
     last.clock.step = 0.0
-    last.clock.now += 0.1 / copies_module.COMPUTE_SHARE - 0.5
+    last.clock.now += 0.1 / copier_module.COMPUTE_SHARE - 0.5
     _ = last.forward(last.leader, 9, 1)
     assert len(last.sent) == 1
     last.clock.now += 0.6
@@ -313,7 +342,7 @@ def test_without_a_spare_nothing_is_copied(last: Pair) -> None:
 def test_a_request_that_is_too_large_at_once_is_not_copied_and_says_so(
     last: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(copies_module, "MAX_COPY", 100)
+    monkeypatch.setattr(copier_module, "MAX_COPY", 100)
     with caplog.at_level("INFO"):
         _ = last.forward(last.leader, 0, 9)
         _ = last.forward(last.leader, 9, 1)

@@ -15,6 +15,7 @@ from listening import ask
 from nodes import eventually
 from trials import (
     HOWS,
+    NEVER_END,
     PHASES,
     TARGETS,
     How,
@@ -81,6 +82,26 @@ def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     lab: Laboratory, story: Question
 ) -> None:
     assert struck(lab, story, "node", "kill").faults == ()
+
+
+def test_an_answer_goes_on_when_a_stage_is_killed_while_its_prompt_is_read(
+    lab: Laboratory, story: Question
+) -> None:
+    prompt = " ".join([story.prompt] * 45)
+    long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).asked(lab)
+    outcome = attempt(lab, Trial("test", "stage 1", "kill", "prefill", long, random.Random(1)))
+    assert outcome.hit
+    assert outcome.faults == ()
+
+
+def test_an_answer_goes_on_when_another_stage_is_killed_while_it_is_resumed(
+    lab: Laboratory, story: Question
+) -> None:
+    trial = Trial("test", "stage 1", "kill", "resume", story, random.Random(2))
+    outcome = attempt(lab, trial)
+    assert outcome.hit
+    assert outcome.faults == ()
+    assert outcome.resumes >= 1
 
 
 def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
