@@ -12,7 +12,7 @@ from typing import Protocol
 from ..mtp.types import Sampling
 from ..placement.card import ModelCard
 from ..placement.drafting import Drafting, EnabledState, HeadState, choose_drafting
-from ..placement.errors import ExoNodeError, PeerLost, QueueFull
+from ..placement.errors import ExoNodeError, PeerLost, QueueFull, StateLost
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
 from .events import EventLog
@@ -135,7 +135,10 @@ class ChatService:
                         yield event
                 return
             except PeerLost as fault:
-                self._placements.broke(record, connections, fault.message)
+                if isinstance(fault, StateLost):
+                    answer.begin_anew()
+                else:
+                    self._placements.broke(record, connections, fault.message)
                 if not answer.lost():
                     raise
                 self._events.add(

@@ -10,6 +10,7 @@
     ├── ModelLoading              the model is being loaded or downloaded          503
     ├── InsufficientMemory        no allowed set of nodes can hold the model       503
     ├── PeerLost                  a node or runner ended while it was needed       503
+    │   └── StateLost             nobody is gone, but what rebuilds a stage is     503
     ├── LoadFailed                a runner could not load its stage                503
     ├── InvalidCard               a model card breaks the schema
     ├── InvalidCheckpoint         config.json or a safetensors file is malformed
@@ -71,6 +72,10 @@ class InsufficientMemory(ExoNodeError):
 
 class PeerLost(ExoNodeError):
     code = "peer_lost"
+
+
+class StateLost(PeerLost):
+    code = "state_lost"
 
 
 class LoadFailed(ExoNodeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from ..placement.errors import ExoNodeError, PeerLost, from_code
+from ..placement.errors import ExoNodeError, PeerLost, StateLost, from_code
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .frames import HiddenBlock, cut
@@ -219,7 +219,7 @@ class Ring:
         trail, answer = known
         try:
             trail.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
-        except PeerLost as fault:
+        except StateLost as fault:
             self._fail(key, fault)
             return
         self._send_missing(key)
@@ -230,7 +230,7 @@ class Ring:
             return
         try:
             blocks = known[0].unsent(key[1])
-        except PeerLost as fault:
+        except StateLost as fault:
             self._fail(key, fault)
             return
         for block in blocks:

@@ -151,7 +151,7 @@ class StageWorker:
     def missing(self, request: str, attempt: int, held: int, position: int) -> list[HiddenBlock]:
         """The stage behind lacks the rows [held, position): what is here of them to be sent.
 
-        What is still to be rebuilt follows with the forwards that do so. Raises PeerLost where it
+        What is still to be rebuilt follows with the forwards that do so. Raises StateLost where it
         was too much to keep.
         """
         session = self._session(request, attempt, opens=False)

@@ -151,10 +151,11 @@ class StandbyService(peer_pb2_grpc.StandbyServicer):
     async def Keep(
         self, request_iterator: AsyncIterator[pb.CopyPiece], context: "Context"
     ) -> pb.KeepReply:
-        pieces: list[bytes] = []
+        pieces, size = list[bytes](), 0
         async for piece in request_iterator:
             pieces.append(piece.data)
-            if sum(map(len, pieces)) > 2 * MAX_COPY:
+            size += len(piece.data)
+            if size > 2 * MAX_COPY:
                 await refuse(context, InvalidFrame("a copy is too long", param="copy"))
         try:
             # Beside the event loop: a long prompt's first copy has many megabytes.

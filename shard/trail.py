@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import accumulate, islice
 
-from ..placement.errors import PeerLost
+from ..placement.errors import StateLost
 from ..proto import peer_pb2 as pb
 from .frames import HiddenBlock
 
@@ -65,18 +65,18 @@ class Trail:
     def want(self, since: int, until: int, *, answer: bool) -> None:
         """The stage behind lacks the rows [since, until); `answer`: and what follows the last.
 
-        Raises PeerLost where they are not here any more.
+        Raises StateLost where they are not here any more.
         """
         with self._lock:
             if since < self.begins:
-                raise PeerLost(
+                raise StateLost(
                     f"rows from {since} on are lacking, and the trail begins at row {self.begins}: "
                     "more was sent than is kept"
                 )
             self._since, self._until, self._answer, self._sent = since, until, answer, 0
 
     def unsent(self, attempt: int) -> list[HiddenBlock]:
-        """What is wanted and was not taken yet. Raises PeerLost where no forward ends there."""
+        """What is wanted and was not taken yet. Raises StateLost where no forward ends there."""
         with self._lock:
             new = [b for b in islice(self._blocks, self._sent, None) if b.position < self._until]
             self._sent += len(new)
@@ -100,7 +100,7 @@ def _behind(block: HiddenBlock, row: int) -> HiddenBlock:
     schedule = block.schedule or (block.rows,)
     ends = list(accumulate(schedule))
     if held not in ends:
-        raise PeerLost(f"no forward ended at row {row}: what a stage holds up to there fits none")
+        raise StateLost(f"no forward ended at row {row}: what a stage holds up to there fits none")
     size = len(block.data) // block.rows
     return replace(
         block,

@@ -28,7 +28,7 @@ from exo_node.node.requests import (
 )
 from exo_node.node.totals import Totals
 from exo_node.placement.drafting import DraftPolicy
-from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost
+from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost
 from exo_node.placement.ids import ModelId, PlacementId, RequestId
 from exo_node.proto import peer_pb2 as pb
 
@@ -198,6 +198,20 @@ def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everyt
         ([spoken("b", 2), ENDED], None),
     )
     assert [request.rebuild_all for request in asked] == [False, False, True]
+
+
+def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() -> None:
+    """No runner is: nothing is restored, and it is no failure of the placement."""
+    gone = StateLost("rows from 0 on are lacking")
+    events, asked = resumed(
+        ([STARTED, spoken("a", 1)], LOST),
+        ([STARTED], gone),
+        ([STARTED, spoken("b", 2)], LOST),
+        ([ENDED], None),
+    )
+    assert [request.rebuild_all for request in asked] == [False, False, True, False]
+    why = [event.step for event in events if isinstance(event, Resuming)]
+    assert gone.message in why
 
 
 def test_an_answer_that_is_lost_again_and_again_ends_as_lost() -> None:

@@ -16,7 +16,7 @@ from pipelines import BOUNDS, PROMPT, SIZE, TOKENS, Pipeline
 from shims import by_rows, perturb
 
 from exo_node.mtp.types import Round, Sampling
-from exo_node.placement.errors import PeerLost
+from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import TextEngine
 from exo_node.shard.stage import StageWorker
@@ -218,7 +218,7 @@ def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
     pipeline.lose(2, 12)
     log = pipeline.until_lost(request="long")
     pipeline.replace(2)
-    with pytest.raises(PeerLost, match="more was sent than is kept"):
+    with pytest.raises(StateLost, match="more was sent than is kept"):
         _ = pipeline.rest(log, 2, request="long")
     assert pipeline.rest(log, 3, request="long", rebuild_all=True) == expected[12:]
 

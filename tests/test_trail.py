@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from exo_node.placement.errors import PeerLost
+from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.frames import HiddenBlock
 from exo_node.shard.trail import Trail
@@ -69,14 +69,16 @@ def test_a_forward_cannot_be_sent_in_part(row: int) -> None:
     sent = Trail()
     sent.add(block(0, 6, (2, 1, 3)))
     sent.want(row, 6, answer=False)
-    with pytest.raises(PeerLost, match=f"no forward ended at row {row}"):
+    with pytest.raises(StateLost, match=f"no forward ended at row {row}"):
         _ = sent.unsent(2)
 
 
 def test_the_oldest_blocks_go_first_and_later_ones_serve_those_who_hold_the_rest() -> None:
     sent = trail((0, 4), (4, 4), (8, 4), limit=8 * ROW)
     assert (sent.begins, sent.bytes) == (4, 8 * ROW)
-    with pytest.raises(PeerLost, match="rows from 3 on are lacking, and the trail begins at row 4"):
+    with pytest.raises(
+        StateLost, match="rows from 3 on are lacking, and the trail begins at row 4"
+    ):
         sent.want(3, 12, answer=False)
     sent.want(4, 12, answer=False)
     assert spans(sent.unsent(2)) == [(4, 4), (8, 4)]
