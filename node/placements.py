@@ -284,7 +284,9 @@ class Placements:
 
     async def _restore(self, model: ModelId, record: Record, *, planned: bool) -> None:
         if not planned:
-            self._failures.note(model)
+            record.gone.update(await self._restorer.lost_stages(record))
+            covered = bool(record.gone) and self._restorer.has_spares(record, record.gone)
+            self._failures.note(model, covered=covered)
         try:
             if not planned and self._failures.too_many(model):
                 record.status = "degraded"

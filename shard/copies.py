@@ -229,7 +229,7 @@ class Copies:
         checks = (
             ("placement", copy.placement == e.placement, "this runner's"),
             ("request", REQUEST_NAME.fullmatch(copy.request), "1 to 64 letters, digits, - or _"),
-            ("attempt", copy.attempt > self._taken.get(copy.request, 0), "not over"),
+            ("attempt", copy.attempt > self._taken.get(copy.request, 0), "above what took over"),
             ("begin", copy.begin <= last, f"at most {last}, the rows that are here"),
             (
                 "position",

@@ -237,6 +237,22 @@ def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_t
     play(scenario)
 
 
+def test_losses_that_spares_make_up_for_count_a_third() -> None:
+    """Nine in a row without a good answer between them, where nothing had to be loaded."""
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        for number in range(9):
+            assert record.status == "ready", f"after {number}"
+            await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+            _ = cluster.lose(record, 1)
+            placements.lost(record.id, None, "it is gone")
+            await until(lambda: record.restoring is None)
+        assert record.status == "degraded"
+
+    play(scenario)
+
+
 def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
