@@ -95,6 +95,7 @@ class Runner:
             (1, self._rows.verify, self._rows.prefill),
             time.perf_counter,
         )
+        self._stage: StageService | None = None
         self._state = pb.RunnerState()
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -129,6 +130,8 @@ class Runner:
         reporter.cancel()
         await follower.close()
         await following.close()
+        if self._stage is not None:
+            self._stage.end()  # gRPC would cancel them, with a traceback in the log
         await server.stop(grace=0.5)
 
     async def _serve(
@@ -145,14 +148,14 @@ class Runner:
             peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
             worker = StageWorker(loaded.model, expected, time.monotonic, follower.copier, copies)
-            service = StageService(spec, expected, self._compute, following, worker, None)
-            peer_pb2_grpc.add_StageServicer_to_server(service, server)
+            self._stage = StageService(spec, expected, self._compute, following, worker, None)
+            peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker
         ring = None
         if spec.num_stages > 1:
             ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
-            service = StageService(spec, expected, self._compute, following, None, ring)
-            peer_pb2_grpc.add_StageServicer_to_server(service, server)
+            self._stage = StageService(spec, expected, self._compute, following, None, ring)
+            peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(
             self._compute.submit(lambda: self._engine(loaded, ring, follower.copier, copies))
         )

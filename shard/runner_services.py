@@ -83,6 +83,11 @@ class StageService(peer_pb2_grpc.StageServicer):
         self._ring = ring
         self._upstream: set[asyncio.Queue[pb.Frame | None]] = set()
 
+    def end(self) -> None:
+        """Ends the streams from above, each of which a neighbour would keep open for ever."""
+        for up in self._upstream:
+            up.put_nowait(None)
+
     async def Connect(
         self,
         request: pb.ConnectRequest,
@@ -296,9 +301,7 @@ class StageService(peer_pb2_grpc.StageServicer):
         log.warning("%s", fault.message)
         if self._ring is not None:
             self._ring.lose(fault)
-        # Ending the streams from above tells the stage before this one, and so the generator.
-        for up in self._upstream:
-            up.put_nowait(None)
+        self.end()  # which tells the stage before this one, and so the generator
 
 
 class RunnerService(peer_pb2_grpc.RunnerServicer):
