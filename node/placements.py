@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..placement.cluster import StageAssignment
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import PlanOptions, plan
@@ -306,8 +305,9 @@ class Placements:
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
-            if moved := self._moved(record, before):
-                record.note_move(f"since then {moved} ({why})")
+            if record.plan.stages != before:
+                moved = self._moved(record)
+                record.note_move(f"since then {moved} ({why})" if moved else "")
         except ExoNodeError as fault:
             # Not as it was: the next request plans anew, with what is left.
             self._events.add(
@@ -323,10 +323,10 @@ class Placements:
         if record.status == "ready":
             self._upkeep.fill(record)
 
-    def _moved(self, record: Record, before: Sequence[StageAssignment]) -> str:
-        """Such as `stage 1 moved to attic`; empty where every stage is where it was."""
+    def _moved(self, record: Record) -> str:
+        """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
         names = {node.id: node.name for node in self._facts.view(record.card.id).nodes}
-        stages = enumerate(zip(before, record.plan.stages, strict=True))
+        stages = enumerate(zip(record.as_planned, record.plan.stages, strict=True))
         return ", ".join(
             f"stage {number} moved to {names.get(now.node, now.node)}"
             for number, (then, now) in stages

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..placement.card import ModelCard
-from ..placement.cluster import ClusterView
+from ..placement.cluster import ClusterView, StageAssignment
 from ..placement.drafting import HeadState
 from ..placement.ids import NodeId, PlacementId
 from ..placement.options import ANY
@@ -106,6 +106,8 @@ class Record:
     """When it last made a step, such as a chunk of a prompt, by the monotonic clock."""
     spoke_at: float = float("-inf")
     """When it last gave a token, by the monotonic clock."""
+    as_planned: tuple[StageAssignment, ...] = ()
+    """Where its stages were before losses moved them."""
     moved: str = ""
     """For a person: what losses have changed about `plan`."""
     moved_at: float = float("-inf")
@@ -115,6 +117,7 @@ class Record:
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.as_planned = self.plan.stages
 
     @property
     def wish(self) -> Wish:

@@ -237,6 +237,20 @@ def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_t
     play(scenario)
 
 
+def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await with_spares(placements)
+        for stage in (1, 2):
+            _ = cluster.lose(record, stage)
+            placements.lost(record.id, stage, f"loss {stage}")
+            assert await placements.ensure(DEMO) is record
+        one, two = (record.plan.stages[stage].node[0] for stage in (1, 2))
+        moved = f"since then stage 1 moved to {one}, stage 2 moved to {two} (loss 2)"
+        assert record.moved == moved
+
+    play(scenario)
+
+
 def test_losses_that_spares_make_up_for_count_a_third() -> None:
     """Nine in a row without a good answer between them, where nothing had to be loaded."""
 
