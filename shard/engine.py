@@ -1,6 +1,5 @@
 """The engine of a generator: drives one answer from ids to text and its final stats."""
 
-import itertools
 import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from ..mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ..mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
 from ..mtp.seams import Drafter, Ending, Verifier, Wait
 from ..mtp.stats import StatsCollector
-from ..mtp.types import DraftPolicy, FinishReason, GenerationStats, Round, Sampling
+from ..mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ..placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
 from .copier import Copier
 from .copies import Copies
+from .engine_request import EngineRequest
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .pipeline import Link, PipelineVerifier
 from .profile import Profile, ProfileKey
@@ -31,30 +31,6 @@ from .text import TextCodec
 
 PROBE_REPEATS = 3
 NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A request whose prompt is tokenised. `k` 0 drafts nothing, because of `drafting_reason`."""
-
-    request: str
-    attempt: int
-    prompt: Sequence[int]
-    sampling: Sampling
-    max_tokens: int
-    stop: Sequence[str]
-    k: int
-    drafting_reason: str
-    replay: Sequence[Round] = ()
-    rebuild_all: bool = False
-    """Nothing that a stage holds of an earlier attempt is kept."""
-    ignore_end: bool = False
-    adaptive: bool = False
-    """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
-    top_logprobs: int | None = None
-    """None: no log-probabilities; else the emitted token's and those of so many others."""
-    async_draft_eval: bool | None = None
-    """None: as the engine was opened with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +215,15 @@ class TextEngine:
         running = self._start(request, text)
         lost = False
         try:
-            if _keeps(request) and isinstance(running.verifier, PipelineVerifier):
-                running.verifier.begin_rebuild(_committed(request), answer=not request.replay)
+            if request.keeps and isinstance(running.verifier, PipelineVerifier):
+                running.verifier.begin_rebuild(request.committed, answer=not request.replay)
             reason = yield from self._copied(
                 request, running.verifier, _with_text(running.steps, stats, text)
             )
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
                 rule=request.sampling.rule_of(request.k),
-                policy=_policy(request),
+                policy=request.policy,
                 k=request.k,
                 reason=request.drafting_reason,
                 resumes=request.attempt - 1,
@@ -373,9 +349,9 @@ class TextEngine:
         verifier = kept.verifier if kept else self._from_copy(request)
         if (
             verifier is not None
-            and _keeps(request)
-            and verifier.take_up(request.attempt, _committed(request))
-            and self._ends_a_forward(request, verifier.position)
+            and request.keeps
+            and verifier.take_up(request.attempt, request.committed)
+            and request.ends_a_forward(verifier.position, self._prefill_chunk)
         ):
             return verifier
         return PipelineVerifier(
@@ -385,19 +361,11 @@ class TextEngine:
     def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
         """What this runner, a spare, was sent of an earlier attempt."""
         name, attempt = request.request, request.attempt
-        copies = self._copies if _keeps(request) else None
-        state = copies.take(name, attempt, _committed(request)) if copies else None
+        copies = self._copies if request.keeps else None
+        state = copies.take(name, attempt, request.committed) if copies else None
         if state is None or self._link is None:
             return None
         return PipelineVerifier(self._stage, self._link, name, attempt, self._dtype, state)
-
-    def _ends_a_forward(self, request: EngineRequest, rows: int) -> bool:
-        """Whether the recorded forwards can go on behind so many rows."""
-        prompt = len(request.prompt)
-        if rows <= prompt:
-            return rows % self._prefill_chunk == 0 or rows == prompt
-        tokens = (len(round_.tokens) for round_ in request.replay[1:])
-        return rows in itertools.accumulate(tokens, initial=prompt)
 
     def _depth(self, request: EngineRequest) -> DepthPolicy:
         if not request.adaptive or request.k == 0:
@@ -417,31 +385,6 @@ class TextEngine:
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,
         )
-
-
-def _keeps(request: EngineRequest) -> bool:
-    """Whether stages may go on with what they hold of an earlier attempt.
-
-    Not where drafts were rejected: a stage that was lost before they were taken back holds rows
-    that are no part of the answer.
-    """
-    whole = all(recorded.forward.rows == len(recorded.tokens) for recorded in request.replay[1:])
-    return request.attempt > 1 and not request.rebuild_all and whole
-
-
-def _committed(request: EngineRequest) -> int:
-    """Rows that every stage had written when the last of the replayed rounds was handed out.
-
-    Where there are none, the prompt's: the stages have written so many of it at most.
-    """
-    tokens = sum(len(round_.tokens) for round_ in request.replay)
-    return len(request.prompt) + max(0, tokens - 1)
-
-
-def _policy(request: EngineRequest) -> DraftPolicy:
-    if request.k == 0:
-        return "none"
-    return "adaptive" if request.adaptive else "fixed"
 
 
 def _with_text(
