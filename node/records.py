@@ -27,7 +27,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Spare:
-    """A second runner of a stage, loaded and idle, that takes its place when it is lost."""
+    """A second runner of a stage that takes its place when it is lost; the first one follows it."""
 
     stage: int
     node: NodeId
