@@ -21,12 +21,14 @@ def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) 
     names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
     me = next((node for node in nodes if node.get("self")), _NOTHING)
     head = cluster.get("head")
+    trouble = [f"TROUBLE  {_text(cluster['trouble'])}"] if cluster.get("trouble") else []
     lines = [
         f"node     {_text(me.get('name'))} ({_text(cluster.get('self'))}), "
         f"http://{_text(me.get('http_host'))}:{_text(me.get('http_port'))}, "
         f"exo-node {_text(cluster.get('version'))}",
         f"head     {names.get(head, _text(head))}, term {_text(cluster.get('term'))}",
         f"cluster  {_text(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
+        *trouble,
         "",
         *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
         "",

@@ -4,16 +4,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, assert_never
 
 from ..placement.errors import ExoNodeError, PeerLost
 from ..placement.ids import NodeId, Term
 from ..proto import peer_pb2 as pb
-from .background import background
+from .background import Loops
 from .cluster_wire import describe_node, fill, read
 from .control_client import ControlClient
 from .control_server import PROTOCOL
-from .election import HeadChanged, HeadLost, TermRaised
+from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
 from .events import EventLog
 from .facts import MemberFacts
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
@@ -46,6 +47,7 @@ class Cluster:
         fingerprint: str,
         events: EventLog,
         wishes: Wishes,
+        loops: Loops,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 
@@ -59,6 +61,7 @@ class Cluster:
         self._fingerprint = fingerprint
         self._events = events
         self._wishes = wishes
+        self._loops = loops
         self._members: dict[NodeId, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -68,7 +71,7 @@ class Cluster:
 
     def start(self) -> None:
         self._tell(self._standing.tick(time.monotonic()))
-        self._ticker = background(self._tick(), "the membership's clock")
+        self._ticker = self._loops.keep(self._tick, "the membership's clock")
 
     async def close(self) -> None:
         """Says goodbye, so that the others need not wait for a timeout."""
@@ -96,8 +99,8 @@ class Cluster:
         own = self._self_facts()
         if node == self.self_id or address == f"{own.host}:{own.port}" or address in self._dials:
             return
-        heartbeats = self._exchange_for_ever(Dial(address, node))
-        self._dials[address] = background(heartbeats, f"the exchange with {address}")
+        exchange = partial(self._exchange_for_ever, Dial(address, node))
+        self._dials[address] = self._loops.keep(exchange, f"the exchange with {address}")
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own."""
@@ -127,6 +130,14 @@ class Cluster:
     def term(self) -> Term:
         """Of the head's lease; the highest known where there is no head."""
         return self._standing.election.term
+
+    def trouble(self) -> str:
+        """Why this node cannot lead though it would; "" where it can."""
+        why = self._standing.election.not_stored
+        return why and (
+            f"the head's term cannot be stored in the data folder ({why}): this node does not "
+            "lead until it can; free space there, or make the folder again"
+        )
 
     async def wait_for_head(
         self, other_than: NodeId | None = None, within_s: float = ELECTION_S
@@ -322,6 +333,8 @@ class Cluster:
             match change:
                 case HeadChanged() | HeadLost() | TermRaised():
                     self._tell_of_head(change)
+                case TermNotStored() | TermStored():
+                    self._tell_of_disk(change)
                 case _:
                     self._tell_of_node(change)
 
@@ -360,7 +373,9 @@ class Cluster:
         term = int(change.term)
         match change:
             case HeadLost(head):
-                text = f"{self._name(head)} is the head no longer; electing another one"
+                others = self._standing.membership.live()
+                then = "electing another one" if others else "no other node is here to lead"
+                text = f"{self._name(head)} is the head no longer; {then}"
                 _ = self._events.add("election", text, node=head, term=term)
             case HeadChanged(head, before=before):
                 who = "this node" if head == self.self_id else self._name(head)
@@ -371,6 +386,15 @@ class Cluster:
             case _:
                 assert_never(change)
         self._speak_up()
+
+    def _tell_of_disk(self, change: TermNotStored | TermStored) -> None:
+        match change:
+            case TermNotStored():
+                _ = self._events.add("term_not_stored", self.trouble())
+            case TermStored():
+                _ = self._events.add("term_stored", "the head's term can be stored again")
+            case _:
+                assert_never(change)
 
     def _name(self, node: NodeId) -> str:
         if node == self.self_id:

@@ -18,6 +18,7 @@ from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from ..placement.ids import NodeId
+from .background import Loops
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +87,9 @@ class Discovery:
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
+    def start(self, loops: Loops) -> None:
         """Returns at once: registering takes over a second, and the node is ready before."""
-        self._keep(asyncio.create_task(self._run()))
+        self._keep(loops.keep(self._run, "the search by mDNS"))
 
     async def settled(self) -> str | None:
         """Waits until the first announcement was heard or failed; returns `failure`."""

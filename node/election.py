@@ -13,6 +13,10 @@ may be two heads, and the two settle it between themselves. One that others foll
 one that nobody follows, else the one that has led clearly longer, else the higher (term, id). The
 one that stays takes a term above the other's; so for everybody the higher (term, id) is the head.
 Two nodes can take the same term only while heartbeats between them are lost.
+
+A node whose disk does not take a term does not lead under it, and tries again at each tick. It
+still follows a head, whose own disk has the term. Terms stop at MAX_TERM, which only a wrong
+message can bring about; there the higher id leads.
 """
 
 from collections.abc import Collection
@@ -33,6 +37,9 @@ LEASE_S = 3.5
 WAKING_S = 1.5
 """How long a node that was stopped listens before anything else: a heartbeat and a half."""
 
+MAX_TERM = Term(2**62)
+"""The highest term that a heartbeat or the disk may hold."""
+
 CLEARLY_S = 5.0
 """A lead in time that two heads see alike, however late their heartbeats are."""
 
@@ -45,7 +52,7 @@ class TermStore(Protocol):
         ...
 
     def save(self, term: Term) -> None:
-        """Returns when the term is safe from a power cut."""
+        """Returns when the term is safe from a power cut. Raises OSError where it is not."""
         ...
 
 
@@ -107,7 +114,19 @@ class TermRaised:
     term: Term
 
 
-Change = HeadChanged | HeadLost | TermRaised
+@dataclass(frozen=True, slots=True)
+class TermNotStored:
+    """The disk did not take a term; told once, until it takes one."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TermStored:
+    """The disk takes terms again."""
+
+
+Change = HeadChanged | HeadLost | TermRaised | TermNotStored | TermStored
 
 
 @dataclass(slots=True)
@@ -126,6 +145,8 @@ class Election:
         self.self_id = self_id
         self._store = store
         self._term = store.load()
+        self.not_stored = ""
+        """Why the disk does not take a term; "" where it did the last time."""
         self._lease: _Lease | None = None
         self._headless_since = now + wait_s
         self._patient_until = now
@@ -165,6 +186,7 @@ class Election:
 
     def apply(self, event: Event, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
         """What the event changed; `now` in seconds of a monotonic clock."""
+        trouble = self.not_stored
         match event:
             case Claimed(sender, claim):
                 self._claims[sender] = claim
@@ -176,12 +198,14 @@ class Election:
                 self._resigned = True
                 changes = self._lose(now) if self.head == self.self_id else []
             case Tick():
+                if self.not_stored:
+                    _ = self._stores(self._term)
                 changes = self._expire(live, now)
             case _:
                 assert_never(event)
         if self._lease is None:
             changes += self._adopt_known(live, now) or self._elect(live, now)
-        return tuple(changes)
+        return (*changes, *self._disk_changes(trouble))
 
     def _claimed(self, sender: NodeId, claim: Claim, now: float) -> list[Change]:
         match self.head:
@@ -202,11 +226,11 @@ class Election:
         return []
 
     def _contest(self, other: NodeId, claim: Claim, now: float) -> list[Change]:
-        higher = (claim.term, other) > (self._term, self.self_id)
-        if self._outranks(other, claim, now):
-            return self._raise_above(claim.term) if higher else []
-        # Where it is not higher yet, it is about to raise its term.
-        return self._adopt(claim.term, other, now) if higher else []
+        if (claim.term, other) <= (self._term, self.self_id):
+            return []  # where it is the one to stay, it is about to raise its term
+        if self._outranks(other, claim, now) and (raised := self._raise_above(claim.term)):
+            return raised
+        return self._adopt(claim.term, other, now)
 
     def _outranks(self, other: NodeId, claim: Claim, now: float) -> bool:
         followed, other_followed = self.followers() > 0, claim.followers > 0
@@ -218,7 +242,9 @@ class Election:
         return (self._term, self.self_id) > (claim.term, other)
 
     def _raise_above(self, term: Term) -> list[Change]:
-        self._use(Term(term + 1))
+        """Nothing where no higher term can be had: then this node cannot stay the head."""
+        if term >= MAX_TERM or not self._leads_under(Term(term + 1)):
+            return []
         return [TermRaised(self._term)]
 
     def _from_head(self, claim: Claim, now: float) -> list[Change]:
@@ -229,7 +255,7 @@ class Election:
         if claim.head == head:
             if claim.term == self._term:
                 return []
-            self._use(claim.term)
+            self._learn(claim.term)
             return [TermRaised(claim.term)]
         if claim.head is None or claim.head == self.self_id:
             return self._lose(now)
@@ -279,12 +305,13 @@ class Election:
         rank = sum(node < self.self_id for node in live)
         if now < max(self._headless_since + rank * STAGGER_S, self._patient_until):
             return []
-        self._use(Term(self._term + 1))
+        if not self._leads_under(Term(min(self._term + 1, MAX_TERM))):
+            return []
         self.elections += 1
         return self._follow(self.self_id, now)
 
     def _adopt(self, term: Term, head: NodeId, now: float) -> list[Change]:
-        self._use(term)
+        self._learn(term)
         return self._follow(head, now)
 
     def _follow(self, head: NodeId, now: float) -> list[Change]:
@@ -293,9 +320,31 @@ class Election:
         self.head_changes += before not in (None, head)
         return [HeadChanged(head, self._term, before)]
 
-    def _use(self, term: Term) -> None:
-        """Stores a term before anybody hears of it."""
+    def _leads_under(self, term: Term) -> bool:
+        """Stores a term before anybody hears of it; False where the disk did not take it."""
+        assert term >= self._term
+        if (term != self._term or self.not_stored) and not self._stores(term):
+            return False
+        self._term = term
+        return True
+
+    def _learn(self, term: Term) -> None:
+        """Another node's term: that one has stored it before this node heard of it."""
         assert term >= self._term
         if term != self._term:
-            self._store.save(term)
+            _ = self._stores(term)
             self._term = term
+
+    def _stores(self, term: Term) -> bool:
+        try:
+            self._store.save(term)
+        except OSError as fault:
+            self.not_stored = fault.strerror or type(fault).__name__
+            return False
+        self.not_stored = ""
+        return True
+
+    def _disk_changes(self, before: str) -> list[Change]:
+        if bool(before) == bool(self.not_stored):
+            return []
+        return [TermNotStored(self.not_stored)] if self.not_stored else [TermStored()]

@@ -25,6 +25,10 @@ Kind: TypeAlias = Literal[
     "died",
     "election",
     "head_changed",
+    "term_not_stored",
+    "term_stored",
+    "loop_ended",
+    "loop_recovered",
     "placed",
     "stage_lost",
     "replanned",
@@ -44,7 +48,17 @@ BACKLOG: Final = 256
 """Events that a listener may leave unread before it is dropped."""
 
 _WARNINGS: Final[frozenset[Kind]] = frozenset(
-    ("suspected", "died", "stage_lost", "degraded", "load_failed", "join_refused", "dropped")
+    (
+        "suspected",
+        "died",
+        "term_not_stored",
+        "loop_ended",
+        "stage_lost",
+        "degraded",
+        "load_failed",
+        "join_refused",
+        "dropped",
+    )
 )
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
@@ -44,6 +44,13 @@ def request_scope(request: str) -> Generator[None]:
         yield
     finally:
         _request.reset(token)
+
+
+def apart() -> Context:
+    """A context for a task that outlives the request that happens to start it."""
+    context = copy_context()
+    _ = context.run(_request.set, None)
+    return context
 
 
 def current_request() -> str | None:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .background import background
+from .background import Loops
 from .cluster_stages import ClusterStages
 from .control_links import LinkService
 from .control_server import ControlServer
@@ -45,16 +45,17 @@ class Node:
         self._background: list[asyncio.Task[None]] = []
         self._leaving = Leaving()
         self._events = events = EventLog()
+        self._loops = loops = Loops(events)
         self._local = local = LocalNode(settings, hardware)
         self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
         wishes, states = Wishes(), self._supervisor.states
-        self._peering = Peering(settings, local, states, self._node_lost, events, wishes)
+        self._peering = Peering(settings, local, states, self._node_lost, events, wishes, loops)
         facts = self._planner_facts()
         self._placements = Placements(self._cluster_stages(), facts, events, wishes)
         self._watch = StageWatch(self._peering.cluster, self._placements)
         self._api = NodeApi(
-            settings, local, self._peering, facts, self._placements, self._leaving, events
+            settings, local, self._peering, facts, self._placements, self._leaving, events, loops
         )
 
     @property
@@ -87,11 +88,12 @@ class Node:
         peering.cluster.start()
         _ = at_the_end(peering.cluster.close)
         self._background = [
-            background(self._local.scan_models(), "the scan for models"),
-            background(self._watch.run(), "the watch over stages"),
+            self._loops.keep(self._local.scan_models, "the scan for models"),
+            self._loops.keep(self._watch.run, "the watch over stages"),
         ]
         _ = at_the_end(self._cancel_background)
-        self._local.profiling.start(peering.cluster.members, self._supervisor.reports)
+        reports = self._supervisor.reports
+        self._local.profiling.start(peering.cluster.members, reports, self._loops)
         _ = at_the_end(self._local.profiling.close)
         peering.joining.begin(peering.cluster, self._settings.peers)
         peering.search.start(self._peers)

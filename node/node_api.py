@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
+from .background import Loops
 from .chat import ChatService
 from .events import EventLog
 from .facts import NodeFactsSource
@@ -41,6 +42,7 @@ class NodeApi:
         placements: Placements,
         leaving: Leaving,
         events: EventLog,
+        loops: Loops,
     ) -> None:
         self._settings = settings
         self._local = local
@@ -49,6 +51,7 @@ class NodeApi:
         self._placements = placements
         self._leaving = leaving
         self._events = events
+        self._loops = loops
         self._app = self._build()
         self._server = HttpServer(self._app, grace_s=GRACE_S)
 
@@ -101,7 +104,11 @@ class NodeApi:
             metrics,
             self._local.version,
             int(time.time()),
+            self._trouble,
         )
+
+    def _trouble(self) -> str:
+        return "; ".join(filter(None, (self._peering.cluster.trouble(), self._loops.trouble())))
 
 
 def _host_names(host: str) -> list[str]:

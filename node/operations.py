@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from ..placement.card import ModelCard
@@ -40,7 +40,9 @@ class NodeOperations:
         metrics: Metrics,
         version: str,
         created: int,
+        trouble: Callable[[], str],
     ) -> None:
+        """`trouble`: what this node itself cannot do now, and why; "" where there is nothing."""
         self._library = library
         self._placements = placements
         self._readiness = readiness
@@ -51,6 +53,7 @@ class NodeOperations:
         self._metrics = metrics
         self._version = version
         self._created = created
+        self._trouble = trouble
 
     async def models(self) -> dict[str, Any]:
         """Every known model in the shape of `GET /v1/models`."""
@@ -64,7 +67,7 @@ class NodeOperations:
         return {"object": "list", "data": [*data, *broken]}
 
     async def cluster(self) -> dict[str, Any]:
-        return self._cluster.describe(self._version)
+        return self._cluster.describe(self._version) | {"trouble": self._trouble() or None}
 
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]
@@ -99,6 +102,8 @@ class NodeOperations:
 
     async def ready(self) -> tuple[bool, str]:
         """Each placement made a step within seconds, or makes one now."""
+        if trouble := self._trouble():
+            return False, trouble
         if self._cluster.head is None:
             return False, "no head is elected yet"
         fault = await self._readiness.fault()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from .background import Loops
 from .cluster import Cluster
 from .discovery import Announcement, Candidate, Discovery
 from .join_node import NodeJoining
@@ -13,12 +14,18 @@ class PeerSearch:
     """Leads members of the cluster to `Cluster`, and whoever else is found to `NodeJoining`."""
 
     def __init__(
-        self, settings: Settings, local: LocalNode, cluster: Cluster, joining: NodeJoining
+        self,
+        settings: Settings,
+        local: LocalNode,
+        cluster: Cluster,
+        joining: NodeJoining,
+        loops: Loops,
     ) -> None:
         self._settings = settings
         self._local = local
         self._cluster = cluster
         self._joining = joining
+        self._loops = loops
         self._discovery: Discovery | None = None
 
     def start(self, addresses: Iterable[str]) -> None:
@@ -28,7 +35,7 @@ class PeerSearch:
         if self._settings.mdns:
             interfaces = None if self._settings.interface is None else [self._local.host]
             self._discovery = Discovery(self._announcement(), interfaces, self._found)
-            self._discovery.start()
+            self._discovery.start(self._loops)
 
     async def close(self) -> None:
         if self._discovery is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .background import Loops
 from .cluster import Cluster
 from .control_client import Channels, RunnerClient
 from .events import EventLog
@@ -31,6 +32,7 @@ class Peering:
         on_lost: Callable[[NodeId, str], None],
         events: EventLog,
         wishes: Wishes,
+        loops: Loops,
     ) -> None:
         """See `Cluster` for `states`, `on_lost` and `wishes`.
 
@@ -46,9 +48,17 @@ class Peering:
         self.client = self.joining.client(self.channels, standing.life)
         self.runners = RunnerClient(self.channels)
         self.cluster = Cluster(
-            self._facts, states, self.client, standing, on_lost, keys.fingerprint, events, wishes
+            self._facts,
+            states,
+            self.client,
+            standing,
+            on_lost,
+            keys.fingerprint,
+            events,
+            wishes,
+            loops,
         )
-        self.search = PeerSearch(settings, local, self.cluster, self.joining)
+        self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)
 
     def _facts(self) -> pb.NodeFacts:
         return self.joining.tell(self._local.facts())

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..placement.errors import ExoNodeError, LoadFailed
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .background import background
+from .background import Loops
 from .control_links import LinkClient
 from .facts import MemberFacts
 from .interfaces import source_address
@@ -65,15 +65,15 @@ class Profiling:
         self._prober = LinkProber(self._peers, self._busy, client.measure, source_address, clock)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, members: Members, reports: Reports) -> None:
+    def start(self, members: Members, reports: Reports, loops: Loops) -> None:
         """`members`: the nodes that may take work, this one among them.
 
         `reports`: what each runner of this node said last.
         """
         self._members, self._reports = members, reports
         self._tasks = [
-            background(self._prober.run(), "the measurement of links"),
-            background(self._save(), "the saving of layer times"),
+            loops.keep(self._prober.run, "the measurement of links"),
+            loops.keep(self._save, "the saving of layer times"),
         ]
 
     async def close(self) -> None:

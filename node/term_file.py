@@ -6,9 +6,11 @@ from typing import Final
 
 from ..placement.errors import InvalidSettings
 from ..placement.ids import Term
+from .election import MAX_TERM
 
 _NAME: Final = "term"
-_MAX_TERM: Final = 2**63
+_MAX_DIGITS: Final = 20
+"""More than any term has; Python reads no number of thousands of digits."""
 
 
 class TermFile:
@@ -25,8 +27,8 @@ class TermFile:
             return Term(0)
         except (OSError, UnicodeDecodeError) as fault:
             raise self._damaged(str(fault)) from fault
-        if not text.isdecimal() or int(text) >= _MAX_TERM:
-            raise self._damaged("it should hold one number")
+        if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) > MAX_TERM:
+            raise self._damaged(f"it should hold one number, at most {MAX_TERM}")
         return Term(int(text))
 
     def save(self, term: Term) -> None:

@@ -13,6 +13,7 @@ import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from exo_node.node import discovery
+from exo_node.node.background import Loops
 from exo_node.node.discovery import (
     MAX_CANDIDATES,
     SERVICE,
@@ -21,6 +22,7 @@ from exo_node.node.discovery import (
     Discovery,
     candidates,
 )
+from exo_node.node.events import EventLog
 from exo_node.placement.ids import NodeId
 
 LOOPBACK = "127.0.0.1"
@@ -66,7 +68,7 @@ def announcement(cluster: str, port: int = 7001, node: NodeId | None = None) -> 
 @asynccontextmanager
 async def started(*watchers: Watcher) -> AsyncGenerator[None]:
     for watcher in watchers:
-        watcher.discovery.start()
+        watcher.discovery.start(Loops(EventLog()))
     try:
         yield
     finally:
@@ -95,13 +97,15 @@ def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> Non
 
 CHILD = """
 import asyncio, sys
+from exo_node.node.background import Loops
 from exo_node.node.discovery import Announcement, Discovery
+from exo_node.node.events import EventLog
 
 async def main(node, cluster):
     found = asyncio.Queue()
     own = Announcement(node, cluster, "0.1.0", "127.0.0.1", 7102)
     child = Discovery(own, ["127.0.0.1"], found.put_nowait)
-    child.start()
+    child.start(Loops(EventLog()))
     while (peer := await found.get()).cluster != cluster:
         pass
     print(peer.node, peer.address, flush=True)

@@ -12,6 +12,8 @@ from engines import ORACLE, answer, load_quietly, request, spec, split_engine
 from runners import eventually
 
 from exo_node.node import profiling as profiling_module
+from exo_node.node.background import Loops
+from exo_node.node.events import EventLog
 from exo_node.node.facts import MemberFacts, NodeFactsSource
 from exo_node.node.profiles import LayerProfiles
 from exo_node.node.profiling import Profiling
@@ -262,7 +264,7 @@ class Machine:
             return pb.LoadReady(layers=self.pipeline.probe(self.stage))
 
         async def load() -> None:
-            self.profiling.start(lambda: (), self.reports)
+            self.profiling.start(lambda: (), self.reports, Loops(EventLog()))
             _ = await self.profiling.load(self.spec, "f1", ready)
 
         self.loop.run(load())

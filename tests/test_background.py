@@ -1,0 +1,112 @@
+"""Loops that end by an error: they begin again, the user hears of it once, and it passes."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from exo_node.node.background import Loops
+from exo_node.node.events import EventLog
+from exo_node.node.log import current_request, request_scope
+
+STEADY_S = 0.2
+
+
+class Work:
+    """Ends by an error while it is broken."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.turns = 0
+        self.begun = 0
+
+    async def run(self) -> None:
+        self.begun += 1
+        while True:
+            self.turns += 1
+            if self.broken:
+                raise RuntimeError(f"turn {self.turns}")
+            await asyncio.sleep(0.01)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def kinds(events: EventLog) -> list[str]:
+    return [event.kind for event in events.held()]
+
+
+async def ended(task: "asyncio.Task[None]") -> None:
+    _ = task.cancel()
+    _ = await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        events, work = EventLog(), Work()
+        loops = Loops(events, steady_s=STEADY_S)
+        with caplog.at_level(logging.ERROR):
+            task = loops.keep(work.run, "the work")
+            await until(lambda: work.begun >= 3)
+        assert "the work ended by an error" in loops.trouble()
+        assert kinds(events) == ["loop_ended"]
+        assert len([r for r in caplog.records if r.exc_info]) == 1  # though each text differs
+        assert "Traceback" not in events.held()[0].text
+        work.broken = False
+        await until(lambda: not loops.trouble())
+        assert kinds(events) == ["loop_ended", "loop_recovered"]
+        assert work.turns > 3
+        await ended(task)
+
+    asyncio.run(story())
+
+
+def test_work_that_returns_is_done() -> None:
+    async def story() -> None:
+        loops = Loops(EventLog())
+        await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 10)
+        assert loops.trouble() == ""
+
+    asyncio.run(story())
+
+
+def test_cancelling_ends_the_work_and_the_trouble() -> None:
+    async def story() -> None:
+        closed: list[bool] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                closed.append(True)
+
+        broken = Work()
+        loops = Loops(EventLog(), steady_s=STEADY_S)
+        tasks = [loops.keep(work, "one"), loops.keep(broken.run, "other")]
+        await until(loops.trouble)
+        for task in tasks:
+            await ended(task)
+        assert closed == [True]
+        assert loops.trouble() == ""
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(story())
+
+
+def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
+    async def story() -> list[str | None]:
+        seen: list[str | None] = []
+
+        async def work() -> None:
+            seen.append(current_request())
+
+        with request_scope("req_1"):
+            await Loops(EventLog()).keep(work, "it")
+            seen.append(current_request())
+        return seen
+
+    assert asyncio.run(story()) == [None, "req_1"]
