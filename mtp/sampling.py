@@ -18,6 +18,8 @@ _BLOCK = 128
 """Ids of which `_likeliest` first looks at the maximum alone."""
 SPARSE_TOP_K = 256
 """The largest top_k that is worked on by its ids alone."""
+LEAST_TOP_P = 1e-6
+"""A smaller top_p means the same, and could round to 0: mlx-lm's filter then reads past the row."""
 
 
 def greedy_token(logits: mx.array) -> mx.array:
@@ -178,7 +180,7 @@ class TargetDistribution:
         x = logits.astype(mx.float32)
         if 0 < s.top_p < 1:
             # It takes powers of e; the filters do not mind a constant, so nothing is normalised.
-            x = apply_top_p(x - x.max(axis=-1, keepdims=True), s.top_p)
+            x = apply_top_p(x - x.max(axis=-1, keepdims=True), max(s.top_p, LEAST_TOP_P))
         if s.min_p > 0:
             x = apply_min_p(x, s.min_p)
         if s.xtc_probability > 0:
@@ -198,7 +200,7 @@ class TargetDistribution:
         if 0 < s.top_p < 1:
             descending = mx.sort(top, axis=-1)[:, ::-1]
             p = mx.exp(descending - mx.logsumexp(x, axis=-1, keepdims=True))
-            kept = mx.cumsum(p, axis=-1, inclusive=False) < s.top_p
+            kept = mx.cumsum(p, axis=-1, inclusive=False) < max(s.top_p, LEAST_TOP_P)
             least = mx.where(kept, descending, math.inf).min(axis=-1, keepdims=True)
             top = mx.where(top < least, -math.inf, top)
         if s.min_p > 0:
@@ -207,7 +209,8 @@ class TargetDistribution:
         return Distribution(self._cooled(top), ids)
 
     def _cooled(self, x: mx.array) -> mx.array:
-        x = x * (1.0 / self.sampling.temperature)
+        # The maximum becomes 0 first: neither a low temperature nor large logits cost precision.
+        x = (x - x.max(axis=-1, keepdims=True)) * (1.0 / self.sampling.temperature)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
     def _exclude_top_choices(self, x: mx.array, position: int) -> mx.array:

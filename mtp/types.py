@@ -7,6 +7,8 @@ AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
+COLDEST = 1e-5
+"""Temperatures below it are greedy: there is no other token that float32 could tell from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Penalties:
 class Sampling:
     """The target distribution: filters at temperature 1 in mlx-lm's order, then temperature.
 
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 are off.
-    With `seed`, noise is keyed by absolute position, so the tokens do not depend on K.
+    `temperature` below COLDEST is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0
+    are off. With `seed`, noise is keyed by absolute position, so the tokens do not depend on K.
     """
 
     temperature: float = 0.0
@@ -47,7 +49,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < COLDEST
 
     def rule_of(self, k: int) -> AcceptanceRule:
         """How up to `k` drafts a round are accepted: what can be promised about the output.

@@ -245,7 +245,7 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
 def _token(one: TokenLogprob) -> dict[str, Any]:
     return {
         "token": one.raw.decode(errors="replace"),
-        "logprob": max(one.logprob, _LEAST_LOGPROB),
+        "logprob": max(_LEAST_LOGPROB, one.logprob),  # in this order NaN is the least, too
         "bytes": list(one.raw) or None,
     }
 

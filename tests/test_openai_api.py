@@ -166,6 +166,15 @@ def test_logprobs_have_an_entry_for_each_token_of_the_answer(node: Node) -> None
     assert whole.decode() == choice["message"]["content"] == "hé"
 
 
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_no_logprob_that_json_cannot_say_reaches_a_client(node: Node, logprob: float) -> None:
+    spoken = TextDelta("h", (10,), (TokenLogprob(10, b"h", logprob),))
+    node.chat.scripts["demo"] = says(Started((7,)), spoken, FINISHED)
+    reply = node.chat_reply(logprobs=True)
+    (entry,) = reply.json["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == -9999.0
+
+
 def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
     node: Node,
 ) -> None:

@@ -140,6 +140,36 @@ def test_xtc_is_mlx_lms_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mx.allclose(mx.exp(got), mx.exp(wanted), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-37, 9e-6])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_temperature_next_to_none_is_greedy(temperature: float, top_k: int) -> None:
+    logits = random_logits(40, seed=2)
+    chooser = Chooser(Sampling(temperature=temperature, top_k=top_k), 3)
+    assert as_ids(chooser.token(logits, 0)) == as_ids(greedy_token(logits))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e30, 3e38])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_large_logits_and_low_temperatures_leave_a_distribution(
+    temperature: float, size: float, top_k: int
+) -> None:
+    logits = size * mx.tanh(random_logits(40, seed=2))
+    s = Sampling(temperature=temperature, top_k=top_k)
+    log_p = TargetDistribution(s, Noise(0))(logits, 0).log_p
+    assert mx.allclose(mx.exp(log_p).sum(axis=-1), mx.ones(40), rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [1e-320, 1e-46, 1e-40, 1e-7])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_top_p_next_to_none_keeps_the_likeliest_alone(top_p: float, top_k: int) -> None:
+    logits = random_logits(40, seed=2)
+    s = Sampling(temperature=1.0, top_p=top_p, top_k=top_k)
+    found = TargetDistribution(s, Noise(0))(logits, 0)
+    assert (found.log_p == 0).sum(axis=-1).tolist() == [1] * 40
+    assert as_ids(draw(found, Noise(0), 0)) == as_ids(mx.argmax(logits, axis=-1))
+
+
 def test_xtc_never_removes_special_tokens() -> None:
     logits = random_logits(40, seed=3)
     likeliest = as_ids(mx.argmax(logits, axis=-1))
