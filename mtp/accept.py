@@ -77,8 +77,9 @@ def accept_by_block(
     # h_i = m / (m + 1 - w_i), m the residual's mass after i drafts; h_K = w_K.
     mass = mx.maximum(weight[1:, None] * mx.exp(target.log_p[1:k]) - mx.exp(q[1:]), 0).sum(axis=-1)
     whole = mass - mx.expm1(log_weight[1:k])
-    # 0 / 0: the weight is full and p equals q, so a longer block stands in any case.
-    shorter = mx.where(whole > 0, mass / whole, 1)
+    # 0 / 0: the weight is full and p equals q, so a longer block stands in any case. A quotient
+    # that is not a number is none of those: compared with it, no draft stands.
+    shorter = mx.where(whole == 0, 1, mass / whole)
     chance = mx.concatenate([shorter, mx.exp(log_weight[k:])])
     stands = noise.uniform(position, k, ACCEPT) < chance
     accepted = (stands * mx.arange(1, k + 1)).max()

@@ -6,6 +6,7 @@ from typing import assert_never
 import mlx.core as mx
 
 from .accept import Verdict, accept_by_block, accept_by_ratio, accept_matching
+from .finite import with_finite_rows
 from .processors import Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_token
 from .seams import Drafts
@@ -48,6 +49,7 @@ class Chooser:
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
         if self._sampling.greedy:
             return Drafts(greedy_token(logits).astype(mx.int32), None)
+        logits, _ = with_finite_rows(logits)
         q = self._distribution(logits, position)
         if self._sampling.seed is not None:
             return Drafts(draw(q, self._noise, position), None)

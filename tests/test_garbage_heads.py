@@ -1,0 +1,103 @@
+"""Draft heads that give garbage: whatever they say, the answer is the target's."""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tables import Logits, random_table, tell
+from test_distribution import SUSPICIOUS, TARGET, WARM, told
+
+from exo_node.mtp import chooser
+from exo_node.mtp.accept import Rule, accept_by_block, accept_by_ratio
+from exo_node.mtp.sampling import Distribution, Noise
+from exo_node.mtp.seams import as_row
+from exo_node.mtp.types import Penalties, Sampling
+
+KS = (1, 2, 3)
+NAN, INF = float("nan"), float("inf")
+
+
+def garbage(like: Logits) -> Mapping[str, Logits]:
+    """A draft head's tables of the shape of `like`."""
+    column = [i == 1 for i in range(like.shape[-1])]
+    after = [[i % 2 == 0] for i in range(like.shape[-2])]
+    return {
+        "nan": np.full_like(like, NAN),
+        "inf": np.full_like(like, INF),
+        "-inf": np.full_like(like, -INF),
+        "a column of nan": np.where(column, NAN, like).astype(np.float32),
+        "a column of inf": np.where(column, INF, like).astype(np.float32),
+        "a column of -inf": np.where(column, -INF, like).astype(np.float32),
+        "nan after every other token": np.where(after, NAN, like).astype(np.float32),
+        "inf after every other token": np.where(after, INF, like).astype(np.float32),
+        "-inf after every other token": np.where(after, -INF, like).astype(np.float32),
+        "huge": np.where(column, 3e38, -3e38 * np.ones_like(like)).astype(np.float32),
+        "huge and healthy": np.where(after, 3e38 * np.sign(like), like).astype(np.float32),
+        "constant": np.full_like(like, 7.0),
+    }
+
+
+NAMES = list(garbage(TARGET))
+SAMPLED = {
+    "plain": WARM,
+    "top_k": Sampling(temperature=0.8, top_k=2),
+    "top_p": Sampling(temperature=1.5, top_p=0.8),
+    "min_p": Sampling(temperature=1.3, min_p=0.2),
+    "xtc": Sampling(temperature=0.9, xtc_probability=0.5, xtc_threshold=0.15),
+}
+LONG = random_table(8, seed=1)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(penalties=Penalties(1.3, 0.5, 0.5)),
+        Sampling(temperature=1.0, seed=8),
+        Sampling(temperature=0.7, top_k=3, top_p=0.9, seed=9),
+    ],
+    ids=["greedy", "greedy, penalties", "seed", "seed, filters"],
+)
+def test_greedy_and_seeded_ids_are_those_without_drafts(
+    k: int, name: str, sampling: Sampling
+) -> None:
+    plain = tell(LONG, sampling=sampling, max_tokens=24).ids
+    assert tell(LONG, garbage(LONG)[name], k, sampling=sampling, max_tokens=24).ids == plain
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_distribution_is_the_targets_under_garbage(k: int, name: str) -> None:
+    assert told(TARGET, garbage(TARGET)[name], k, WARM, tokens=500) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("filters", [name for name in SAMPLED if name != "plain"])
+@pytest.mark.parametrize("name", ["nan", "a column of inf", "nan after every other token"])
+def test_the_distribution_is_the_targets_under_garbage_and_filters(filters: str, name: str) -> None:
+    draft, sampling = garbage(TARGET)[name], SAMPLED[filters]
+    assert told(TARGET, draft, 2, sampling, tokens=500) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("name", ["nan", "a column of inf", "nan after every other token"])
+def test_ratio_acceptance_leaves_the_distribution_under_garbage(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(chooser, "accept_by_block", accept_by_ratio)
+    assert told(TARGET, garbage(TARGET)[name], 3, WARM, tokens=500) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", [accept_by_ratio, accept_by_block])
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("k", KS)
+def test_no_rule_lets_a_draft_stand_that_came_from_no_distribution(
+    rule: Rule, bad: float, k: int
+) -> None:
+    """Even where nothing replaced the head's rows before."""
+    p = Distribution(mx.log(mx.array([[1e-9, 1 - 1e-9]] * (k + 1))))
+    q = Distribution(mx.full((k, 2), bad))
+    for entropy in range(40):
+        accepted, ids = rule(p, q, as_row([0] * k), Noise(entropy), 5).read()
+        assert (accepted, ids) == (0, [1])
