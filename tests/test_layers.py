@@ -43,6 +43,7 @@ _GRPC = (
     "shard/runner.py",
     "shard/runner_services.py",
     "shard/standby.py",
+    "node/control_callers.py",
     "node/control_client.py",
     "node/control_links.py",
     "node/control_server.py",
