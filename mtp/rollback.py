@@ -5,7 +5,7 @@ records the inputs of its recurrence (the tape), and the first m rows are replay
 before. The recurrence is sequential in float32, so the replay repeats the same operations.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -171,12 +171,24 @@ def rollback(caches: Sequence[object], rows: int) -> None:
 
 
 def cache_arrays(caches: Sequence[object]) -> list[mx.array]:
-    """Every array that the caches hold, to be evaluated or measured."""
-    arrays: list[mx.array] = []
-    for cache in caches:
-        if isinstance(cache, ArraysCache):
-            arrays += [array for array in cache.cache if array is not None]
-            continue
-        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-        arrays += [array for array in (keys, values) if isinstance(array, mx.array)]
-    return arrays
+    """Every array that the caches hold, to be evaluated or measured, those of caches in them too.
+
+    Attributes rather than `state`: that is a copy where a cache holds more rows than it shows.
+    """
+    return [array for cache in caches for array in _arrays_in(vars(cache))]
+
+
+def _arrays_in(held: object) -> Iterator[mx.array]:
+    match held:
+        case mx.array():
+            yield held
+        case Mapping():
+            for each in cast("Mapping[object, object]", held).values():
+                yield from _arrays_in(each)
+        case list() | tuple():
+            for each in cast("Sequence[object]", held):
+                yield from _arrays_in(each)
+        case _ if type(held).__module__.startswith("mlx_lm.models."):  # a cache in a CacheList
+            yield from _arrays_in(vars(held))
+        case _:
+            pass

@@ -1,18 +1,31 @@
-"""The bytes that a card counts for a token are those that mlx-lm's caches hold."""
+"""The bytes of caches: what a card counts for a token, what is evaluated and measured here."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import ast
 import importlib
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import models
+from mlx_lm.models import cache as kinds
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.deepseek_v41 import LayerCache
+from tables import EndAt
 
+from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.drafters import NoDrafter
+from exo_node.mtp.loop import Generation, Prefilled, Task
+from exo_node.mtp.rollback import TapedCache, cache_arrays
+from exo_node.mtp.types import Sampling
 from exo_node.placement.card import derive_card
 from exo_node.placement.ids import ModelId
+from exo_node.shard.local import LocalVerifier, WholeTarget
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -78,3 +91,75 @@ def test_a_tokens_bytes_are_those_of_the_cache(
     card = derive_card(ModelId("m"), config, 10**6)
     assert card.kv_bytes_per_token == rows
     assert card.kv_bytes_per_layer_token == numbers * 4
+
+
+def _written(cache: Any) -> Any:
+    keys, values = mx.ones((1, 2, 300, 64)), mx.ones((1, 2, 300, 64))
+    _ = cache.update_and_fetch(keys, values)
+    return cache
+
+
+def _states(cache: Any) -> Any:
+    cache[0], cache[1] = mx.ones((1, 3, 8)), mx.ones((1, 2, 4, 4))
+    return cache
+
+
+def _list() -> Any:
+    inner = kinds.CacheList(_written(kinds.KVCache()), _states(kinds.ArraysCache(2)))
+    return kinds.CacheList(inner, _written(kinds.RotatingKVCache(64)), kinds.KVCache())
+
+
+def _layer() -> Any:
+    cache = LayerCache(8)
+    _ = cache.update_window(mx.ones((1, 20, 16)))
+    cast("Any", cache).pending_kv = mx.ones((1, 2, 16))
+    return cache
+
+
+CACHES: dict[str, Callable[[], Any]] = {
+    "KVCache": lambda: _written(kinds.KVCache()),
+    "ConcatenateKVCache": lambda: _written(kinds.ConcatenateKVCache()),
+    "RotatingKVCache": lambda: _written(kinds.RotatingKVCache(64, keep=4)),
+    "ChunkedKVCache": lambda: _written(kinds.ChunkedKVCache(64)),
+    "QuantizedKVCache": lambda: _written(kinds.QuantizedKVCache()),
+    "ArraysCache": lambda: _states(kinds.ArraysCache(3)),
+    "TapedCache": lambda: _states(TapedCache(2)),
+    "CacheList": _list,
+    "LayerCache": _layer,
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_every_byte_of_a_cache_is_seen(kind: str) -> None:
+    cache = CACHES[kind]()
+    arrays = cache_arrays([cache, cache])
+    assert sum(array.nbytes for array in arrays) == 2 * cache.nbytes > 0
+
+
+def test_no_model_of_mlx_lm_makes_a_cache_of_another_kind() -> None:
+    made: set[str] = set()
+    for file in Path(next(iter(models.__path__))).glob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name == "make_cache":
+                calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+                made |= {name.id for name in calls if isinstance(name, ast.Name)}
+    found = {name for name in made if "Cache" in name}
+    assert "CacheList" in found
+    assert found - set(CACHES) == set()
+
+
+def test_each_chunk_of_a_prompt_is_evaluated_before_the_next() -> None:
+    """Also where a layer's caches lie in a list: deepseek_v32 and others."""
+    config = BASE | EXPERTS | LATENT | INDEXER | {"model_type": "deepseek_v32"}
+    module = importlib.import_module("mlx_lm.models.deepseek_v32")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    caches = make_prompt_cache(model)
+    verifier, chooser = LocalVerifier(WholeTarget(model), caches), Chooser(Sampling(), 0)
+    task = Task([1] * 80, 1, 16)
+    before, held = mx.get_active_memory(), list[int]()
+    for step in Generation(task, verifier, NoDrafter(), chooser, EndAt()).steps():
+        if isinstance(step, Prefilled) and 0 < step.done < step.total:
+            assert mx.get_active_memory() - before >= sum(cache.nbytes for cache in caches) > 0
+            held.append(step.done)
+    assert held == [16, 32, 48, 64]
