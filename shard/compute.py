@@ -4,6 +4,7 @@ MLX arrays belong to the thread that made them, so loading, forwards and the con
 happen here; bytes, ids and texts are handed over.
 """
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -12,8 +13,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ..mtp.seams import Wait
+from ..placement.errors import ExoNodeError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 256
 """Items that a slow reader may leave unread before its generation is paused."""
@@ -65,9 +69,9 @@ class Run:
             item = next(self._steps)
         except StopIteration:
             return self._end(None)
-        # The edge of the compute thread: whatever a request met, the others go on.
-        except Exception as fault:
-            return self._end(fault)
+        # The edge of the compute thread: whatever a request met, SystemExit too, the others go on.
+        except BaseException as fault:
+            return self._end(as_exception(fault))
         if isinstance(item, Wait):
             item.future.add_done_callback(lambda _: self._wake(self))
             return False
@@ -82,18 +86,29 @@ class Run:
         if close:
             try:
                 self._steps.close()
-            except Exception as closing:
-                fault = closing
+            except BaseException as closing:
+                fault = as_exception(closing)
         self._done(fault)
         return False
+
+
+def as_exception(fault: BaseException) -> Exception:
+    """What may be raised on another thread: SystemExit of a library would end the process there."""
+    if isinstance(fault, Exception):
+        return fault
+    return ExoNodeError(f"a library tried to end the process: {type(fault).__name__}: {fault}")
 
 
 class ComputeThread:
     """Started at construction; `close` ends it after the current step."""
 
-    def __init__(self, name: str = "compute") -> None:
+    def __init__(
+        self, name: str = "compute", died: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """`died` is told, on the thread itself, of a fault of its own; nothing runs after it."""
+        self._died = died
         self._inbox: queue.SimpleQueue[Callable[[], None] | Run | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.progress = 0
         """Jobs and steps finished: it grows while the thread is alive and has work."""
         self._thread.start()
@@ -107,8 +122,8 @@ class ComputeThread:
                 return
             try:
                 result = job()
-            except Exception as fault:
-                future.set_exception(fault)
+            except BaseException as fault:
+                future.set_exception(as_exception(fault))
             else:
                 future.set_result(result)
 
@@ -129,6 +144,20 @@ class ComputeThread:
     def close(self, timeout_s: float = 5.0) -> None:
         self._inbox.put(None)
         self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _live(self) -> None:
+        """Jobs and steps report their own faults; one that comes out here is the loop's."""
+        try:
+            self._loop()
+        except BaseException as fault:
+            log.critical("the compute thread died", exc_info=fault)
+            if self._died is None:
+                raise
+            self._died(fault)
 
     def _loop(self) -> None:
         turns: deque[Run] = deque()

@@ -88,7 +88,7 @@ class Runner:
         self._start = start
         self._spec = start.stage
         self._parent = parent
-        self._compute = ComputeThread()
+        self._compute = ComputeThread(died=self._died)
         self._rows = probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk)
         self._meter = LayerMeter(
             self._spec.end_layer - self._spec.first_layer,
@@ -103,6 +103,14 @@ class Runner:
     def stop(self) -> None:
         """Any thread."""
         _ = self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _died(self, fault: BaseException) -> NoReturn:
+        """Without its compute thread a runner only looks alive; its node starts another one."""
+        message = f"the runner's compute thread died: {type(fault).__name__}; see its log"
+        failure = pb.Failure(code=ExoNodeError.code, message=message)
+        self._parent.send(pb.FromRunner(failure=failure))
+        logging.shutdown()
+        os._exit(1)
 
     async def run(self) -> None:
         """Raises ExoNodeError when the stage cannot be loaded."""

@@ -35,6 +35,7 @@ MODEL_FAULTS = (
     LookupError,
     OSError,
     RuntimeError,
+    SystemExit,  # of a class whose import lacks a library
     TypeError,
     ValueError,
 )

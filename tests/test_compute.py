@@ -1,5 +1,6 @@
 """The compute thread: who runs when, what a cancellation closes, and what one failure leaves."""
 
+import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from exo_node.mtp.seams import Wait
+from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.compute import OUTBOX_LIMIT, ComputeThread, Run
 
 SOON_S = 5.0
@@ -291,6 +293,64 @@ def test_a_job_that_fails_says_so_to_its_caller_only(compute: Compute) -> None:
     with pytest.raises(ZeroDivisionError):
         compute.thread.submit(failing).result(SOON_S)
     assert compute.thread.submit(lambda: 3).result(SOON_S) == 3
+
+
+@pytest.mark.parametrize("fault", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_a_job_that_would_end_the_process_ends_itself(
+    compute: Compute, fault: BaseException
+) -> None:
+    def leaving() -> None:
+        raise fault
+
+    with pytest.raises(ExoNodeError, match=type(fault).__name__):
+        compute.thread.submit(leaving).result(SOON_S)
+    assert compute.thread.submit(lambda: 3).result(SOON_S) == 3
+    assert compute.thread.alive
+
+
+@pytest.mark.parametrize("fault", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_a_generation_that_would_end_the_process_ends_itself(
+    compute: Compute, fault: BaseException
+) -> None:
+    def leaving() -> Steps:
+        yield 0
+        raise fault
+
+    log: list[str] = []
+    with compute.held():
+        _, bad = compute.drive(leaving())
+        _, good = compute.drive(counting("a", log, 20))
+    assert isinstance(bad.wait(), ExoNodeError)
+    assert good.wait() is None and len(good.items) == 20
+
+
+def test_a_generation_that_would_end_the_process_as_it_is_closed_ends_itself(
+    compute: Compute,
+) -> None:
+    def stubborn() -> Steps:
+        try:
+            yield Wait(Future())
+        finally:
+            raise SystemExit(1)
+
+    run, outcome = compute.drive(stubborn())
+    compute.settle()
+    run.cancel()
+    assert isinstance(outcome.wait(), ExoNodeError)
+    assert compute.thread.submit(lambda: 3).result(SOON_S) == 3
+
+
+def test_the_death_of_the_thread_is_told() -> None:
+    deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    thread = ComputeThread("compute-to-die", deaths.put)
+
+    def deliver(_: object) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    _ = thread.drive(counting("a", []), deliver, lambda _: None)
+    assert str(deaths.get(timeout=SOON_S)) == "the event loop is closed"
+    thread.close()
+    assert not thread.alive
 
 
 def test_an_exception_on_the_way_out_is_reported(compute: Compute) -> None:

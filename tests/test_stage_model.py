@@ -233,6 +233,7 @@ def test_layers_that_are_not_there_are_refused(
         {"model_type": "../../x"},
         {"model_type": "nosuch"},
         {"model_type": 7},
+        {"model_type": "olmo"},  # its import exits the process where ai2-olmo is not installed
         {"num_attention_heads": 0},
         {"num_attention_heads": 5},
         {"hidden_size": 128},
