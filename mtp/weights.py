@@ -1,6 +1,6 @@
 """Fills a draft head with what its family makes of a checkpoint's tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 _AS_STORED = ("A_log", "e_score_correction_bias")
-"""Parameters that mlx-lm leaves in float32 when it converts a model, and so computes with."""
+"""Parameters of draft heads that mlx-lm's models of the same families compute with in float32."""
 
 H_co = TypeVar("H_co", bound=nn.Module, covariant=True)
 H = TypeVar("H", bound=nn.Module)
@@ -75,13 +75,23 @@ def load_head(family: HeadMaker[H], source: HeadSource, dtype: mx.Dtype | None) 
 
 
 def cast_parameters(module: nn.Module, dtype: mx.Dtype) -> None:
-    """As `nn.Module.set_dtype`, but for the parameters that models compute with in float32."""
+    """As `nn.Module.set_dtype`, but for the parameters that models compute with in float32.
+
+    Those are what the model's own `cast_predicate` says, by which mlx-lm converts it: routers'
+    biases and the like, which decide between experts.
+    """
+    casts = cast("Callable[[str], bool]", getattr(module, "cast_predicate", _everything))
 
     def converted(path: str, value: mx.array) -> mx.array:
         floats = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if floats and not path.endswith(_AS_STORED) else value
+        kept = path.endswith(_AS_STORED) or not casts(path)
+        return value if kept or not floats else value.astype(dtype)
 
     module.update(tree_map_with_path(converted, module.parameters()))
+
+
+def _everything(_path: str) -> bool:
+    return True
 
 
 def _gathers_on_cpu(head: nn.Module) -> bool:

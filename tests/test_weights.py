@@ -4,13 +4,15 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import importlib
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import lfm2_moe
 from mlx_lm.models.cache import KVCache
 from tiny import family, tiny_qwen
 
@@ -268,3 +270,64 @@ def test_what_models_compute_with_in_float32_is_not_cast() -> None:
     kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
     assert kept == {name for name in before if name.endswith("A_log")}
     assert len(kept) == 3
+
+
+_NAMES = (
+    *("A_log", "dt_bias", "sinks", "conv1d.weight", "gate.gate_alpha", "gate.gate_beta"),
+    *("feed_forward.expert_bias", "mlp.gate.e_score_correction_bias", "mlp.gate.router_bias"),
+    *("attn_hc.weight", "compressor.weight", "self_attn.q_proj.weight"),
+)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("Klear", "afmoe", "bailing_moe", "deepseek_v41", "glm4_moe", "kimi_linear", "lfm2_moe"),
+        *("longcat_flash_ngram", "minimax", "muse_spark", "nemotron_h", "step3p5"),
+    ],
+)
+def test_dtypes_follow_the_models_own_predicate(model_type: str) -> None:
+    """Which mlx-lm converts by: routers' biases decide between experts."""
+    stock: Any = importlib.import_module(f"mlx_lm.models.{model_type}").Model
+
+    class Shaped(nn.Module):
+        cast_predicate = stock.cast_predicate
+
+    model = Shaped()
+    layer = tree_unflatten([(name, mx.zeros((1,))) for name in _NAMES])
+    model.layers = [layer]
+    cast_parameters(model, mx.bfloat16)
+    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    always = ("A_log", "e_score_correction_bias")
+    casts: Any = model.cast_predicate
+    every = [f"layers.0.{name}" for name in _NAMES]
+    assert kept == {name for name in every if name.endswith(always) or not casts(name)}
+    assert any(not casts(name) for name in every)
+
+
+def test_a_loaded_models_expert_bias_stays_as_stored() -> None:
+    args: Any = lfm2_moe.ModelArgs(
+        model_type="lfm2_moe",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        use_expert_bias=True,
+        num_dense_layers=1,
+        norm_eps=1e-5,
+        conv_bias=False,
+        conv_L_cache=3,
+        rope_theta=1e4,
+        layer_types=["conv", "full_attention"],
+    )
+    model = lfm2_moe.Model(args)
+    cast_parameters(model, mx.bfloat16)
+    kept = {name for name, value in tensors_of(model).items() if value.dtype == mx.float32}
+    assert kept == {"model.layers.1.feed_forward.expert_bias"}
