@@ -39,11 +39,12 @@ class WholeTarget:
 
     def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
         ids = tokens[None]
-        if want != "all" and ids.shape[1] > 1:
+        if want == "last" and ids.shape[1] > 1:
             # Logits of every row of a chunk would cost more than one more row does.
             self._model(ids[:, :-1], cache=caches)
             ids = ids[:, -1:]
-        return Block(self._model(ids, cache=caches)[0], None)
+        logits = self._model(ids, cache=caches)[0]  # lazy: those that nobody reads cost nothing
+        return Block(logits[:0] if want == "none" else logits, None)
 
 
 class LocalVerifier:
