@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 RECENT = 15
 """Measurements that count for one cell; their median is its figure."""
 ENOUGH = 3
+LONGEST_S = 3600.0
+"""No round takes longer: the process was stopped meanwhile, or the machine asleep."""
 SHORTEST_BUCKET = 512
 
 
@@ -34,6 +36,9 @@ class RoundCosts:
         }
 
     def add(self, position: int, k: int, seconds: float) -> None:
+        """Seconds that no round can take are dropped: a clock that stands still, a debugger."""
+        if not 0 < seconds <= LONGEST_S:
+            return
         cell = (bucket_of(position), k)
         self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
 

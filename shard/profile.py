@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..mtp.costs import RECENT, RoundCosts
+from ..mtp.costs import LONGEST_S, RECENT, RoundCosts
 from ..mtp.depth import Prior
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SAVE_EVERY_S = 10.0
 MAX_BYTES = 1 << 20
 
-_Seconds = Annotated[float, Field(gt=0, le=3600)]
+_Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -97,7 +97,7 @@ class Profile:
         return profile
 
     def save(self) -> None:
-        """Not more often than every SAVE_EVERY_S; a disk that is full costs the profile only."""
+        """Not more often than every SAVE_EVERY_S. What cannot be saved costs the profile only."""
         now = self.clock()
         if self.path is None or (self._saved_at and now - self._saved_at < SAVE_EVERY_S):
             return
@@ -106,6 +106,8 @@ class Profile:
             _write(self.path, self._stored().model_dump_json())
         except OSError as fault:
             log.warning("measured speeds could not be saved: %s", fault.strerror)
+        except ValidationError as fault:
+            log.warning("measured speeds could not be saved: %s", _fields(fault))
 
     def _stored(self) -> _Stored:
         return _Stored(
@@ -115,6 +117,11 @@ class Profile:
             seen=self.prior.seen,
             accepted=self.prior.accepted,
         )
+
+
+def _fields(fault: ValidationError) -> str:
+    """Which of its fields a profile does not hold, and why."""
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in fault.errors())
 
 
 def _read(path: Path, key: ProfileKey) -> _Stored:

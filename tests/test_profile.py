@@ -104,6 +104,28 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     assert "could not be saved" in caplog.text
 
 
+@pytest.mark.parametrize("seconds", [4000.0, 0.0, -1.0, float("inf"), float("nan")])
+def test_seconds_that_no_round_can_take_are_dropped(tmp_path: Path, seconds: float) -> None:
+    """As when the process was stopped in the middle of one."""
+    profile = learned(tmp_path, clock := Clock())
+    profile.costs.add(100, 2, seconds)
+    clock.now += SAVE_EVERY_S
+    profile.save()
+    again = Profile.open(str(tmp_path), KEY, Clock())
+    assert list(again.costs.cells()) == [(2, 1, (0.25, 0.5, 0.75))]
+
+
+def test_what_a_profile_cannot_hold_is_said_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile = learned(tmp_path, clock := Clock())
+    profile.costs = RoundCosts([4000.0])
+    clock.now += SAVE_EVERY_S
+    with caplog.at_level(logging.WARNING):
+        profile.save()
+    assert "could not be saved: probed.0: Input should be less than" in caplog.text
+
+
 def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     profile = Profile.open("", KEY, Clock())
     profile.save()
