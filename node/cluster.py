@@ -11,7 +11,7 @@ from ..placement.errors import ExoNodeError, PeerLost
 from ..placement.ids import NodeId, Term
 from ..proto import peer_pb2 as pb
 from .background import Loops
-from .cluster_wire import describe_node, fill, read
+from .cluster_wire import checked, describe_node, fill, read
 from .control_client import ControlClient
 from .control_server import PROTOCOL
 from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
@@ -265,6 +265,7 @@ class Cluster:
             begun = time.monotonic()
             try:
                 beat = await self._client.exchange(dial.address, dial.node, self._beat())
+                beat = checked(beat, dial.address)
             except ExoNodeError as fault:
                 self._complain(dial, fault)
                 await asyncio.sleep(dial.backoff_s)

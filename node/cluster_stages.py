@@ -1,8 +1,10 @@
 """Stages wherever they are: this node's own directly, others' through their nodes."""
 
+from ..placement.errors import PeerLost
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .cluster import Cluster
+from .cluster_wire import checked
 from .control_client import ControlClient, RunnerClient
 from .local_stages import LocalStages
 from .profiling import Profiling
@@ -38,7 +40,7 @@ class ClusterStages:
         if node == self._self:
             return await self._local.load(spec, progress)
         loading = self._client.load(self._cluster.address(node), node, spec, progress)
-        ready = await self._profiling.heeding(spec.model, loading)
+        ready = checked(await self._profiling.heeding(spec.model, loading), f"node {node}")
         return self._profiling.quickest(self._self, Endpoint(node, ready)).ready
 
     async def unload(
@@ -61,7 +63,11 @@ class ClusterStages:
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         way = self._cluster.exchange_s(stage.node)
         timeout = max(PING_TIMEOUT_S, PING_EXCHANGES * way)
-        return await self._runners.ping(stage, placement, number, timeout)
+        state = await self._runners.ping(stage, placement, number, timeout)
+        state = checked(state, f"the runner on {stage.node}")
+        if state.compute_ended:
+            raise PeerLost(f"the compute thread of stage {number} on {stage.node} has ended")
+        return state
 
     async def forget(self, stage: Endpoint) -> None:
         await self._runners.forget(stage)

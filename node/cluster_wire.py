@@ -1,10 +1,14 @@
 """Heartbeats as messages, and what `GET /v1/cluster` shows of the nodes that send them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
+from ..placement.errors import InvalidRequest
 from ..placement.ids import NodeId, Term
 from ..proto import peer_pb2 as pb
+from ..proto.bounds import fault
 from .election import Claim
 from .membership import Status, View
 from .standing import Beat
@@ -15,6 +19,17 @@ _TO_WIRE: Mapping[Status, pb.ViewStatus.ValueType] = {
     "dead": pb.VIEW_STATUS_DEAD,
 }
 _FROM_WIRE: Mapping[int, Status] = {number: status for status, number in _TO_WIRE.items()}
+
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def checked(message: _Message, sender: str) -> _Message:
+    """The same message. Raises InvalidRequest where a number in it is out of its bounds."""
+    if (found := fault(message)) is not None:
+        text = f"{sender} sent {found.field} that {found.text}; nothing of that message counts"
+        raise InvalidRequest(text, param=found.field)
+    return message
 
 
 def fill(message: pb.Heartbeat, beat: Beat) -> None:

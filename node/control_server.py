@@ -20,6 +20,7 @@ from ..placement.errors import (
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
+from ..proto.bound_server import BoundNumbers
 from .control_callers import PeersOnly
 from .control_links import LinkService
 from .trust import Credentials, authenticated_node, server_credentials
@@ -172,7 +173,9 @@ class ControlServer:
     """Listens on the addresses that peers may use."""
 
     def __init__(self, node: NodeSide, credentials: Credentials, links: LinkService) -> None:
-        self._server = grpc.aio.server(interceptors=[PeersOnly()], options=SERVER_OPTIONS)
+        # In this order: what a stranger sends is not even looked at.
+        first = (PeersOnly(), BoundNumbers())
+        self._server = grpc.aio.server(interceptors=first, options=SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
         peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
         peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)

@@ -39,6 +39,7 @@ class LocalStages:
         own = pb.StageSpec()
         own.CopyFrom(spec)
         own.path = str(folder)
+        own.ClearField("listen")  # this node's own addresses follow; never a peer's choice
         own.profile_folder = str(self._profile_folder)
         own.memory_limit_bytes = self._memory_limit
         checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)

@@ -32,6 +32,9 @@ FORGET_AFTER_S = 60.0
 LATE_AFTER_S = 1.0
 """Ticks come twice a second or more: what a gap has beyond this is this node's own pause."""
 
+MAX_INCARNATION = 2**62
+"""The highest that a heartbeat may carry; only a wrong message can bring it about."""
+
 Status = Literal["alive", "suspect", "dead"]
 
 
@@ -227,6 +230,8 @@ class Membership:
                 _ = peer.vouched.pop(sender, None)
         if peer.status != "alive" or now - peer.heard_at <= DOUBT_AFTER_S:
             return ()
+        if peer.incarnation >= MAX_INCARNATION:
+            return ()  # it could not refute that
         peer.status, peer.hearsay = "suspect", True
         return (Suspected(view.node, by=sender),)
 
@@ -235,7 +240,7 @@ class Membership:
         outdated = view.status != "alive" and view.incarnation == self.incarnation
         if view.incarnation <= self.incarnation and not outdated:
             return ()
-        self.incarnation = view.incarnation + 1
+        self.incarnation = min(view.incarnation + 1, MAX_INCARNATION)
         return (Refuted(self.self_id, sender, view.status),) if view.status != "alive" else ()
 
     def _goes(self, node: NodeId) -> tuple[Change, ...]:

@@ -2419,11 +2419,15 @@ class RunnerState(_message.Message):
     ACTIVE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
     active_memory_bytes: _builtins.int
     progress: _builtins.int
+    """steps finished; while it loads, also reports and bytes read"""
+    compute_ended: _builtins.bool
+    """its compute thread is gone: it only looks alive"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
         """what its layers take at work, as far as that is known"""
@@ -2437,10 +2441,11 @@ class RunnerState(_message.Message):
         active_memory_bytes: _builtins.int = ...,
         progress: _builtins.int = ...,
         layers: _abc.Iterable[Global___LayerMean] | None = ...,
+        compute_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,7 +60,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     if generator and spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
         require_splittable(checkpoint.config, spec.profile_folder)
-    before = _bytes_read()
+    before = bytes_read()
     dtype = DTYPES[spec.dtype]
 
     def progress(done: int, total: int) -> None:
@@ -82,7 +82,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
         head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
-    read = _bytes_read() - before
+    read = bytes_read() - before
     return Loaded(
         model=stage,
         expected=_expectation(spec, config),
@@ -180,7 +180,7 @@ def _limit_memory(limit_bytes: int) -> None:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-def _bytes_read() -> int:
+def bytes_read() -> int:
     """Bytes this process has read from files; 0 where the system does not count them (macOS)."""
     process: Any = psutil.Process()
     return int(process.io_counters().read_chars) if hasattr(process, "io_counters") else 0

@@ -25,6 +25,7 @@ import mlx.core as mx
 from ..placement.errors import ExoNodeError
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
+from ..proto.bound_server import BoundNumbers
 from .compute import ComputeThread
 from .copier import Copier
 from .copies import Copies
@@ -32,7 +33,7 @@ from .engine import TextEngine
 from .layer_meter import LayerMeter
 from .layer_probe import probe_layers, probed_rows
 from .links import SERVER_OPTIONS, Ring
-from .load import Loaded, load
+from .load import Loaded, bytes_read, load
 from .profile import Profile, ProfileKey
 from .runner_generator import GeneratorService
 from .runner_services import NextStage, RunnerService, StageService
@@ -42,6 +43,7 @@ from .wire import DTYPES
 
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
+READ_PIECE = 4 << 20
 
 
 class Parent:
@@ -97,6 +99,7 @@ class Runner:
         )
         self._stage: StageService | None = None
         self._state = pb.RunnerState()
+        self._reports = 0
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -114,6 +117,22 @@ class Runner:
 
     async def run(self) -> None:
         """Raises ExoNodeError when the stage cannot be loaded."""
+        watched = asyncio.create_task(self._say_how_it_loads())
+        try:
+            await self._run(watched)
+        finally:
+            _ = watched.cancel()
+
+    async def _say_how_it_loads(self) -> None:
+        """For the node, which ends a load that does not get on."""
+        while True:
+            state = self._current_state()
+            # In whole pieces: asking for this number reads a few bytes as well.
+            state.progress += self._reports + bytes_read() // READ_PIECE
+            self._parent.send(pb.FromRunner(state=state))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def _run(self, watched: "asyncio.Task[None]") -> None:
         loading = self._compute.submit(lambda: load(self._spec, self._report))
         loaded = await asyncio.wrap_future(loading)
         loaded.model.meter = self._meter
@@ -122,7 +141,7 @@ class Runner:
         )
         following = NextStage(credentials)
         follower = Follower(loaded.model, loaded.expected, self._compute, credentials)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following, follower)
         service = RunnerService(self._spec, self._current_state)
         peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
@@ -132,6 +151,7 @@ class Runner:
         if self._spec.measure_layers:
             timing = self._compute.submit(lambda: self._layer_times(loaded))
             ready.layers.CopyFrom(await asyncio.wrap_future(timing))
+        _ = watched.cancel()
         self._parent.send(pb.FromRunner(ready=ready))
         reporter = asyncio.create_task(self._report_state(watch))
         _ = await self._stop.wait()
@@ -238,6 +258,7 @@ class Runner:
         )
 
     def _report(self, progress: pb.LoadProgress) -> None:
+        self._reports += 1
         self._parent.send(pb.FromRunner(progress=progress))
 
     def _ready(
@@ -295,6 +316,7 @@ class Runner:
         state = pb.RunnerState()
         state.CopyFrom(self._state)
         state.progress = self._compute.progress
+        state.compute_ended = not self._compute.alive
         return state
 
 

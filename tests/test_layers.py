@@ -39,6 +39,7 @@ _MLX_FREE = (
 )
 _GRPC = (
     "proto/*_pb2_grpc.py",
+    "proto/bound_server.py",
     "shard/links.py",
     "shard/runner.py",
     "shard/runner_services.py",

@@ -1,0 +1,315 @@
+"""Numbers from the wire: any message through the real readers is taken, or refused by its field."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated import Disk
+
+from exo_node.node import control_server
+from exo_node.node.background import Loops
+from exo_node.node.cluster import Cluster
+from exo_node.node.cluster_wire import checked
+from exo_node.node.control_server import PROTOCOL
+from exo_node.node.events import EventLog
+from exo_node.node.standing import Standing
+from exo_node.node.wishes import Wishes
+from exo_node.placement.errors import ExoNodeError, InvalidRequest, PeerLost
+from exo_node.placement.ids import NodeId
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto.bound_server import BoundNumbers
+from exo_node.proto.bounds import MAX_COUNTER, fault
+from exo_node.shard.frames import Assembler, Expectation, check_envelope
+
+EVERY: Mapping[str, Descriptor] = pb.DESCRIPTOR.message_types_by_name
+U64, U32 = 2**64 - 1, 2**32 - 1
+INTEGERS = st.sampled_from((0, 1, 2, 3, 65_535, 65_536, U32))
+LONG = INTEGERS | st.sampled_from((2**53, 2**53 + 1, 2**62, 2**62 + 1, 2**63, U64 - 1, U64))
+REALS = st.sampled_from((0.0, -0.0, 1.0, -1.0, 1e300, math.inf, -math.inf, math.nan, 5e-324))
+TEXTS = st.sampled_from(("", "a", "b", "p1", "r1", "x" * 300, "../x", "\x1b[31m", "{}"))
+NODES = ("a", "b", "c")
+CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
+KINDS: Mapping[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.CPPTYPE_UINT64: LONG,
+    FieldDescriptor.CPPTYPE_UINT32: INTEGERS,
+    FieldDescriptor.CPPTYPE_INT32: st.sampled_from((0, 1, -1, 2**31 - 1, -(2**31))),
+    FieldDescriptor.CPPTYPE_DOUBLE: REALS,
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_ENUM: st.sampled_from((0, 1, 2, 3, 99, -1)),
+}
+
+
+@st.composite
+def messages(draw: st.DrawFn, kind: Descriptor, depth: int = 3) -> Message:
+    """Some fields of a message, with the numbers that hurt."""
+    message = GetMessageClass(kind)()
+    for field in kind.fields:
+        if draw(st.integers(0, 2)):
+            fill(draw, message, field, depth)
+    return message
+
+
+def fill(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int) -> None:
+    inner = field.message_type
+    if inner is not None and inner.GetOptions().map_entry:
+        return
+    if inner is not None:
+        if depth:
+            for _ in range(draw(st.integers(0, 2)) if field.is_repeated else 1):
+                given_message = draw(messages(inner, depth - 1))
+                at = getattr(message, field.name)
+                (at.add() if field.is_repeated else at).CopyFrom(given_message)
+        return
+    values = value_of(field)
+    if field.is_repeated:
+        getattr(message, field.name).extend(draw(st.lists(values, max_size=3)))
+    else:
+        setattr(message, field.name, draw(values))
+
+
+def value_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        if field.name in ("node", "head", "id", "peer"):
+            return st.sampled_from(NODES)
+        is_bytes = field.type == FieldDescriptor.TYPE_BYTES
+        return st.binary(max_size=8) if is_bytes else TEXTS
+    return KINDS[field.cpp_type]
+
+
+def nobody(_: NodeId, __: str) -> None:
+    pass
+
+
+def node_b(_: object) -> NodeId:
+    return NodeId("b")
+
+
+class Refused(Exception):
+    """What `abort` does to a call."""
+
+
+class Context:
+    """A call of node b's."""
+
+    def __init__(self) -> None:
+        self.status: grpc.StatusCode | None = None
+        self.told: dict[str, str] = {}
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.2:1"
+
+    async def abort(self, status: grpc.StatusCode, text: str, metadata: Any) -> None:
+        self.status, self.told = status, {**dict(metadata), "text": text}
+        raise Refused
+
+
+class Nothing:
+    """A client that reaches nobody."""
+
+    async def exchange(self, *_: Any) -> pb.Heartbeat:
+        raise PeerLost("nobody is there")
+
+
+class Node:
+    """`NodeSide` over a real Cluster; stages are noted."""
+
+    def __init__(self) -> None:
+        standing = Standing(NodeId("a"), 1000, Disk(), 0.0, wait_s=0.0)
+        client: Any = Nothing()
+        events = EventLog()
+        self.standing = standing
+        self.cluster = Cluster(
+            lambda: pb.NodeFacts(id="a", name="a", host="127.0.0.1", port=1),
+            list,
+            client,
+            standing,
+            nobody,
+            "f",
+            events,
+            Wishes(),
+            Loops(events),
+        )
+
+    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        return self.cluster.heard(sender, beat)
+
+    def seen(self) -> Any:
+        """What a refused heartbeat must leave as it is, all of it fit to be told."""
+        described = self.cluster.describe("1")
+        _ = json.dumps(described, allow_nan=False)
+        described["lease"].pop("head_for_s")
+        return described, self.standing.membership.views(), self.standing.membership.incarnation
+
+
+async def called(method: Callable[..., Any], request: Message, context: Context) -> Any:
+    """One call of a method behind the check that every server has."""
+    handler: Any = grpc.unary_unary_rpc_method_handler(method)
+
+    async def service(_: Any) -> Any:
+        return handler
+
+    details: Any = type("Details", (), {"method": "/x/Method"})()
+    guarded: Any = await BoundNumbers().intercept_service(service, details)
+    return await guarded.unary_unary(request, context)
+
+
+# ------------------------------------------------------------------------- any message
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_any_message_is_taken_or_refused_by_a_field_of_it(name: str) -> None:
+    @settings(max_examples=15, deadline=None, suppress_health_check=CHECKS)
+    @given(messages(EVERY[name]))
+    def story(message: Message) -> None:
+        found = fault(message)
+        if found is not None:
+            assert found.field.split(".")[0] in EVERY[name].fields_by_name
+            with pytest.raises(InvalidRequest) as caught:
+                _ = checked(message, "it")
+            assert caught.value.param == found.field
+        else:
+            assert checked(message, "it") is message
+
+    story()
+
+
+def numbers(kind: Descriptor) -> list[tuple[FieldDescriptor, Any]]:
+    """Each number of a message, at what its type has for the largest or for nonsense."""
+    worst = {
+        FieldDescriptor.CPPTYPE_UINT64: U64,
+        FieldDescriptor.CPPTYPE_DOUBLE: math.nan,
+    }
+    return [(f, worst[f.cpp_type]) for f in kind.fields if f.cpp_type in worst]
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_no_number_of_64_bits_is_without_a_bound(name: str) -> None:
+    for field, value in numbers(EVERY[name]):
+        if (name, field.name) == ("Sampling", "seed"):
+            continue  # any seed is one
+        message = GetMessageClass(EVERY[name])()
+        if field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+        found = fault(message)
+        assert found is not None and found.field == field.name, field.name
+
+
+def test_the_sentence_names_the_field_its_value_and_its_bound() -> None:
+    beat = pb.Heartbeat(views=[pb.View(node="a", incarnation=U64)])
+    found = fault(beat)
+    assert found is not None
+    assert (found.field, str(U64) in found.text) == ("views.incarnation", True)
+    with pytest.raises(InvalidRequest, match=r"b sent views\.incarnation"):
+        _ = checked(beat, "b")
+    biased = pb.Sampling(logit_bias={1: math.nan})
+    assert fault(biased) is not None
+    assert fault(pb.Sampling(logit_bias={1: -100.0}, seed=U64)) is None
+
+
+# ----------------------------------------------------------------------------- heartbeats
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=CHECKS)
+@given(st.lists(messages(EVERY["Heartbeat"], 2), min_size=1, max_size=4))
+def test_any_heartbeats_leave_a_cluster_that_goes_on(beats: list[Message]) -> None:
+    asyncio.run(hears(beats))
+
+
+async def hears(beats: list[Message], *, refused: bool | None = None) -> Node:
+    """Each is answered or refused; one that is refused changes nothing."""
+    node = Node()
+    service: Any = control_server._MembershipService(cast(Any, node))  # pyright: ignore[reportPrivateUsage]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_server, "authenticated_node", node_b)
+        now = 0.0
+        for each in beats:
+            beat = pb.Heartbeat()
+            beat.CopyFrom(cast(pb.Heartbeat, each))
+            beat.protocol, beat.sender.id = PROTOCOL, "b"
+            before, context = node.seen(), Context()
+            try:
+                answer = await called(service.Exchange, beat, context)
+            except Refused:
+                assert refused is not False, context.told
+                assert context.told["text"] and context.told["exo-code"]
+                assert node.seen() == before
+            else:
+                assert refused is not True
+                assert pb.Heartbeat.FromString(answer.SerializeToString()).sender.id == "a"
+            now += 1.0
+            _ = node.standing.tick(now)
+            _ = node.seen()
+    await node.cluster.close()
+    return node
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"term": U64, "head": "b"},
+        {"incarnation": U64},
+        {"life": U64},
+        {"views": [pb.View(node="a", incarnation=U64, status=pb.VIEW_STATUS_DEAD)]},
+        {"head_for_s": math.nan},
+        {"sender": pb.NodeFacts(port=65_536)},
+        {"sender": pb.NodeFacts(memory_bytes=U64)},
+        {"sender": pb.NodeFacts(memory_bandwidth=math.inf)},
+        {"sender": pb.NodeFacts(profiles=[pb.LayerTimes(decode_s=-1.0)])},
+        {"placements": [pb.PlacementState(weight_bytes=U64)]},
+        {"wishes": [pb.Wish(context=U64)]},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_a_heartbeat_that_ended_clusters_is_refused(change: dict[str, Any]) -> None:
+    _ = asyncio.run(hears([pb.Heartbeat(**change)], refused=True))
+
+
+def test_the_highest_numbers_that_pass_leave_room_for_what_follows_from_them() -> None:
+    high = pb.Heartbeat(
+        term=MAX_COUNTER,
+        head="b",
+        incarnation=MAX_COUNTER,
+        views=[pb.View(node="a", incarnation=MAX_COUNTER, status=pb.VIEW_STATUS_SUSPECT)],
+    )
+    node = asyncio.run(hears([high] * 3, refused=False))
+    own = node.cluster.heard(NodeId("b"), pb.Heartbeat(leaving=True))
+    assert fault(own) is None
+
+
+# --------------------------------------------------------------------------------- frames
+
+EXPECTED = Expectation(
+    placement="p1",
+    stage=1,
+    dtype="float32",
+    hidden_size=4,
+    max_rows=8,
+    context_length=64,
+    vocabulary=16,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=CHECKS)
+@given(messages(EVERY["Frame"]))
+def test_any_frame_is_taken_or_refused(message: Message) -> None:
+    frame = cast(pb.Frame, message)
+    try:
+        check_envelope(frame, EXPECTED)
+        if frame.WhichOneof("kind") == "hidden":
+            _ = Assembler(EXPECTED).add(frame)
+    except ExoNodeError as refusal:
+        assert refusal.message
