@@ -47,7 +47,8 @@ class Node:
         self._events = events = EventLog()
         self._loops = loops = Loops(events)
         self._local = local = LocalNode(settings, hardware)
-        self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
+        host = _runner_host(local, settings.load_timeout)
+        self._supervisor = Supervisor(host, self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
         wishes, states = Wishes(), self._supervisor.states
         self._peering = Peering(settings, local, states, self._node_lost, events, wishes, loops)
@@ -155,10 +156,11 @@ class Node:
         _ = await asyncio.gather(*self._background, return_exceptions=True)
 
 
-def _runner_host(local: LocalNode) -> RunnerHost:
+def _runner_host(local: LocalNode, load_timeout_s: float) -> RunnerHost:
     return RunnerHost(
         node=local.id,
         host=local.host,
         credentials=local.keyring.for_runner,
         environment=runner_environment(environment()),
+        load_timeout_s=load_timeout_s,
     )

@@ -11,6 +11,7 @@ from typing import Final
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
+MAX_SECONDS: Final = 86_400
 _BYTES: Final = {
     "": 1,
     "B": 1,
@@ -121,6 +122,14 @@ def as_rows(value: str | int) -> int:
         raise ValueError(
             f"{value!r} is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
         )
+    return int(text)
+
+
+def as_seconds(value: str | int) -> int:
+    """Whole seconds, from 1 to a day."""
+    text = str(value).strip()
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= MAX_SECONDS:
+        raise ValueError(f"{value!r} is no time; give seconds, 1 to {MAX_SECONDS}")
     return int(text)
 
 

@@ -15,6 +15,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ..placement.errors import InvalidSettings
+from .load_watch import LOAD_TIMEOUT_S
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -28,6 +29,7 @@ from .setting_values import (
     as_peers,
     as_port,
     as_rows,
+    as_seconds,
     as_secret,
     as_switch,
     is_loopback,
@@ -69,6 +71,7 @@ class Settings(BaseModel):
     `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
     run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
     a model must be loaded anew for it. 1 takes the card's max_k + 1 rows, more is their number.
+    `load_timeout` is in seconds; see `load_watch`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -96,6 +99,7 @@ class Settings(BaseModel):
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
     native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
+    load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
 
 
 class ClientSettings(BaseModel):
@@ -139,6 +143,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
+    "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -7,12 +7,15 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..placement.errors import LoadFailed, from_code
 from ..proto import peer_pb2 as pb
+from .load_watch import LOAD_TIMEOUT_S, LoadWatch
+from .log import apart
 from .trust import Credentials
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class RunnerHost:
     host: str  # to listen on, where other nodes' runners reach it
     credentials: Callable[[], Credentials]  # a leaf of its own for each runner
     environment: Mapping[str, str]
+    load_timeout_s: float = LOAD_TIMEOUT_S
 
 
 class RunnerProcess:
@@ -54,6 +58,8 @@ class RunnerProcess:
         self._last_lines: deque[str] = deque(maxlen=20)
         self._stopping = False
         self._silent_ticks = 0
+        self._verdict = ""
+        """Why this process ended it, or what it said before it ended itself."""
 
     @property
     def pid(self) -> int:
@@ -76,13 +82,17 @@ class RunnerProcess:
                 start_new_session=True,  # Ctrl-C reaches the node alone, which stops its runners
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._tasks = [asyncio.create_task(self._relay_log())]
+        watch = LoadWatch(host.load_timeout_s, _size(self.spec.path))
+        self._tasks = [self._apart(self._relay_log()), self._apart(self._end_if_stuck(watch))]
         await self._send(pb.ToRunner(start=self._start_message(host)))
-        self.ready = await self._loaded(reader, progress)
+        self.ready = await self._loaded(reader, progress, watch)
         self.status = "ready"
-        watching = (self._watch(reader), self._end_if_silent())
-        self._tasks += [asyncio.create_task(watch) for watch in watching]
+        self._tasks += [self._apart(self._watch(reader)), self._apart(self._end_if_silent())]
         return self.ready
+
+    def _apart(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        """These tasks outlive the request that happens to need this runner first."""
+        return asyncio.create_task(work, context=apart())
 
     async def stop(self, *, kill: bool = False) -> None:
         """Asks, then kills (`kill`: at once); returns when the process has ended."""
@@ -121,7 +131,9 @@ class RunnerProcess:
         self._writer.write(struct.pack(">I", len(data)) + data)
         await self._writer.drain()
 
-    async def _loaded(self, reader: asyncio.StreamReader, progress: Progress) -> pb.LoadReady:
+    async def _loaded(
+        self, reader: asyncio.StreamReader, progress: Progress, watch: LoadWatch
+    ) -> pb.LoadReady:
         while (message := await _receive(reader)) is not None:
             match message.WhichOneof("message"):
                 case "ready":
@@ -130,17 +142,29 @@ class RunnerProcess:
                     f = message.failure
                     self._fail(f.message)
                     raise from_code(f.code, f.message, f.param or None)
+                case "state":
+                    watch.heard(message.state.progress)
+                    self._end_if_numb(message.state)
                 case _:
+                    watch.moved()
                     progress(message.progress)
         self._fail(await self._ending())
         raise LoadFailed(self.error)
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         while (message := await _receive(reader)) is not None:
-            if message.WhichOneof("message") == "state":
-                self.state, self._silent_ticks = message.state, 0
+            match message.WhichOneof("message"):
+                case "state":
+                    self.state, self._silent_ticks = message.state, 0
+                    self._end_if_numb(message.state)
+                case "failure":
+                    self._verdict = message.failure.message
+                case _:
+                    pass
         self._fail(await self._ending())
         if not self._stopping:
+            if self._writer is not None:
+                self._writer.close()
             log.warning("%s", self.error)
             self._on_exit(self)
 
@@ -155,9 +179,23 @@ class RunnerProcess:
             self._silent_ticks += 1
             if self._process.returncode is not None:
                 return
-        log.warning(
-            "runner %d said nothing for %.0f s and is ended", self.pid, SILENT_TICKS * TICK_S
-        )
+        self._end(f"it said nothing for {SILENT_TICKS * TICK_S:.0f} s")
+
+    async def _end_if_stuck(self, watch: LoadWatch) -> None:
+        assert self._process is not None
+        while self.status == "loading" and self._process.returncode is None:
+            await asyncio.sleep(TICK_S)
+            if self.status == "loading" and (why := watch.tick(TICK_S)):
+                return self._end(why)
+
+    def _end_if_numb(self, state: pb.RunnerState) -> None:
+        if state.compute_ended and not self._verdict:
+            self._end("its compute thread ended by an error")
+
+    def _end(self, why: str) -> None:
+        assert self._process is not None
+        self._verdict = why
+        log.warning("runner %d is ended: %s", self.pid, why)
         if self._process.returncode is None:
             self._process.kill()
 
@@ -169,6 +207,7 @@ class RunnerProcess:
         assert self._process is not None
         code = await self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        how += f" ({self._verdict})" if self._verdict else ""
         s = self.spec
         last = f"; it last wrote: {' | '.join(self._last_lines)}" if self._last_lines else ""
         return f"the runner of {s.model}, layers {s.first_layer}-{s.end_layer - 1}, {how}{last}"
@@ -234,6 +273,11 @@ class Supervisor:
         if self._runners.get(key) is runner:
             del self._runners[key]
             self._on_exit(runner.spec, runner.error)
+
+
+def _size(folder: str) -> int:
+    """Bytes of the weights in it."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
 async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:

@@ -66,6 +66,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_NATIVE_MTP_STRICT", "1", "native_mtp_strict", 1),
         ("EXO_NATIVE_MTP_STRICT", "off", "native_mtp_strict", 0),
         ("EXO_NATIVE_MTP_STRICT", "8", "native_mtp_strict", 8),
+        ("EXO_LOAD_TIMEOUT", "3600", "load_timeout", 3600),
         ("EXO_MEMORY_LIMIT", "12GB", "memory_limit", 12 * 10**9),
         ("EXO_MEMORY_LIMIT", "12GiB", "memory_limit", 12 * 2**30),
         ("EXO_MEMORY_LIMIT", "1.5 tib", "memory_limit", 3 * 2**39),
@@ -127,6 +128,7 @@ def test_a_bad_value_names_the_flag_that_gave_it(
         ("native_mtp_enabled", "--none", "EXO_NATIVE_MTP_ENABLED", "nope"),
         ("native_mtp_async_draft_eval", "--none", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "?"),
         ("native_mtp_strict", "--none", "EXO_NATIVE_MTP_STRICT", "65"),
+        ("load_timeout", "--none", "EXO_LOAD_TIMEOUT", "0"),
     ],
 )
 def test_a_bad_value_names_the_variable_that_gave_it(

@@ -1,0 +1,189 @@
+"""Runners that hang, or whose compute thread is gone: noticed, ended, and told with the reason."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runners import eventually, runner_host, spec
+
+from exo_node.node.load_watch import SLOWEST_BYTES_S, LoadWatch
+from exo_node.node.supervisor import RunnerHost, RunnerProcess, Supervisor
+from exo_node.placement.errors import ExoNodeError, LoadFailed
+from exo_node.proto import peer_pb2 as pb
+
+STUCK = """
+import threading
+import exo_node.shard.load as load
+
+def hang(spec, report):
+    report(load.pb.LoadProgress(step="reading"))
+    threading.Event().wait()
+
+load.load = hang
+"""
+NUMB = """
+import exo_node.shard.compute as compute
+
+def loop(self):
+    self._inbox.get()
+    raise SystemExit(1)
+
+compute.ComputeThread._loop = loop
+"""
+NUMB_LATER = """
+import threading, time
+from pathlib import Path
+import exo_node.shard.compute as compute
+
+begin = compute.ComputeThread.__init__
+
+def boom():
+    raise SystemExit(1)
+
+def init(self, *args, **kwargs):
+    begin(self, *args, **kwargs)
+
+    def look():
+        while not Path(__file__).with_name("now").exists():
+            time.sleep(0.05)
+        self._inbox.put(boom)
+
+    threading.Thread(target=look, daemon=True).start()
+
+compute.ComputeThread.__init__ = init
+"""
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def faulty(folder: Path, fault: str, **changes: Any) -> RunnerHost:
+    """Its runners run `fault` before anything else."""
+    _ = (folder / "sitecustomize.py").write_text(fault)
+    host = runner_host()
+    environment = {**host.environment, "PYTHONPATH": str(folder)}
+    return replace(host, environment=environment, **changes)
+
+
+# ------------------------------------------------------------------------------- the rule
+
+
+def test_a_load_that_gets_on_has_all_the_time_it_needs() -> None:
+    watch = LoadWatch(50, 0)
+    for second in range(10_000):
+        watch.heard(second // 49)
+        assert watch.tick(1.0) == ""
+
+
+@pytest.mark.parametrize(("size", "patience"), [(0, 50), (100 * SLOWEST_BYTES_S, 150)])
+def test_a_load_that_stands_still_is_given_up_later_the_larger_it_is(
+    size: int, patience: int
+) -> None:
+    watch = LoadWatch(50, size)
+    for _ in range(patience - 1):
+        watch.heard(7)
+        assert watch.tick(1.0) == ""
+    watch.heard(7)
+    assert f"did not get on for {patience} s" in watch.tick(1.0)
+
+
+def test_a_load_that_says_nothing_is_given_up_sooner_once_it_has_spoken() -> None:
+    watch = LoadWatch(50, 100 * SLOWEST_BYTES_S)
+    assert [watch.tick(1.0) for _ in range(49)] == [""] * 49  # Python's imports
+    watch.heard(1)
+    assert [watch.tick(1.0) for _ in range(9)] == [""] * 9
+    assert "said nothing for 10 s" in watch.tick(1.0)
+
+
+# -------------------------------------------------------------------------- real runners
+
+
+def test_a_runner_that_is_stopped_while_it_loads_is_ended(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    """Without the watch the load never ends."""
+
+    async def play() -> None:
+        supervisor = Supervisor(
+            faulty(tmp_path, STUCK, load_timeout_s=60), lambda _, why: exited.append(why)
+        )
+        exited: list[str] = []
+
+        def stop(_: pb.LoadProgress) -> None:
+            os.kill(supervisor.states()[0].pid, signal.SIGSTOP)
+            stopped.append(supervisor.states()[0].pid)
+
+        stopped: list[int] = []
+        async with asyncio.timeout(120):
+            with pytest.raises(LoadFailed, match="said nothing for 12 s while it loaded"):
+                _ = await supervisor.load(spec(), stop)
+        assert (supervisor.states(), exited) == ([], [])
+        assert stopped and not psutil.pid_exists(stopped[0])
+
+    loop.run(play())
+
+
+def test_a_runner_whose_load_stands_still_is_ended(tmp_path: Path, loop: asyncio.Runner) -> None:
+    async def play() -> None:
+        host = faulty(tmp_path, STUCK, load_timeout_s=30)
+        supervisor = Supervisor(host, lambda _, why: None)
+        async with asyncio.timeout(150):
+            with pytest.raises(LoadFailed, match="its load did not get on for"):
+                _ = await supervisor.load(spec(), lambda _: None)
+        assert supervisor.states() == []
+
+    loop.run(play())
+
+
+def test_a_runner_whose_compute_thread_ends_while_it_loads_is_ended(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    async def play() -> None:
+        supervisor = Supervisor(faulty(tmp_path, NUMB), lambda _, why: None)
+        async with asyncio.timeout(60):
+            with pytest.raises(ExoNodeError, match="compute thread"):
+                _ = await supervisor.load(spec(), lambda _: None)
+        assert supervisor.states() == []
+
+    loop.run(play())
+
+
+def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
+    tmp_path: Path, loop: asyncio.Runner
+) -> None:
+    async def play() -> None:
+        exited: list[RunnerProcess] = []
+        host = faulty(tmp_path, NUMB_LATER)
+        process = RunnerProcess(spec(end=1, num_stages=2), exited.append)
+        _ = await process.start(host, lambda _: None)
+        (tmp_path / "now").touch()
+        _ = await eventually(lambda: bool(exited), 30)
+        assert "compute thread" in exited[0].error
+        await process.stop()
+
+    loop.run(play())
+
+
+def test_a_spare_that_is_stopped_is_lost_with_that_reason(loop: asyncio.Runner) -> None:
+    """Nobody asks it anything, so nothing else would notice."""
+
+    async def play() -> None:
+        lost: list[str] = []
+        supervisor = Supervisor(runner_host(), lambda _, why: lost.append(why))
+        ready = await supervisor.load(spec(end=1, num_stages=2), lambda _: None)
+        os.kill(ready.pid, signal.SIGSTOP)
+        _ = await eventually(lambda: bool(lost), 60)
+        assert "said nothing for 10 s" in lost[0]
+        assert supervisor.states() == []
+        await supervisor.close()
+
+    loop.run(play())
