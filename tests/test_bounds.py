@@ -155,7 +155,8 @@ class Node:
 
 async def called(method: Callable[..., Any], request: Message, context: Context) -> Any:
     """One call of a method behind the check that every server has."""
-    handler: Any = grpc.unary_unary_rpc_method_handler(method)
+    make: Any = grpc.unary_unary_rpc_method_handler
+    handler = make(method)
 
     async def service(_: Any) -> Any:
         return handler
