@@ -107,6 +107,8 @@ def _spec(card: ModelCard, hardware: Hardware, settings: Settings) -> pb.StageSp
         num_stages=1,
         end_layer=card.num_layers,
         num_layers=card.num_layers,
+        hidden_size=card.hidden_size,
+        vocabulary=card.vocab_size,
         dtype=resolve_dtype(settings.dtype, card, hardware.backend, hardware.chip),
         prefill_chunk=PREFILL_CHUNK,
         context_length=placed.context_length,

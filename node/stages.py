@@ -104,6 +104,8 @@ def specs_of(record: Record, facts: Facts, fingerprint: str) -> list[pb.StageSpe
             first_layer=stage.first_layer,
             end_layer=stage.end_layer,
             num_layers=card.num_layers,
+            hidden_size=card.hidden_size,
+            vocabulary=card.vocab_size,
             checkpoint_sha256=fingerprint,
             dtype=settings.dtype,
             prefill_chunk=PREFILL_CHUNK,

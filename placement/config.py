@@ -1,7 +1,7 @@
 """What a checkpoint's config.json says, read as the hostile input it may be."""
 
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard, cast
 
 from .errors import InvalidCard
 
@@ -19,6 +19,33 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _BITS_OF_METHOD = {"mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
 _EXPANDED = ("deepseek_v2", "minicpm3", "youtu_llm")
 """Model types with latent attention whose cache in mlx-lm holds each head's key and value."""
+
+LAYER_FIELDS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_transformer_layers",
+)
+"""A number's names in config.json, the usual one first: early publishers chose their own."""
+HIDDEN_FIELDS = ("hidden_size", "n_embd", "d_model", "model_dim")
+VOCABULARY_FIELDS = ("vocab_size", "num_vocab")
+HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+_KV_HEAD_FIELDS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads")
+_CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_context_length",
+    "block_size",
+)
+_RECURRENT_FIELDS = ("state_size", "ssm_state_size", "d_state", "decay_low_rank_dim")
+_LISTED = ("num_query_heads", "num_kv_heads")
+"""OpenELM has a number of heads for each layer."""
+_PARTS = ("attn_config", "ffn_config")
+"""Tables inside the model's own that DBRX keeps its attention and experts in."""
 
 
 def config_facts(config: Facts, given: Facts) -> dict[str, object]:
@@ -41,13 +68,15 @@ class _Look:
         text = config.get("text_config")
         self.whole = config
         self.text: Facts = {} if text is None else table("text_config", text)
+        parts = (config[name] for name in _PARTS if isinstance(config.get(name), Mapping))
+        self._tables = (self.text, config, *(cast(Facts, part) for part in parts))
 
     def find(self, *fields: str) -> tuple[str, object]:
         """The first of `fields` that is set, and its value; the first name and None if none is."""
         for field in fields:
-            for half in (self.text, self.whole):
-                if half.get(field) is not None:
-                    return field, half[field]
+            for part in self._tables:
+                if part.get(field) is not None:
+                    return field, part[field]
         return fields[0], None
 
     def count(self, fact: str, *fields: str, limit: int, least: int = 1) -> int | None:
@@ -55,23 +84,69 @@ class _Look:
         field, value = self.find(*fields)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+        if not _is_whole(value) or not least <= value <= limit:
             raise _fault(field, value, f"a whole number from {least} to {limit}", fact)
         return value
 
+    def heads(self, fact: str, *fields: str) -> int | None:
+        """Heads of a layer; the most, where each layer has a number of its own."""
+        field, value = self.find(*fields)
+        if field not in _LISTED or not isinstance(value, list):
+            return self.count(fact, *fields, limit=MAX_WIDTH)
+        counts = cast("list[object]", value)
+        if not counts or not all(_is_whole(each) and 1 <= each <= MAX_WIDTH for each in counts):
+            raise _fault(field, counts, f"whole numbers from 1 to {MAX_WIDTH}", fact)
+        return max(each for each in counts if _is_whole(each))
 
-def _needed(fact: str, field: str, limit: int) -> Callable[[_Look, Facts], int]:
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether no layer has attention, as in Mamba and RWKV: states, and no heads of attention.
+
+        Mamba 2 calls its states' heads num_heads.
+        """
+        states = self.find(*_RECURRENT_FIELDS)[1] is not None
+        return states and self.find("num_attention_heads")[1] is None
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _needed(fact: str, fields: Sequence[str], limit: int) -> Callable[[_Look, Facts], int]:
     def read(look: _Look, _known: Facts) -> int:
-        value = look.count(fact, field, limit=limit)
+        value = look.count(fact, *fields, limit=limit)
         if value is None:
-            raise _missing(field, fact)
+            raise _missing(fields[0], fact)
         return value
 
     return read
 
 
+def hidden_size(config: Facts) -> int:
+    """The width of a hidden state by config.json alone; InvalidCard where it does not say."""
+    return _hidden(_Look(config), {})
+
+
+def vocabulary_size(config: Facts) -> int:
+    """The ids that the model knows by config.json alone; InvalidCard where it does not say."""
+    return _vocabulary(_Look(config), {})
+
+
+_hidden = _needed("hidden_size", HIDDEN_FIELDS, MAX_WIDTH)
+_vocabulary = _needed("vocab_size", VOCABULARY_FIELDS, MAX_VOCAB)
+
+
+def _context(look: _Look, _known: Facts) -> int:
+    value = look.count("context_length", *_CONTEXT_FIELDS, limit=MAX_CONTEXT)
+    if value is not None:
+        return value
+    if look.is_recurrent:  # nothing grows with the text, and no position is encoded
+        return MAX_CONTEXT
+    raise _missing(_CONTEXT_FIELDS[0], "context_length")
+
+
 def _expert_count(look: _Look, _known: Facts) -> int:
-    fields = ("num_experts", "num_local_experts", "n_routed_experts")
+    fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return look.count("num_experts", *fields, limit=MAX_WIDTH, least=0) or 0
 
 
@@ -98,6 +173,8 @@ def _attention_layers(look: _Look, known: Facts) -> int:
     fact, layers = "num_attention_layers", known["num_layers"]
     if not isinstance(layers, int):
         return 0  # the card at fault is refused a moment later, by its schema
+    if look.is_recurrent:
+        return 0
     _, value = look.find("layer_types")
     if value is None:
         interval = look.count(fact, "full_attention_interval", limit=MAX_LAYERS)
@@ -119,8 +196,13 @@ def _holds_cache(layer_type: object) -> bool:
 
 
 def _kv_heads(look: _Look, _known: Facts) -> int:
-    fields = ("num_key_value_heads", "num_attention_heads")
-    heads = look.count("num_key_value_heads", *fields, limit=MAX_WIDTH)
+    if look.is_recurrent:
+        return 1  # of which there is no layer
+    fact = "num_key_value_heads"
+    heads = look.heads(fact, *_KV_HEAD_FIELDS)
+    if heads is None and look.find("multi_query")[1] is True:  # StarCoder: one for all
+        return 1
+    heads = look.heads(fact, *HEAD_FIELDS) if heads is None else heads
     if heads is None:
         raise _missing("num_attention_heads", "num_key_value_heads")
     return heads
@@ -132,9 +214,11 @@ def _head_dim(look: _Look, known: Facts) -> int:
     given = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
     if given is not None:
         return given
-    heads = look.count("head_dim", "num_attention_heads", limit=MAX_WIDTH)
+    if look.is_recurrent:
+        return 1
+    heads = look.heads("head_dim", *HEAD_FIELDS)
     if heads is None:
-        raise _missing("num_attention_heads", "head_dim")
+        raise _missing(HEAD_FIELDS[0], "head_dim")
     hidden = known["hidden_size"]
     return max(1, hidden // heads) if isinstance(hidden, int) else 1
 
@@ -219,23 +303,30 @@ def _dtype(look: _Look, _known: Facts) -> str:
 # In order: a later one may use what an earlier one found.
 _READERS: dict[str, Callable[[_Look, Facts], object]] = {
     "model_type": _model_type,
-    "num_layers": _needed("num_layers", "num_hidden_layers", MAX_LAYERS),
-    "hidden_size": _needed("hidden_size", "hidden_size", MAX_WIDTH),
-    "vocab_size": _needed("vocab_size", "vocab_size", MAX_VOCAB),
+    "num_layers": _needed("num_layers", LAYER_FIELDS, MAX_LAYERS),
+    "hidden_size": _hidden,
+    "vocab_size": _vocabulary,
     "num_attention_layers": _attention_layers,
     "num_key_value_heads": _kv_heads,
     "head_dim": _head_dim,
     "kv_row_width": _kv_row_width,
-    "context_length": _needed("context_length", "max_position_embeddings", MAX_CONTEXT),
+    "context_length": _context,
     "tie_word_embeddings": _tied,
     "num_experts": _expert_count,
     "num_experts_per_tok": _expert_fact(
-        "num_experts_per_tok", "num_experts_per_tok", "experts_per_token", limit=MAX_WIDTH
+        "num_experts_per_tok",
+        "num_experts_per_tok",
+        "experts_per_token",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        limit=MAX_WIDTH,
     ),
     "moe_intermediate_size": _expert_fact(
         "moe_intermediate_size",
         "moe_intermediate_size",
         "intermediate_size",
+        "ffn_hidden_size",
         limit=MAX_EXPERT_WIDTH,
     ),
     "num_dense_layers": _expert_fact("num_dense_layers", "first_k_dense_replace", limit=MAX_LAYERS),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from ..placement.config import HEAD_FIELDS, HIDDEN_FIELDS, LAYER_FIELDS, VOCABULARY_FIELDS
 from .headers import (
     MAX_TENSORS,
     Tensor,
@@ -43,15 +44,15 @@ at times the fourth.
 INDEX_FILE = "model.safetensors.index.json"
 
 _CONFIG_BOUNDS = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 65_536,
+    **dict.fromkeys(LAYER_FIELDS, 1024),
+    **dict.fromkeys(HIDDEN_FIELDS, 65_536),
     "intermediate_size": 2**20,
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
-    "num_attention_heads": 4096,
+    **dict.fromkeys(HEAD_FIELDS, 4096),
     "num_key_value_heads": 4096,
     "head_dim": 65_536,
-    "vocab_size": 2**20,
+    **dict.fromkeys(VOCABULARY_FIELDS, 2**20),
     "num_experts": 4096,
     "n_routed_experts": 4096,
 }

@@ -13,9 +13,10 @@ from mlx.utils import tree_flatten
 from ..mtp.family import Family, family_of
 from ..mtp.rollback import fixed_kinds
 from ..mtp.weights import HeadSource, HeadUnusable, load_head
+from ..placement.config import hidden_size, vocabulary_size
 from ..placement.errors import InvalidCheckpoint
 from ..proto import peer_pb2 as pb
-from .checkpoint import Checkpoint, read_checkpoint, text_config
+from .checkpoint import Checkpoint, read_checkpoint
 from .frames import Expectation
 from .head_tensors import HeadFound, HeadMissing, find_head
 from .self_check import require_splittable
@@ -47,7 +48,7 @@ class Loaded:
 def load(spec: pb.StageSpec, report: Report) -> Loaded:
     """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
 
-    Raises InvalidCheckpoint and LoadFailed.
+    Raises InvalidCheckpoint, LoadFailed, and InvalidCard where nobody says how wide the model is.
     """
     _limit_memory(spec.memory_limit_bytes)
     checkpoint = read_checkpoint(Path(spec.path))
@@ -75,9 +76,9 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         progress=progress,
     )
     stage = StageModel(model, spec.first_layer, spec.end_layer)
-    config = text_config(checkpoint.config)
+    expected = _expectation(spec, checkpoint.config)
     if spec.num_stages > 1:
-        stage.check_splits(int(config["hidden_size"]))
+        stage.check_splits(expected.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
@@ -85,8 +86,8 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     read = bytes_read() - before
     return Loaded(
         model=stage,
-        expected=_expectation(spec, config),
-        vocabulary=int(config["vocab_size"]),
+        expected=expected,
+        vocabulary=expected.vocabulary,
         codec=TextCodec.load(checkpoint.folder) if generator else None,
         head=head,
         head_state=head_state,
@@ -155,16 +156,17 @@ def _backbone_is_raw(checkpoint: Checkpoint, found: HeadFound) -> bool | None:
     return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
 
 
-def _expectation(spec: pb.StageSpec, sizes: Mapping[str, Any]) -> Expectation:
+def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> Expectation:
+    """The card's sizes win: config.json may have them under a name that nobody here knows."""
     return Expectation(
         placement=spec.placement,
         # What comes round the ring is meant for the generator under the number after the last.
         stage=spec.stage or spec.num_stages,
         dtype=spec.dtype,
-        hidden_size=int(sizes["hidden_size"]),
+        hidden_size=spec.hidden_size or hidden_size(config),
         max_rows=spec.prefill_chunk,
         context_length=spec.context_length,
-        vocabulary=int(sizes["vocab_size"]),
+        vocabulary=spec.vocabulary or vocabulary_size(config),
     )
 
 

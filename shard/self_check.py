@@ -26,12 +26,10 @@ from ..mtp.rollback import cache_arrays, can_roll_back, rollback
 from ..placement.errors import LoadFailed
 from .kept_file import write_whole
 from .small_config import small_config
-from .stage_model import MODEL_FAULTS, StageModel, known_type
+from .stage_model import MODEL_FAULTS, REFUSED, StageModel, known_type
 
 log = logging.getLogger(__name__)
 
-REFUSED: Final = "pipeline"
-"""The `param` of the error: this model may run on one node only."""
 _SCHEDULE_VERSION: Final = 1
 _MAX_NUMBERS: Final = 100_000_000
 _MAX_BYTES: Final = 1 << 16

@@ -10,13 +10,14 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import (
     _get_classes,  # pyright: ignore[reportPrivateUsage]
     load_model,
@@ -27,7 +28,10 @@ from ..mtp.rollback import takes_tapes, with_tapes
 from ..mtp.weights import cast_parameters
 from ..placement.errors import InvalidCheckpoint, LoadFailed
 from .layer_meter import LayerMeter
+from .layer_view import Handing, Slot, view, watched
 
+REFUSED: Final = "pipeline"
+"""The `param` of the error: this model may run on one node only."""
 MODEL_FAULTS = (
     ArithmeticError,
     AttributeError,
@@ -51,75 +55,6 @@ _HEAD = re.compile(
 """A tensor of a draft head, or of a layer, which may be one."""
 
 
-class _Slot:
-    """What goes into and comes out of a view during one call of the model."""
-
-    entering: mx.array | None = None
-    leaving: mx.array | None = None
-    computes: bool = True
-
-
-class _PassedOver(nn.Module):
-    """In place of a layer that another stage owns: its attributes, none of its parameters."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        # Past nn.Module's bookkeeping, so that the layer's lazy weights are not parameters here.
-        object.__setattr__(self, "_layer", layer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_layer"), name)
-
-    def __call__(self, x: mx.array, *_args: object, **_kwargs: object) -> mx.array:
-        return x
-
-
-class _Tapped(nn.Module):
-    """A layer whose input is what the slot holds (`enter`) or whose output goes there (`leave`)."""
-
-    def __init__(self, layer: nn.Module, slot: _Slot, *, enter: bool, leave: bool) -> None:
-        super().__init__()
-        for name, value in (("_layer", layer), ("_slot", slot), ("_ends", (enter, leave))):
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_layer"), name)
-
-    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
-        layer, slot = self._layer, self._slot
-        enter, leave = self._ends
-        out = layer(slot.entering if enter else x, *args, **kwargs)
-        if leave:
-            if not isinstance(out, mx.array):
-                raise LoadFailed(
-                    f"layers of {type(layer).__name__} return more than hidden states, so this "
-                    "model cannot be split; place it on one node"
-                )
-            slot.leaving = out
-        return out
-
-
-class _Begun(nn.Module):
-    """A layer that is computed while the graph of the layers after it is still being built.
-
-    Nothing else hides that time on a stage: it cannot build ahead of a hidden that is not there.
-    """
-
-    def __init__(self, layer: nn.Module, slot: _Slot) -> None:
-        super().__init__()
-        for name, value in (("_layer", layer), ("_slot", slot)):
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_layer"), name)
-
-    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> Any:
-        out = self._layer(x, *args, **kwargs)
-        if self._slot.computes:
-            mx.async_eval(out)
-        return out
-
-
 class StageModel:
     """A loaded model seen as layers [first, end): hidden in (or ids), hidden out (or logits)."""
 
@@ -132,33 +67,26 @@ class StageModel:
         self._takes_tapes = takes_tapes(model)
         self.meter = LayerMeter()
         """What its forwards take: nothing, unless a runner puts one that measures here."""
-        self._slot = _Slot()
-        self._body = self._view(first, end)
-        self._tail = self._view(self.num_layers, self.num_layers)
+        self._slot = Slot()
 
     def make_caches(self) -> list[Any]:
-        """One request's caches, one entry for each layer of the whole model.
+        """One request's caches, those of layers that other stages own among them.
 
-        The entries of other stages' layers are aliases of own ones of the same kind: models take
-        a mask's offset from the first attention layer, which may not be here.
+        The latter are aliases of own ones of the same kind: models take a mask's offset from the
+        first attention layer, which may not be here.
         """
-        caches: list[Any] = make_prompt_cache(self.model)
-        if self._takes_tapes:
-            caches = with_tapes(caches)
-        if len(caches) != self.num_layers:
+        caches = self._fresh_caches()
+        if self._is_whole:
             return caches
-        own = range(self.first, self.end)
-        for i in range(self.num_layers):
-            if i not in own:
-                same = [caches[j] for j in own if _kind(caches[j]) == _kind(caches[i])]
-                caches[i] = same[0] if same else caches[i]
+        own = self._own
+        for j in self._others:
+            same = [caches[i] for i in own if _kind(caches[i]) == _kind(caches[j])]
+            caches[j] = same[0] if same else caches[j]
         return caches
 
     def own_caches(self, caches: Sequence[Any]) -> list[Any]:
-        """The entries that this stage's layers write."""
-        if len(caches) != self.num_layers:
-            return list(caches)
-        return list(caches[self.first : self.end])
+        """The entries that are written here."""
+        return list(caches) if self._is_whole else [caches[i] for i in self._own]
 
     def hidden(
         self, tokens: mx.array, entering: mx.array | None, caches: Sequence[Any]
@@ -185,7 +113,8 @@ class StageModel:
         if found != row.shape:
             raise LoadFailed(
                 f"a layer of {type(self.model).__module__} gives {found} where hidden states are "
-                f"{row.shape}, so this model cannot be split; place it on one node"
+                f"{row.shape}, so this model cannot be split; place it on one node",
+                param=REFUSED,
             )
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
@@ -207,22 +136,56 @@ class StageModel:
             self._owner[self._key] = self._layers
             self._slot.entering = None
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.first == 0 and self.end == self.num_layers
+
+    def _fresh_caches(self) -> list[Any]:
+        caches: list[Any] = make_prompt_cache(self.model)
+        return with_tapes(caches) if self._takes_tapes else caches
+
+    @cached_property
+    def _handing(self) -> Handing:
+        """Raises LoadFailed where layers are not called one after the other."""
+        caches = self._fresh_caches()
+        handing = Handing(len(caches))
+        try:
+            _ = self._call(
+                watched(self._layers, caches, handing), mx.zeros((1, 1), mx.int32), None, caches
+            )
+            why = handing.fault(self.num_layers)
+        except MODEL_FAULTS as fault:
+            why = f"its layers cannot be passed over ({said(fault)})"
+        if why:
+            name = type(self.model).__module__.rpartition(".")[2]
+            raise LoadFailed(
+                f"a {name} model cannot be split: {why}; place it on one node", param=REFUSED
+            )
+        return handing
+
+    @cached_property
+    def _others(self) -> frozenset[int]:
+        """The caches that only layers of other stages take."""
+        taken = [caches for _, caches in self._handing.taken]
+        own = frozenset[int]().union(*taken[self.first : self.end])
+        return frozenset[int]().union(*taken) - own
+
+    @cached_property
+    def _own(self) -> list[int]:
+        """The others: what no layer takes, as an embedding's, is written by every stage."""
+        return [j for j in range(self._handing.caches) if j not in self._others]
+
+    @cached_property
+    def _body(self) -> list[nn.Module]:
+        return self._view(self.first, self.end)
+
+    @cached_property
+    def _tail(self) -> list[nn.Module]:
+        return self._view(self.num_layers, self.num_layers)
+
     def _view(self, first: int, end: int) -> list[nn.Module]:
-        own = range(first, end)
-        view = [x if i in own else _PassedOver(x) for i, x in enumerate(self._layers)]
-        if not own:
-            view[-1] = _Tapped(view[-1], self._slot, enter=True, leave=False)
-            return view
-        if first:
-            view[first] = _Tapped(view[first], self._slot, enter=True, leave=first == end - 1)
-        if not first or first != end - 1:
-            view[end - 1] = _Tapped(view[end - 1], self._slot, enter=False, leave=True)
-        # After own layers 1, 2, 4, ..: building is faster than computing, so few starts hide it.
-        for i in range(first, end - 1):
-            done = i - first + 1
-            if done & (done - 1) == 0:
-                view[i] = _Begun(view[i], self._slot)
-        return view
+        more = -1 if end - first == self.num_layers else self._handing.more
+        return view(self._layers, first, end, self._slot, more)
 
 
 def load_whole_or_stage(
@@ -337,6 +300,13 @@ def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
     raise InvalidCheckpoint(f"{type(model).__name__} has no list of decoder layers")
 
 
+def said(fault: Exception) -> str:
+    """The first line of what a model class raised: MLX appends a page of signatures."""
+    line = (str(fault).splitlines() or [""])[0]
+    return f"{type(fault).__name__}: {line[:200]}"
+
+
 def _kind(cache: object) -> tuple[object, ...]:
     sizes = (getattr(cache, name, None) for name in ("max_size", "chunk_size"))
-    return (type(cache), *sizes)
+    parts = map(_kind, cache.caches) if isinstance(cache, CacheList) else ()
+    return (type(cache), *sizes, *parts)

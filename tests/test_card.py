@@ -453,3 +453,89 @@ def test_the_parts_never_weigh_less_than_the_checkpoint(
     layer = any_card.mean_layer_bytes
     assert any_card.endpoint_bytes + layers * layer + any_card.mtp_bytes >= weight
     assert 1 <= any_card.active_layer_bytes <= layer
+
+
+OWN_NAMES: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
+    "gpt2": (
+        {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "n_ctx": 1024},
+        {"num_layers": 12, "hidden_size": 768, "num_key_value_heads": 12, "head_dim": 64},
+    ),
+    "gpt_bigcode": (
+        {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 8192, "multi_query": True},
+        {"num_layers": 24, "hidden_size": 2048, "num_key_value_heads": 1, "head_dim": 128},
+    ),
+    "gptj": (
+        {"n_layer": 28, "n_embd": 4096, "n_head": 16, "n_positions": 2048, "rotary_dim": 64},
+        {"num_layers": 28, "hidden_size": 4096, "context_length": 2048, "head_dim": 256},
+    ),
+    "dbrx": (
+        {
+            "n_layers": 40,
+            "d_model": 6144,
+            "n_heads": 48,
+            "max_seq_len": 32768,
+            "attn_config": {"kv_n_heads": 8, "clip_qkv": 8},
+            "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752},
+        },
+        {
+            "num_layers": 40,
+            "hidden_size": 6144,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "context_length": 32768,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 10752,
+        },
+    ),
+    "openelm": (
+        {
+            "num_transformer_layers": 3,
+            "model_dim": 1280,
+            "head_dim": 64,
+            "num_query_heads": [12, 16, 20],
+            "num_kv_heads": [3, 4, 5],
+            "max_context_length": 2048,
+        },
+        {"num_layers": 3, "hidden_size": 1280, "num_key_value_heads": 5, "context_length": 2048},
+    ),
+    "phixtral": (
+        {"num_vocab": 51200, "model_dim": 2560, "num_heads": 32, "num_layers": 32}
+        | {"n_positions": 2048, "vocab_size": None},
+        {"num_layers": 32, "vocab_size": 51200, "num_key_value_heads": 32, "head_dim": 80},
+    ),
+    "lille-130m": (
+        {"n_layer": 24, "n_embd": 640, "n_head": 10, "n_kv_heads": 2, "block_size": 512},
+        {"hidden_size": 640, "num_key_value_heads": 2, "head_dim": 64, "context_length": 512},
+    ),
+    "exaone": (
+        {"num_layers": 30, "hidden_size": 2560, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 32768},
+        {"num_layers": 30, "num_key_value_heads": 8, "head_dim": 80},
+    ),
+    "mamba": (
+        {"num_hidden_layers": 48, "hidden_size": 1536, "state_size": 16, "conv_kernel": 4},
+        {"num_attention_layers": 0, "num_key_value_heads": 1},
+    ),
+    "mamba2": (
+        {"num_hidden_layers": 64, "hidden_size": 2560, "state_size": 128, "num_heads": 80},
+        {"num_attention_layers": 0, "num_key_value_heads": 1},
+    ),
+    "rwkv7": (
+        {"num_hidden_layers": 24, "hidden_size": 2048, "head_dim": 64, "decay_low_rank_dim": 96},
+        {"num_attention_layers": 0, "num_key_value_heads": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", OWN_NAMES)
+def test_a_publishers_own_names_for_sizes_need_no_card(model_type: str) -> None:
+    config, wanted = OWN_NAMES[model_type]
+    made = derive_card(ModelId("m"), {"model_type": model_type, "vocab_size": 99, **config}, 10**9)
+    assert {name: getattr(made, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("bad", [[], [4, 0], [4, True], [4, "4"], [65537], [4, [4]]])
+def test_heads_for_each_layer_are_checked_like_one_number(bad: object) -> None:
+    with pytest.raises(InvalidCard, match=r"^config.json: num_kv_heads is .* whole number"):
+        _ = derive({"num_attention_heads": None, "num_query_heads": [4], "num_kv_heads": bad})
