@@ -300,7 +300,7 @@ def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:
     raise InvalidCheckpoint(f"{type(model).__name__} has no list of decoder layers")
 
 
-def said(fault: Exception) -> str:
+def said(fault: BaseException) -> str:
     """The first line of what a model class raised: MLX appends a page of signatures."""
     line = (str(fault).splitlines() or [""])[0]
     return f"{type(fault).__name__}: {line[:200]}"
