@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .records import Endpoint
-from .trust import Credentials, channel_credentials, node_name, runner_name
+from .trust import Credentials, channel_credentials, clock_trouble, node_name, runner_name
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ CHANNEL_OPTIONS = (
 # What gRPC's text says of a certificate that one side does not accept; a process that ended during
 # the handshake says "Handshake read failed", which is no matter of trust.
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
+_EXPIRED = ("certificate has expired", "certificate is not yet valid")
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -50,10 +52,24 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
         return from_code(str(code), fault.details() or "", str(param) if param else None)
     detail = (fault.details() or "").split("\n")[0]
     if any(sign in detail for sign in _UNTRUSTED):
-        return Untrusted(f"{where} is not of this cluster ({detail}); give both the same key")
+        return Untrusted(_why_untrusted(where, detail))
     if fault.code() in _GONE:
         return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
     return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
+
+
+def _why_untrusted(where: str, detail: str) -> str:
+    if clock := clock_trouble(datetime.now(UTC)):
+        return f"{where} cannot be trusted: {clock}"
+    if any(sign in detail for sign in _EXPIRED):
+        return (
+            f"{where} showed a certificate that is not valid today ({detail}): compare the clocks "
+            "of both machines"
+        )
+    return (
+        f"{where} is not of this cluster ({detail}); give both the same key, and compare their "
+        "clocks if they have it"
+    )
 
 
 class Channels:

@@ -145,10 +145,22 @@ def _has_port(host: str) -> bool:
 def _refused_origin(scope: Scope, headers: Headers) -> HttpFault | None:
     """A browser names the page's origin in each request that the page makes to elsewhere."""
     own = f"{scope['scheme']}://{headers['host']}".lower()
-    if all(origin.lower() == own for origin in headers.getlist("origin")):
+    named = all(origin.lower() == own for origin in headers.getlist("origin"))
+    if named and not _from_elsewhere(scope["method"], headers):
         return None
     message = "pages of other origins may not use this node; call it from a program instead"
     return HttpFault(403, "origin_not_allowed", message, "Origin")
+
+
+def _from_elsewhere(method: str, headers: Headers) -> bool:
+    """Whether the browser says that another site's page asks, as images and no-cors GETs do.
+
+    A link that a person follows to this node is none of that.
+    """
+    sites = headers.getlist("sec-fetch-site")
+    followed = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))
+    link = method == "GET" and followed == ("navigate", "document")
+    return not link and not all(site in ("same-origin", "none") for site in sites)
 
 
 def _refused_framing(headers: Headers) -> HttpFault | None:

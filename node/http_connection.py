@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -27,6 +27,14 @@ class ConnectionLimits:
     head_bytes: int = 32 * 1024
 
 
+class _OfClient(logging.LoggerAdapter[logging.Logger]):
+    """uvicorn's lines with the address that caused them, which they leave out."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        client = (self.extra or {}).get("client") or "a local socket"
+        return f"{msg} (from {client})", kwargs
+
+
 class LimitedConnection(H11Protocol):
     """Closes clients that send no request, that do not read their answer, or that are too many."""
 
@@ -38,6 +46,8 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        named = {"client": self.client and self.client[0]}
+        self.logger = _OfClient(logging.getLogger("uvicorn.error"), named)  # type: ignore[assignment]
         self._surplus = len(self.connections) > self.limits.connections
         self._await_head()
 

@@ -6,7 +6,8 @@ Callers never log prompts, answers or keys; nothing here filters them out afterw
 import json
 import logging
 import sys
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
@@ -63,6 +64,33 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     return text.translate(
         {code: shown for code, shown in _CONTROLS.items() if chr(code) not in keep}
     )
+
+
+class LineLimit:
+    """Lets a few lines a period through and counts the others: strangers may cause them."""
+
+    def __init__(
+        self, lines: int, period_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lines, self._period_s, self._clock = lines, period_s, clock
+        self._begun = clock()
+        self._passed = 0
+        self._left_out = 0
+
+    def passes(self) -> bool:
+        """Whether one more line may be logged now."""
+        if self._clock() - self._begun >= self._period_s:
+            self._begun, self._passed = self._clock(), 0
+        if self._passed >= self._lines:
+            self._left_out += 1
+            return False
+        self._passed += 1
+        return True
+
+    def left_out(self) -> str:
+        """What the next line says of those that were not logged; then they are told."""
+        count, self._left_out = self._left_out, 0
+        return f" ({count} such lines were left out before)" if count else ""
 
 
 class HumanFormatter(logging.Formatter):

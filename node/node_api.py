@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 from starlette.types import ASGIApp
 
@@ -25,6 +26,7 @@ from .readiness import Readiness
 from .setting_values import is_loopback
 from .settings import Settings
 from .totals import Totals
+from .trust import clock_trouble
 
 GRACE_S = 10
 """How long answers in progress go on once the API closes."""
@@ -108,7 +110,8 @@ class NodeApi:
         )
 
     def _trouble(self) -> str:
-        return "; ".join(filter(None, (self._peering.cluster.trouble(), self._loops.trouble())))
+        own = (self._peering.cluster.trouble(), self._loops.trouble())
+        return "; ".join(filter(None, (*own, clock_trouble(datetime.now(UTC)))))
 
 
 def _host_names(host: str) -> list[str]:

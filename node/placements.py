@@ -13,6 +13,7 @@ from ..placement.plan import PlanOptions, plan
 from ..proto import peer_pb2 as pb
 from .events import EventLog
 from .failures import MAX_FAILURES, Failures
+from .log import apart
 from .records import Endpoint, Record, Status, Wish
 from .restoring import Restorer
 from .settling import may_settle, settles
@@ -122,9 +123,8 @@ class Placements:
                     stage=stage,
                 )
                 record.status, record.error = "restoring", why
-                record.restoring = asyncio.create_task(
-                    self._restore(model, record, planned=planned)
-                )
+                restore = self._restore(model, record, planned=planned)
+                record.restoring = asyncio.create_task(restore, context=apart())
 
     def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
@@ -185,7 +185,7 @@ class Placements:
             await self._restorer.unload(record)
 
     def _start(self, model: ModelId, wish: Wish) -> "asyncio.Task[Record]":
-        task = asyncio.create_task(self._replace(model, wish))
+        task = asyncio.create_task(self._replace(model, wish), context=apart())
         self._loading[model] = task
         task.add_done_callback(lambda done: self._loaded(model, done))
         return task

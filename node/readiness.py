@@ -43,7 +43,7 @@ class Readiness:
         if record.status != "ready":
             why = record.error or record.progress
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
-        if self._clock() - record.stepped_at < RECENT_S:
+        if self._clock() - max(record.stepped_at, record.probed_at) < RECENT_S:
             return ""
         probe = self._probes.get(record.card.id)
         if probe is None or probe.done():
@@ -67,7 +67,7 @@ class Readiness:
                 async with aclosing(self._generators.generate(record.generator, request)) as events:
                     async for event in events:
                         if event.WhichOneof("event") == "delta":
-                            record.stepped_at = self._clock()
+                            record.probed_at = self._clock()
         except TimeoutError:
             return f"{record.card.id} gave no token within {PROBE_WITHIN_S:.0f} s"
         except ExoNodeError as fault:

@@ -104,6 +104,8 @@ class Record:
     """How often its stages were connected: what broke before the last time is mended."""
     stepped_at: float = float("-inf")
     """When it last made a step, such as a chunk of a prompt, by the monotonic clock."""
+    probed_at: float = float("-inf")
+    """When it last gave a readiness probe a token: that it works, and no work that it has."""
     spoke_at: float = float("-inf")
     """When it last gave a token, by the monotonic clock."""
     as_planned: tuple[StageAssignment, ...] = ()

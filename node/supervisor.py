@@ -15,7 +15,7 @@ from typing import Literal
 from ..placement.errors import LoadFailed, from_code
 from ..proto import peer_pb2 as pb
 from .load_watch import LOAD_TIMEOUT_S, LoadWatch
-from .log import apart
+from .log import LineLimit, apart
 from .trust import Credentials
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,10 @@ STOP_TIMEOUT_S = 5.0
 TICK_S = 1.0
 SILENT_TICKS = 10
 """A ready runner speaks four times a second, however busy its compute thread is."""
+STRAY_LINES = 10
+STRAY_PERIOD_S = 60.0
+"""Lines that are none of the runner's own logging: strangers at its port cause gRPC's."""
+_GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
 
 
@@ -215,14 +219,17 @@ class RunnerProcess:
     async def _relay_log(self) -> None:
         """The child's stderr as this node's log lines; what is not one of them may be a crash."""
         assert self._process is not None and self._process.stderr is not None
+        limit = LineLimit(STRAY_LINES, STRAY_PERIOD_S)
         while line := await _line(self._process.stderr):
             text = line.decode(errors="replace").rstrip()
             if match := _LINE.fullmatch(text):
                 level = logging.getLevelNamesMapping()[match[1]]
                 runner_log.log(level, "%s[%d] %s", match[2], self.pid, match[3])
             elif text:
-                self._last_lines.append(text)
-                runner_log.info("[%d] %s", self.pid, text)
+                if not _GRPC_LINE.match(text):  # which say nothing of why a runner ended
+                    self._last_lines.append(text)
+                if limit.passes():
+                    runner_log.info("[%d] %s%s", self.pid, text, limit.left_out())
 
 
 class Supervisor:

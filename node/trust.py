@@ -146,6 +146,19 @@ def node_id(key: ec.EllipticCurvePublicKey) -> NodeId:
     return NodeId(base64.b32encode(digest).decode().lower()[:20])
 
 
+def clock_trouble(now: datetime.datetime) -> str:
+    """Why no certificate of any node is valid here: this machine's clock; "" where it may be right.
+
+    `now` is what the clock says, in UTC.
+    """
+    if _VALID_FROM <= now <= _VALID_TO:
+        return ""
+    return (
+        f"this machine's clock says {now:%Y-%m-%d}, and the certificates of nodes are valid from "
+        f"{_VALID_FROM:%Y} to {_VALID_TO:%Y}: set the clock"
+    )
+
+
 def node_name(node: NodeId | None) -> str:
     """The TLS name of a node's control server; None: any node of the cluster."""
     return "node.exo.internal" if node is None else f"{node}.node.exo.internal"

@@ -125,10 +125,10 @@ class Nothing:
 class Node:
     """`NodeSide` over a real Cluster; stages are noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventLog | None = None) -> None:
         standing = Standing(NodeId("a"), 1000, Disk(), 0.0, wait_s=0.0)
         client: Any = Nothing()
-        events = EventLog()
+        events = EventLog() if events is None else events
         self.standing = standing
         self.cluster = Cluster(
             lambda: pb.NodeFacts(id="a", name="a", host="127.0.0.1", port=1),

@@ -142,6 +142,37 @@ def test_a_page_of_another_origin_is_refused_and_gets_no_cors_header(
     assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "none, cross-site", ""])
+@pytest.mark.parametrize(
+    "how", [{}, {"sec-fetch-mode": "no-cors"}, {"sec-fetch-mode": "navigate"}], ids=str
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_what_another_sites_page_loads_is_refused_though_it_names_no_origin(
+    method: str, how: dict[str, str], site: str
+) -> None:
+    headers = {"sec-fetch-site": site, "sec-fetch-dest": "image", **how, **JSON}
+    reply = ask(Guard(app), method, headers=headers)
+    assert reply.status == 403
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"},
+        {"sec-fetch-site": "none", "sec-fetch-mode": "navigate"},
+        {
+            "sec-fetch-site": "cross-site",
+            "sec-fetch-mode": "navigate",
+            "sec-fetch-dest": "document",
+        },
+    ],
+    ids=["its own page", "typed by a person", "a link that was followed"],
+)
+def test_what_a_person_does_in_a_browser_is_let_in(headers: dict[str, str]) -> None:
+    assert ask(Guard(app), headers=headers).status == 200
+
+
 def test_the_nodes_own_page_is_let_in() -> None:
     reply = ask(Guard(app), headers={"origin": "http://localhost:52415"})
     assert reply.status == 200

@@ -216,6 +216,15 @@ def test_a_bad_head_is_refused_in_the_apis_shape_and_the_next_request_is_served(
     assert shared.chat_reply().status == 200
 
 
+def test_the_line_about_a_bad_head_names_who_sent_it(
+    shared: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shared.raw(b"no HTTP at all\r\n\r\n") as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+    lines = [r.getMessage() for r in caplog.records if "Invalid HTTP" in r.getMessage()]
+    assert lines == ["Invalid HTTP request received. (from 127.0.0.1)"]
+
+
 def test_a_head_may_have_32_kib(shared: Node) -> None:
     def padded(length: int) -> Reply:
         return shared.ask("GET", "/health/live", headers={"X-Padding": "a" * length})

@@ -1,6 +1,7 @@
 """Runners that hang, or whose compute thread is gone: noticed, ended, and told with the reason."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -72,6 +73,29 @@ def faulty(folder: Path, fault: str, **changes: Any) -> RunnerHost:
     host = runner_host()
     environment = {**host.environment, "PYTHONPATH": str(folder)}
     return replace(host, environment=environment, **changes)
+
+
+NOISY = """
+import os, sys
+for number in range(500):
+    print(f"E0000 00:00:1700000000.1  {number} ssl.cc:1884] Handshake failed", file=sys.stderr)
+print("what ended it", file=sys.stderr, flush=True)
+os._exit(3)
+"""
+
+
+def test_strangers_at_a_runners_port_do_not_fill_the_log(
+    tmp_path: Path, loop: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        supervisor = Supervisor(faulty(tmp_path, NOISY), lambda _, why: None)
+        with pytest.raises(LoadFailed, match=r"it last wrote: what ended it$"):
+            _ = await supervisor.load(spec(), lambda _: None)
+
+    with caplog.at_level(logging.INFO):
+        loop.run(play())
+    noise = [r for r in caplog.records if "Handshake" in r.getMessage()]
+    assert 0 < len(noise) <= 10
 
 
 # ------------------------------------------------------------------------------- the rule

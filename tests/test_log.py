@@ -8,7 +8,14 @@ from collections.abc import Generator
 
 import pytest
 
-from exo_node.node.log import configure, current_request, escape_controls, request_scope
+from exo_node.node.log import (
+    LineLimit,
+    apart,
+    configure,
+    current_request,
+    escape_controls,
+    request_scope,
+)
 
 _log = logging.getLogger("exo_node.node.membership")
 
@@ -117,3 +124,27 @@ def test_configuring_twice_replaces_the_first() -> None:
 
 def test_only_the_kept_controls_pass() -> None:
     assert escape_controls("a\tb\n\x00\x7f é", keep="\n") == "a\\x09b\n\\x00\\x7f é"
+
+
+def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
+    async def seen() -> str | None:
+        return current_request()
+
+    async def story() -> list[str | None]:
+        with request_scope("r1"):
+            own = asyncio.create_task(seen())
+            other = asyncio.create_task(seen(), context=apart())
+            return [await own, await other, current_request()]
+
+    assert asyncio.run(story()) == ["r1", None, "r1"]
+
+
+def test_lines_that_strangers_cause_are_few_and_counted() -> None:
+    now = [0.0]
+    limit = LineLimit(3, 60.0, lambda: now[0])
+    logged = [limit.left_out() for _ in range(500) if limit.passes()]
+    assert logged == ["", "", ""]
+    now[0] = 60.0
+    assert limit.passes()
+    assert limit.left_out() == " (497 such lines were left out before)"
+    assert limit.left_out() == ""

@@ -10,6 +10,7 @@ from fakes import FakeFacts, FakeGenerators, FakeStages
 from exo_node.node import readiness as readiness_module
 from exo_node.node.placements import Placements
 from exo_node.node.readiness import RECENT_S, Readiness
+from exo_node.node.settling import SETTLE_AFTER_S, may_settle
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
 from exo_node.placement.plan import PlanOptions
@@ -67,6 +68,25 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
         asked.now += RECENT_S
         assert await asked.readiness.fault() == ""
         assert len(asked.generators.requests) == 2
+
+    play(scenario, [TOKEN], ends=True)
+
+
+def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
+    """A load balancer that asks every twenty seconds is no work."""
+
+    async def scenario(asked: Asked) -> None:
+        await loaded(asked)
+        record = asked.placements.records[0]
+        record.moved = "a stage was lost"
+        record.stepped_at = record.moved_at = asked.now
+        looks = 0
+        while asked.now < 100.0 + SETTLE_AFTER_S + 1:
+            asked.now += 20.0
+            assert await asked.readiness.fault() == ""
+            looks += may_settle(record, lambda: asked.now)
+        assert asked.generators.requests  # it was asked, and gave its token
+        assert looks == 1
 
     play(scenario, [TOKEN], ends=True)
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from threading import Barrier
 
@@ -20,12 +21,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
+from exo_node.node import control_client
+from exo_node.node.control_client import from_status
 from exo_node.node.trust import (
     ClusterKey,
     Credentials,
     Identity,
     authenticated_node,
     channel_credentials,
+    clock_trouble,
     cluster_fingerprint,
     load_or_create_cluster_key,
     load_or_create_identity,
@@ -37,7 +41,7 @@ from exo_node.node.trust import (
     runner_name,
     server_credentials,
 )
-from exo_node.placement.errors import InvalidSettings, Untrusted
+from exo_node.placement.errors import ExoNodeError, InvalidSettings, Untrusted
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
@@ -448,3 +452,42 @@ def test_a_certificate_of_another_make_is_untrusted(certificate: bytes) -> None:
 def test_a_call_without_a_certificate_is_untrusted() -> None:
     with pytest.raises(Untrusted, match="no certificate"):
         _ = authenticated_node({"transport_security_type": [b"ssl"]})
+
+
+# ------------------------------------------------------------------------------- clocks
+
+
+@pytest.mark.parametrize(
+    ("year", "wrong"), [(1970, True), (2026, False), (2049, False), (2055, True)]
+)
+def test_a_clock_outside_the_certificates_time_is_named(year: int, wrong: bool) -> None:
+    said = clock_trouble(datetime(year, 6, 1, tzinfo=UTC))
+    assert bool(said) == wrong
+    assert not wrong or (str(year) in said and "set the clock" in said)
+
+
+class _At(datetime):
+    year_now = 2055
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "_At":
+        return cls(cls.year_now, 6, 1, tzinfo=tz)
+
+
+def _refusal(detail: str) -> ExoNodeError:
+    fault = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=detail
+    )
+    return from_status(fault, "10.0.0.2:1")
+
+
+def test_a_handshake_that_a_clock_spoils_is_not_blamed_on_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verify = "Ssl handshake failed: SSL_ERROR_SSL: error:1000007d: CERTIFICATE_VERIFY_FAILED"
+    other = _refusal(f"{verify}: certificate is not yet valid")
+    assert isinstance(other, Untrusted)
+    assert "compare the clocks" in other.message and "of this cluster" not in other.message
+    assert "is not of this cluster" in _refusal(f"{verify}: self-signed").message
+    monkeypatch.setattr(control_client, "datetime", _At)
+    assert "this machine's clock says 2055-06-01" in _refusal(verify).message

@@ -1,0 +1,27 @@
+"""What a node says of its cluster to a person."""
+
+import asyncio
+
+from test_bounds import Node
+
+from exo_node.node.events import EventLog
+from exo_node.placement.ids import NodeId
+from exo_node.proto import peer_pb2 as pb
+
+
+async def leaves(*, alone: bool) -> list[str]:
+    node = Node(events := EventLog())
+    _ = node.standing.tick(0.0)
+    if not alone:
+        other = pb.NodeFacts(id="b", name="b", host="127.0.0.1", port=2)
+        _ = node.heard(NodeId("b"), pb.Heartbeat(sender=other))
+    node.cluster.leave()
+    await node.cluster.close()
+    return [event.text for event in events.held() if event.kind == "election"]
+
+
+def test_a_node_that_stops_alone_does_not_speak_of_another_head() -> None:
+    (alone,) = asyncio.run(leaves(alone=True))
+    assert "no other node is here to lead" in alone
+    (among,) = asyncio.run(leaves(alone=False))
+    assert "electing another one" in among
