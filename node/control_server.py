@@ -41,7 +41,10 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
-    ("grpc.max_concurrent_streams", 64),
+    # More than HTTP connections, each of which may be one forwarded stream.
+    ("grpc.max_concurrent_streams", 512),
+    # Of two minutes otherwise: a connection that says nothing holds a file as long.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 16 << 20),  # a forwarded HTTP body may have 8 MiB
 )
 

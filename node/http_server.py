@@ -32,6 +32,8 @@ StaticFiles = Callable[[str], tuple[bytes, str] | None]
 """Content and content type of a path below the dashboard's folder, None where there is none."""
 
 _PORTS_TO_TRY: Final = 100
+_BACKLOG: Final = 64
+"""Connections that wait to be accepted; asyncio accepts so many in one turn of its loop."""
 
 
 def build_app(
@@ -190,6 +192,7 @@ class HttpServer:
             interface="asgi3",
             ws="none",
             lifespan="off",
+            backlog=_BACKLOG,
             log_config=None,
             # The guard logs each request with its id.
             access_log=False,
@@ -220,7 +223,7 @@ async def _bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError:
         listener.close()

@@ -15,10 +15,12 @@ from .events import EventLog
 from .facts import NodeFactsSource
 from .forward import HeadForwarder, answer_forwarded
 from .head_client import ClusterHead
+from .http_connection import ConnectionLimits
 from .http_server import HttpServer, build_app
 from .leaving import Leaving
 from .local_node import LocalNode
 from .metrics import Metrics
+from .open_files import connections_within, soft_limit
 from .operations import NodeOperations
 from .peering import Peering
 from .placements import Placements
@@ -28,6 +30,7 @@ from .settings import Settings
 from .totals import Totals
 from .trust import clock_trouble
 
+CONNECTIONS = 256
 GRACE_S = 10
 """How long answers in progress go on once the API closes."""
 
@@ -55,7 +58,8 @@ class NodeApi:
         self._events = events
         self._loops = loops
         self._app = self._build()
-        self._server = HttpServer(self._app, grace_s=GRACE_S)
+        limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
+        self._server = HttpServer(self._app, limits=limits, grace_s=GRACE_S)
 
     async def start(self) -> int:
         """Returns the port. Raises InvalidSettings where it is in use."""

@@ -14,6 +14,7 @@ from .join_node import Outcome
 from .joining import Rekeyed
 from .log import configure
 from .node import Node
+from .open_files import quiet_accepts, raise_limit
 from .presence import Presence
 from .settings import Settings, check_mlx_extras, installed_distributions
 
@@ -30,6 +31,7 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
     configure(settings.log_format, node=settings.name)
     for warning in warnings:
         log.warning("%s", warning)
+    _ = raise_limit()
     hardware = detect_hardware(distributions, settings.memory_limit)
     with Presence.acquire(settings.data_dir) as presence:
         return asyncio.run(_serve(settings, hardware, presence))
@@ -39,6 +41,7 @@ async def _serve(settings: Settings, hardware: Hardware, presence: Presence) -> 
     """A node after another, in one process: each with the cluster key that the last one got."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(quiet_accepts())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     rekeyed = Rekeyed("given")

@@ -26,6 +26,7 @@ from ..placement.errors import ExoNodeError
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from ..proto.bound_server import BoundNumbers
+from . import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
 from .compute import ComputeThread
 from .copier import Copier
 from .copies import Copies

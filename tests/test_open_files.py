@@ -1,0 +1,190 @@
+"""Few files: what is done about the limit, and what floods of connections leave of a node."""
+
+import asyncio
+import logging
+import resource
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+from fakes import hangs
+from http_node import raw_chat, serving_fakes
+
+from exo_node.node.http_connection import ConnectionLimits
+from exo_node.node.open_files import RESERVED, connections_within, quiet_accepts
+from exo_node.node.requests import Started
+
+_LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+{program}
+"""
+
+
+def run_limited(program: str, soft: int, hard: int) -> subprocess.CompletedProcess[str]:
+    text = _LIMITED.format(soft=soft, hard=hard, program=program)
+    command = (sys.executable, "-P", "-c", text)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+STARTS = {
+    "runner": "import exo_node.shard.runner; print('up')",
+    "bench": """
+from types import SimpleNamespace
+from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.proto.peer_pb2 import StageSpec
+from exo_node.shard.bench_mtp import run_bench
+try:
+    run_bench(SimpleNamespace(prompts=None), StageSpec(path="/nowhere"))
+except InvalidCheckpoint:
+    print("up")
+""",
+    "verify": """
+from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.proto.peer_pb2 import StageSpec
+from exo_node.shard.verify import run_verify
+try:
+    run_verify(None, StageSpec(path="/nowhere"), lambda _: None)
+except InvalidCheckpoint:
+    print("up")
+""",
+}
+"""What each child that loads models runs, as far as its first look at a checkpoint."""
+
+
+@pytest.mark.parametrize("child", STARTS)
+def test_a_child_that_loads_a_model_starts_below_mlx_lms_limit(child: str) -> None:
+    done = run_limited(STARTS[child], 256, 1024)
+    assert (done.returncode, done.stdout) == (0, "up\n"), done.stderr
+
+
+def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 5000:
+        pytest.skip("the hard limit is too low here")
+    program = "import exo_node.shard.runner\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    assert run_limited(program, 5000, 5000).stdout.split() == ["5000", "5000"]
+
+
+@pytest.mark.parametrize(("soft", "hard", "wanted"), [(256, 1024, 1024), (300, 15_000, 15_000)])
+def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, wanted: int) -> None:
+    ours = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if ours != resource.RLIM_INFINITY and ours < hard:
+        pytest.skip("the hard limit is too low here")
+    program = (
+        "from exo_node.node.open_files import raise_limit, soft_limit\n"
+        "print(raise_limit(), soft_limit())"
+    )
+    assert run_limited(program, soft, hard).stdout.split() == [str(wanted)] * 2
+
+
+def test_a_limit_that_stays_too_low_is_told_with_the_remedy() -> None:
+    program = "import logging; logging.basicConfig()\n"
+    program += "from exo_node.node.open_files import raise_limit; raise_limit()"
+    assert "ulimit -Hn" in run_limited(program, 128, 200).stderr
+    assert run_limited(program, 128, 4096).stderr == ""
+
+
+@pytest.mark.parametrize("limit", [64, 128, 256, 1024, 65536, resource.RLIM_INFINITY])
+def test_http_never_takes_all_files(limit: int) -> None:
+    allowed = connections_within(limit, 256)
+    assert 1 <= allowed <= 256
+    if limit != resource.RLIM_INFINITY:
+        assert allowed <= max(limit - RESERVED, limit // 8)
+
+
+def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
+    limits = ConnectionLimits(connections=2, spare_s=60.0, told=3, told_s=60.0)
+    with serving_fakes(limits=limits) as node, ExitStack() as stack:
+        for _ in range(2):
+            _ = stack.enter_context(node.raw(b"GET "))
+        told = silent = 0
+        for _ in range(20):
+            surplus = stack.enter_context(node.raw(b""))
+            surplus.settimeout(20)
+            try:
+                answer = surplus.recv(4096)
+            except ConnectionResetError:
+                answer = b""
+            told += answer.startswith(b"HTTP/1.1 503 ")
+            silent += answer == b""
+        assert (told, silent) == (3, 17)
+
+
+def test_a_connection_that_idles_gives_way_to_one_that_asks() -> None:
+    limits = ConnectionLimits(connections=8, spare_s=0.2, head_s=60.0)
+    with serving_fakes(limits=limits) as node, ExitStack() as stack:
+        for _ in range(8):
+            _ = stack.enter_context(node.raw(b""))
+        assert node.ask("GET", "/health/live").status == 503
+        time.sleep(0.3)
+        for _ in range(8):
+            assert node.ask("GET", "/health/live").status == 200
+
+
+def test_an_answer_in_progress_gives_way_to_nobody() -> None:
+    limits = ConnectionLimits(connections=1, spare_s=0.0)
+    with serving_fakes(limits=limits, keep_alive_s=0.05) as node:
+        node.chat.scripts["slow"] = hangs(Started((1,)))
+        request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
+        with node.raw(request) as connection:
+            assert node.chat.began.wait(20)
+            assert node.ask("GET", "/health/live").status == 503
+            received = b""
+            while received.count(b": keep-alive") < 4:
+                received += (piece := connection.recv(4096))
+                assert piece
+
+
+def test_a_place_that_was_given_up_is_anothers() -> None:
+    with serving_fakes(limits=ConnectionLimits(connections=1, spare_s=60.0)) as node:
+        with node.raw(b"GET "):
+            assert node.ask("GET", "/health/live").status == 503
+        statuses = [node.ask("GET", "/health/live").status for _ in range(20)]
+        assert statuses[-1] == 200
+
+
+def test_failed_accepts_are_told_once_in_a_while_and_other_faults_as_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    handle = quiet_accepts(lambda: now[0])
+    loop = asyncio.new_event_loop()
+    context = {
+        "message": "socket.accept() out of system resource",
+        "exception": OSError(24, "Too many open files"),
+    }
+    with caplog.at_level(logging.ERROR):
+        for step in range(1000):
+            now[0] = step / 100
+            handle(loop, context)
+        assert len(caplog.records) == 1
+        now[0] = 11.0
+        handle(loop, context)
+        assert "999 times more" in caplog.records[-1].getMessage()
+        handle(loop, {"message": "something else"})
+        assert caplog.records[-1].getMessage() == "something else"
+        assert len(caplog.records) == 3
+    loop.close()
+
+
+def test_a_remote_address_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback stands in for another machine: only what tells them apart is replaced."""
+    monkeypatch.setattr(
+        "exo_node.node.http_connection.LimitedConnection._is_remote", property(lambda _: True)
+    )
+    limits = ConnectionLimits(connections=50, per_address=2, spare_s=0.0)
+    with serving_fakes(limits=limits) as node, node.raw(b"GET "), node.raw(b"GET "):
+        fault = node.ask("GET", "/health/live")
+        assert (fault.status, fault.error["code"]) == (503, "too_many_connections")
+        assert "of this address" in fault.error["message"]
+        with socket.socket() as other:  # another address of this machine
+            other.bind(("127.0.0.2", 0))
+            other.settimeout(20)
+            other.connect(("127.0.0.1", node.port))
+            request = f"GET /health/live HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n"
+            other.sendall(request.encode())
+            assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
