@@ -6,7 +6,6 @@ before anything else that imports mlx-lm.
 """
 
 import resource
-from importlib import import_module
 
 
 def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
@@ -20,6 +19,6 @@ def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
 _SET = resource.setrlimit
 resource.setrlimit = _keeps_what_there_is
 try:
-    _ = import_module("mlx_lm.utils")
+    import mlx_lm.utils  # noqa: F401  # pyright: ignore[reportUnusedImport]
 finally:
     resource.setrlimit = _SET
