@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn, cast
 
 import grpc
@@ -36,6 +37,7 @@ from .layer_probe import probe_layers, probed_rows
 from .links import SERVER_OPTIONS, Ring
 from .load import Loaded, bytes_read, load
 from .profile import Profile, ProfileKey
+from .prompt_encoder import PromptEncoder
 from .runner_generator import GeneratorService
 from .runner_services import NextStage, RunnerService, StageService
 from .stage import StageWorker
@@ -99,6 +101,7 @@ class Runner:
             time.perf_counter,
         )
         self._stage: StageService | None = None
+        self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
         self._reports = 0
         self._stop = asyncio.Event()
@@ -134,8 +137,11 @@ class Runner:
             await asyncio.sleep(STATE_EVERY_S)
 
     async def _run(self, watched: "asyncio.Task[None]") -> None:
+        if self._spec.stage == 0:
+            self._prompts.start()  # its imports take as long as those of a small model
         loading = self._compute.submit(lambda: load(self._spec, self._report))
         loaded = await asyncio.wrap_future(loading)
+        self._prompts.open(Path(self._spec.path))
         loaded.model.meter = self._meter
         credentials = grpc.ssl_channel_credentials(
             self._start.authority, self._start.private_key, self._start.certificate
@@ -162,6 +168,7 @@ class Runner:
         if self._stage is not None:
             self._stage.end()  # gRPC would cancel them, with a traceback in the log
         await server.stop(grace=0.5)
+        await self._prompts.close()
 
     async def _serve(
         self,
@@ -188,7 +195,7 @@ class Runner:
         engine = await asyncio.wrap_future(
             self._compute.submit(lambda: self._engine(loaded, ring, follower.copier, copies))
         )
-        generator = GeneratorService(expected, engine, self._compute)
+        generator = GeneratorService(expected, engine, self._compute, self._prompts)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 

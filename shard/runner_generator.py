@@ -11,8 +11,8 @@ from .compute import ComputeThread, Run
 from .engine import EngineEvent, EngineRequest, TextEngine
 from .frames import REQUEST_NAME, Expectation
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
+from .prompt_encoder import PromptEncoder
 from .runner_services import Context, refuse
-from .text import messages_from_json
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,14 @@ MAX_TOP_LOGPROBS = 20
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     """Runs answers on the compute thread and streams their events."""
 
-    def __init__(self, expected: Expectation, engine: TextEngine, compute: ComputeThread) -> None:
+    def __init__(
+        self,
+        expected: Expectation,
+        engine: TextEngine,
+        compute: ComputeThread,
+        prompts: PromptEncoder,
+    ) -> None:
+        self._prompts = prompts
         self._expected = expected
         self._engine = engine
         self._compute = compute
@@ -69,8 +76,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         _check_request(request, self._expected)
         match request.WhichOneof("prompt"):
             case "messages":
-                messages = messages_from_json(request.messages.json)
-                prompt = await asyncio.to_thread(self._engine.encode, messages)
+                prompt = await self._prompts.encode(
+                    request.messages.json, self._expected.context_length
+                )
             case "token_ids":
                 prompt = list(request.token_ids.ids)
             case _:

@@ -10,13 +10,13 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import load_config
 
 from ..mtp.types import FinishReason
 from ..placement.errors import InvalidCheckpoint, InvalidRequest
 from .headers import fault as file_fault
 from .headers import parse_object, read_bytes, shown, size_of
-from .token_bytes import token_bytes
+from .messages import too_long
+from .token_bytes import longest_token, token_bytes
 
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
@@ -41,6 +41,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._control = _ControlTokens(tokenizer)
         self.token_bytes = token_bytes(tokenizer)
+        self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
 
     @classmethod
@@ -48,7 +49,7 @@ class TextCodec:
         """Raises InvalidCheckpoint. Code in the checkpoint is never run."""
         _check_plugins(folder)
         try:
-            eos = load_config(folder).get("eos_token_id")
+            eos: Any = _named_ends(folder)
             extra = {"trust_remote_code": False}
             return cls(load_tokenizer(folder, extra, eos_token_ids=eos))
         # The tokenizers library raises the bare class, the others whatever a field leads to.
@@ -63,11 +64,21 @@ class TextCodec:
         newline = self._tokenizer.encode("\n", add_special_tokens=False)
         return tuple(sorted({*self.end_tokens, *newline}))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def longest_token(self) -> int:
+        """Bytes of text that one id may stand for at most."""
+        if self._longest_token is None:
+            self._longest_token = longest_token(self._tokenizer)
+        return self._longest_token
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], limit: int | None = None
+    ) -> list[int]:
         """Ids of the rendered chat, up to where the assistant's answer begins.
 
         Control tokens come from the template only: where the messages spell one, it is text.
-        Raises InvalidRequest where the template refuses these messages.
+        Raises InvalidRequest where the template refuses these messages, and ContextLengthExceeded
+        where it makes more than `limit` bytes of them.
         """
         if not self._tokenizer.has_chat_template:
             raise InvalidRequest(
@@ -81,10 +92,10 @@ class TextCodec:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-            pieces = [
-                self._tokenizer.encode(piece, add_special_tokens=False)
-                for piece in text.split(mark)
-            ]
+            parts = text.split(mark)
+            if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
+                raise too_long(size, limit)
+            pieces = [self._tokenizer.encode(part, add_special_tokens=False) for part in parts]
         except _TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {fault}", param="messages"
@@ -200,15 +211,14 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def messages_from_json(text: str) -> list[dict[str, Any]]:
-    """The `Messages` message of the wire. Raises InvalidRequest."""
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise InvalidRequest(f"messages is not JSON: {fault}", param="messages") from fault
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise InvalidRequest("messages must be a list of objects", param="messages")
-    return messages
+def _named_ends(folder: Path) -> object:
+    """The end tokens that config.json names, or generation_config.json, which has the last word."""
+    ends: object = None
+    for name in ("config.json", "generation_config.json"):
+        if (path := folder / name).exists():
+            found = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
+            ends = found.get("eos_token_id") or ends
+    return ends
 
 
 def _check_plugins(folder: Path) -> None:

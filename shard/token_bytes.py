@@ -39,6 +39,16 @@ def token_bytes(tokenizer: TokenizerWrapper) -> TokenBytes:
     return of
 
 
+def longest_token(tokenizer: TokenizerWrapper) -> int:
+    """Bytes of the longest one, or more where the vocabulary's spelling is not known."""
+    names: Any = tokenizer.get_vocab()
+    if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
+        return max((len(name.encode()) for name in names), default=1)
+    # A byte-level vocabulary spells a byte as a character, and added tokens as themselves.
+    added: Any = tokenizer.added_tokens_decoder.values()
+    return max((*map(len, names), *(len(token.content.encode()) for token in added)), default=1)
+
+
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 

@@ -1,0 +1,303 @@
+"""Prompts that would occupy a runner: refused early, or in a process that is ended for it."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engines import DEMO
+from runners import eventually
+from test_text_chat import edited
+
+from exo_node.placement.errors import (
+    ContextLengthExceeded,
+    ExoNodeError,
+    InvalidCheckpoint,
+    InvalidRequest,
+)
+from exo_node.shard.prompt_encoder import LONG_BYTES, HelperLimits, PromptEncoder
+from exo_node.shard.text import TextCodec
+
+CODEC = TextCodec.load(DEMO)
+CONTEXT = 4096
+HUGE = 10**9
+"""A context that refuses nothing by its bytes."""
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+QUICK = HelperLimits(cpu_s=0.5, memory_bytes=128 << 20, left_s=0.1)
+
+Play = Callable[[PromptEncoder], Awaitable[None]]
+
+
+def chat(*contents: str) -> str:
+    return json.dumps([{"role": "user", "content": content} for content in contents])
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def play(
+    loop: asyncio.Runner, story: Play, folder: Path = DEMO, limits: HelperLimits | None = None
+) -> None:
+    async def run() -> None:
+        encoder = PromptEncoder(limits)
+        encoder.start()
+        encoder.open(folder)
+        try:
+            await story(encoder)
+        finally:
+            await encoder.close()
+
+    loop.run(run())
+
+
+async def refusal(work: Awaitable[Any]) -> ExoNodeError:
+    try:
+        got = await work
+    except ExoNodeError as fault:
+        return fault
+    raise AssertionError(f"not refused: {len(got)} ids")
+
+
+TEXTS = ["hi", "naïve 🙂 日本語", "<|im_end|>\n<|im_start|>system", "x" * (2 * LONG_BYTES)]
+
+
+def test_ids_are_those_of_the_codec_in_this_process(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        for text in TEXTS:
+            want = CODEC.encode_chat(json.loads(chat(text)))
+            assert await encoder.encode(chat(text), HUGE) == want
+
+    play(loop, story)
+
+
+def test_a_request_pays_little_more_than_its_tokenising(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        messages = chat("Tell me a story.")
+        parsed = json.loads(messages)
+        _ = await encoder.encode(messages, CONTEXT)
+
+        def here() -> float:
+            began = time.perf_counter()
+            _ = CODEC.encode_chat(parsed)
+            return time.perf_counter() - began
+
+        async def there() -> float:
+            began = time.perf_counter()
+            _ = await encoder.encode(messages, CONTEXT)
+            return time.perf_counter() - began
+
+        least_here = min(here() for _ in range(50))
+        least_there = min([await there() for _ in range(50)])
+        assert least_there < least_here + 0.005
+
+    play(loop, story)
+
+
+MONSTERS = {
+    "a word": "a" * (8 << 20),
+    "words": "hello " * 1_000_000,
+    "CJK": "語" * (2 << 20),
+    "emoji": "🙂" * (2 << 20),
+    "base64": base64.b64encode(os.urandom(6 << 20)).decode(),
+    "spaces": " " * (8 << 20),
+    "controls": "<|im_end|>" * 800_000,
+}
+
+
+@pytest.mark.parametrize("name", MONSTERS)
+def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
+    loop: asyncio.Runner, name: str
+) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), CONTEXT)
+        cpu_before = psutil.Process(encoder.pids[0]).cpu_times().user
+        fault = await refusal(encoder.encode(chat(MONSTERS[name]), CONTEXT))
+        assert isinstance(fault, ContextLengthExceeded)
+        size = len(MONSTERS[name].encode()) + len("user")
+        assert f"{size} bytes" in fault.message and fault.param == "messages"
+        # No helper has seen it: neither this one nor that for long requests.
+        assert len(encoder.pids) == 1
+        assert psutil.Process(encoder.pids[0]).cpu_times().user - cpu_before < 0.1
+
+    play(loop, story)
+
+
+def test_the_bound_counts_text_and_not_its_json(loop: asyncio.Runner) -> None:
+    """A character may take six times as much in JSON."""
+    longest = CODEC.longest_token
+
+    async def story(encoder: PromptEncoder) -> None:
+        text = "é" * (8 * longest)  # 16 * longest bytes, 48 * longest in JSON
+        fault = await refusal(encoder.encode(chat(text), 15))
+        assert isinstance(fault, ContextLengthExceeded)
+        # The rendered chat has the template's text beside it.
+        assert await encoder.encode(chat(text), 17 + 300 // longest)
+
+    play(loop, story)
+
+
+def test_the_longest_token_of_the_demo_is_what_its_vocabulary_says() -> None:
+    sizes = [len(CODEC.token_bytes(token)) for token in range(4096)]
+    assert max(sizes) <= CODEC.longest_token <= 64
+
+
+def test_a_prompt_that_takes_too_long_is_refused_alone(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        slow = asyncio.create_task(refusal(encoder.encode(chat("a" * (8 << 20)), HUGE)))
+        served = 0
+        while not slow.done():
+            assert await encoder.encode(chat("hi"), HUGE)
+            served += 1
+            await asyncio.sleep(0.02)
+        fault = await slow
+        assert type(fault) is InvalidRequest and fault.param == "messages"
+        assert "0.5 s" in fault.message
+        assert served >= 10, "short requests wait for long ones"
+        assert await encoder.encode(chat("b" * (2 * LONG_BYTES)), HUGE)
+
+    play(loop, story, limits=HelperLimits(cpu_s=0.5, memory_bytes=4 << 30))
+
+
+def test_a_template_that_loops_is_ended_and_the_next_request_is_served(
+    loop: asyncio.Runner, tmp_path: Path
+) -> None:
+    template = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}ok"
+
+    async def story(encoder: PromptEncoder) -> None:
+        usual = await encoder.encode(chat("hi"), HUGE)
+        [looping] = encoder.pids
+        fault = await refusal(encoder.encode(chat("loop"), HUGE))
+        assert type(fault) is InvalidRequest and "template" in fault.message
+        assert not psutil.pid_exists(looping)
+        assert await encoder.encode(chat("hi"), HUGE) == usual
+
+    play(loop, story, edited(tmp_path / "m", template=template), QUICK)
+
+
+def test_a_client_that_leaves_takes_its_loop_with_it(loop: asyncio.Runner, tmp_path: Path) -> None:
+    template = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}ok"
+    patient = HelperLimits(cpu_s=600.0, wall_s=600.0, left_s=0.1)
+
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        [looping] = encoder.pids
+        asking = asyncio.create_task(encoder.encode(chat("loop"), HUGE))
+        await asyncio.sleep(0.2)
+        assert psutil.pid_exists(looping)
+        _ = asking.cancel()
+        _ = await asyncio.gather(asking, return_exceptions=True)
+        await gone(looping)
+        assert await encoder.encode(chat("hi"), HUGE)
+
+    play(loop, story, edited(tmp_path / "m", template=template), patient)
+
+
+async def gone(pid: int) -> None:
+    for _ in range(2000):
+        if not psutil.pid_exists(pid):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"process {pid} lives")
+
+
+def test_a_template_that_takes_all_memory_is_refused(loop: asyncio.Runner, tmp_path: Path) -> None:
+    bomb = "{% set ns = namespace(x='xxxxxxxx') %}" + 30 * "{% set ns.x = ns.x + ns.x %}"
+    template = f"{{% if messages[0].content == 'bomb' %}}{bomb}{{{{ ns.x }}}}{{% endif %}}ok"
+
+    async def story(encoder: PromptEncoder) -> None:
+        fault = await refusal(encoder.encode(chat("bomb"), HUGE))
+        assert isinstance(fault, InvalidRequest) and fault.param == "messages"
+        assert await encoder.encode(chat("hi"), HUGE)
+
+    limits = HelperLimits(cpu_s=60.0, memory_bytes=128 << 20)
+    play(loop, story, edited(tmp_path / "m", template=template), limits)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_helper_that_dies_costs_one_request_at_most(loop: asyncio.Runner, number: int) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        [pid] = encoder.pids
+        os.kill(pid, signal.SIGSTOP)  # so that the request waits there
+        asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
+        await asyncio.sleep(0.1)
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        fault = await asking
+        assert type(fault) is InvalidRequest and f"signal {number}" in fault.message
+        assert await encoder.encode(chat("hi"), HUGE)
+        [pid] = encoder.pids
+        os.kill(pid, number)  # while it idles
+        await gone(pid)
+        assert await encoder.encode(chat("hi"), HUGE)
+
+    play(loop, story)
+
+
+def test_a_helper_that_is_stopped_is_replaced(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        os.kill(encoder.pids[0], signal.SIGSTOP)
+        fault = await refusal(encoder.encode(chat("hi"), HUGE))
+        assert type(fault) is InvalidRequest
+        assert await encoder.encode(chat("hi"), HUGE)
+
+    play(loop, story, limits=HelperLimits(wall_s=0.5))
+
+
+def test_a_tokenizer_that_does_not_load_says_so(loop: asyncio.Runner, tmp_path: Path) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        fault = await refusal(encoder.encode(chat("hi"), HUGE))
+        assert isinstance(fault, InvalidCheckpoint)
+
+    folder = edited(tmp_path / "m")
+    _ = (folder / "tokenizer.json").write_text("{")
+    play(loop, story, folder)
+
+
+def test_the_helper_is_free_of_mlx_and_of_the_environment(loop: asyncio.Runner) -> None:
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc")
+
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        [pid] = encoder.pids
+        assert "libmlx" not in Path(f"/proc/{pid}/maps").read_text()
+        environment = Path(f"/proc/{pid}/environ").read_text()
+        assert "HOME=" not in environment and "TOKEN=" not in environment
+        assert psutil.Process(pid).memory_info().rss < 200 << 20
+
+    play(loop, story)
+
+
+def test_helpers_end_with_the_encoder(loop: asyncio.Runner) -> None:
+    pids: list[int] = []
+
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        _ = await encoder.encode(chat("b" * (2 * LONG_BYTES)), HUGE)
+        pids.extend(encoder.pids)
+
+    play(loop, story)
+    assert len(pids) == 2
+    _ = loop.run(eventually(lambda: not any(map(psutil.pid_exists, pids)), 10))
+
+
+def test_many_at_once_are_each_answered_with_their_own(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        texts = [f"number {i} " * (i * 400 + 1) for i in range(40)]
+        got = await asyncio.gather(*(encoder.encode(chat(text), HUGE) for text in texts))
+        assert got == [CODEC.encode_chat(json.loads(chat(text))) for text in texts]
+
+    play(loop, story)
