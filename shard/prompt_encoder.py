@@ -144,9 +144,11 @@ class _Helper:
         if self._starting is None:
             return
         if not self._starting.done():
+            # It ends with its pipes; asyncio may wait for a process that it only just started.
             _ = self._starting.cancel()
-        with contextlib.suppress(ExoNodeError, asyncio.CancelledError):
-            await (await self._starting).end()
+            _ = await asyncio.wait([self._starting], timeout=1.0)
+        if self._starting.done() and not _is_over(self._starting):
+            await self._starting.result().end()
 
 
 def _is_over(starting: "asyncio.Task[_Child]") -> bool:

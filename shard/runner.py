@@ -328,16 +328,20 @@ class Runner:
         return state
 
 
-async def _run(start: pb.RunnerStart, parent: Parent) -> int:
+async def _run(start: pb.RunnerStart, parent: Parent) -> NoReturn:
     runner = Runner(start, parent)
     _watch(parent, runner.stop)
+    status = 0
     try:
         await runner.run()
     except ExoNodeError as fault:
         failure = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "")
         parent.send(pb.FromRunner(failure=failure))
-        return 1
-    return 0
+        status = 1
+    logging.shutdown()
+    # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
+    # Not by returning: asyncio would first wait for a helper process that is only just starting.
+    os._exit(status)
 
 
 def _watch(parent: Parent, stop: Callable[[], None]) -> None:
@@ -360,10 +364,9 @@ def main() -> NoReturn:
     sys.setswitchinterval(1e-4)
     parent = Parent(socket.socket(fileno=int(sys.argv[1])))
     message = parent.receive()
-    status = 0 if message is None else asyncio.run(_run(message.start, parent))
-    logging.shutdown()
-    # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
-    os._exit(status)
+    if message is not None:
+        asyncio.run(_run(message.start, parent))
+    os._exit(0)
 
 
 if __name__ == "__main__":
