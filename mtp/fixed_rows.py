@@ -28,6 +28,7 @@ class FixedRows:
         if rows < 1:
             raise ValueError(f"strict mode needs 1 row or more in a forward, not {rows}")
         self.overlaps = inner.overlaps
+        self.takes_back = inner.takes_back
         self.remote = inner.remote
         self._inner = inner
         self._rows = rows

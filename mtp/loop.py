@@ -110,7 +110,10 @@ class Generation:
         self._cleared = 0
 
     def steps(self) -> Steps:
-        """Yields what happens; returns why the answer ended. The caches then fit its tokens."""
+        """Yields what happens; returns why the answer ended.
+
+        The caches then fit its tokens, where the verifier takes rows back.
+        """
         logits, last, forward = yield from self._prefill()
         if self._task.replay:
             reason = yield from self._rebuild(last)
@@ -208,7 +211,8 @@ class Generation:
         """At most `rounds` tokens, one forward ahead: its graph is built while a token is computed.
 
         The forward in flight belongs to a token that ended the answer more often than not only at
-        the very end; it is rolled back there. A drafter learns of the rows, so that it may go on.
+        the very end; it is rolled back there, or left with caches that nobody reads again. A
+        drafter learns of the rows, so that it may go on.
         """
         rounds = min(rounds, self._task.max_tokens - self._emitted)
         for left in range(rounds - 1, -1, -1):
@@ -221,7 +225,7 @@ class Generation:
             if forward.rows == 1:  # the prompt's own forward says nothing about a plain step
                 self._depth.learn(0, 0, forward.position, self._clock() - begun)
             reason = self._count(ids[0])
-            if reason is not None and left:
+            if reason is not None and left and self._verifier.takes_back:
                 self._verifier.rollback(1)
             yield self._round_of(ids, 0, 0, forward, scores)
             if reason is not None:

@@ -44,6 +44,8 @@ class Verifier(Protocol):
 
     overlaps: bool
     """Whether a forward may be issued for a token that is not computed yet (lazy evaluation)."""
+    takes_back: bool
+    """Whether `rollback` can: else one row more than the answer's may be left behind at its end."""
     remote: bool
     """Whether logits come from other nodes: a forward whose logits nobody reads asks for none."""
 

@@ -279,9 +279,10 @@ class TextEngine:
             request.replay,
             request.top_logprobs,
         )
+        padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
         generation = Generation(
             task,
-            FixedRows(verifier, self._fixed_rows) if self._fixed_rows else verifier,
+            FixedRows(verifier, self._fixed_rows) if padded else verifier,
             drafter,
             chooser,
             ending,

@@ -50,14 +50,15 @@ class WholeTarget:
 class LocalVerifier:
     """One request's caches over a shared target."""
 
+    overlaps = True
     remote = False
 
     def __init__(self, target: Target, caches: Sequence[object]) -> None:
+        """`caches` are the answer's alone and end with it."""
         self._target = target
         self._caches = caches
         self._rows = 0
-        # Without rollback a forward that turns out not to be wanted could not be taken back.
-        self.overlaps = can_roll_back(caches)
+        self.takes_back = can_roll_back(caches)
 
     @property
     def position(self) -> int:

@@ -66,6 +66,7 @@ class PipelineVerifier:
     """One request's caches of the generator's layers, and its way through the other stages."""
 
     overlaps = False  # the ids of a block travel with it, so they must be known
+    takes_back = True  # never asked for: it overlaps nothing, and its answers draft nothing
     remote = True
 
     def __init__(

@@ -37,6 +37,7 @@ class TableVerifier:
 
     table: Logits
     overlaps: bool = False
+    takes_back: bool = True
     remote: bool = False
     waits: bool = False
     """Whether each forward first yields a `Wait` on a future that is done."""
@@ -75,6 +76,7 @@ class TableVerifier:
         self.last_rows = schedule[-1]
 
     def rollback(self, rows: int) -> None:
+        assert self.takes_back
         assert 0 < rows <= self.last_rows, "only rows of the last forward can be taken back"
         self.calls.append(f"rollback {rows}")
         del self.ids[-rows:]

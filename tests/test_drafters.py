@@ -47,6 +47,7 @@ class Judge:
     """A `Verifier` that accepts the draft for a position when `accepts` says so."""
 
     overlaps = False
+    takes_back = True
     remote = False
 
     def __init__(self, accepts: Callable[[int], bool]) -> None:

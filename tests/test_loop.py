@@ -141,6 +141,15 @@ def test_plain_decoding_takes_back_its_forward_when_the_answer_ends_early() -> N
     assert_caches_fit(told)
 
 
+@pytest.mark.parametrize("length", range(1, BUDGET + 1))
+def test_a_row_that_cannot_be_taken_back_is_left_behind_at_the_end_only(length: int) -> None:
+    told = drafted(0, overlaps=True, takes_back=False, ending=EndAt(length))
+    assert (told.ids, told.reason) == (greedy_ids(length), "stop")
+    text = [*PROMPT, *told.ids]
+    assert told.verifier.ids == (text if length < BUDGET else text[:-1])
+    assert not any("rollback" in call for call in told.verifier.calls)
+
+
 def test_plain_decoding_computes_nothing_past_max_tokens() -> None:
     for ending in (None, EndAt(BUDGET)):
         told = drafted(0, overlaps=True, ending=ending)
