@@ -13,12 +13,20 @@ class Verdict(NamedTuple):
     """`tokens[: accepted + 1]` may be emitted: accepted drafts and the target's own next one."""
 
     accepted: mx.array  # () int32, 0..K
-    tokens: mx.array  # (K + 1,) int32
+    tokens: mx.array  # (K + 1,) int32; `finite.NO_TOKEN` where the target gave none
 
     def read(self) -> tuple[int, list[int]]:
         """The round's one synchronisation: (accepted, the ids that may be emitted)."""
         accepted, *tokens = as_ids(mx.concatenate([self.accepted[None], self.tokens]))
         return accepted, tokens[: accepted + 1]
+
+    def read_with(self, flags: mx.array | None) -> tuple[int, list[int], bool]:
+        """`read`, and in the same synchronisation whether all `flags` hold."""
+        if flags is None:
+            return *self.read(), True
+        parts = [self.accepted[None], flags.all()[None].astype(mx.int32), self.tokens]
+        accepted, held, *tokens = as_ids(mx.concatenate(parts))
+        return accepted, tokens[: accepted + 1], bool(held)
 
 
 Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], Verdict]

@@ -6,9 +6,9 @@ from typing import assert_never
 import mlx.core as mx
 
 from .accept import Verdict, accept_by_block, accept_by_ratio, accept_matching
-from .finite import with_finite_rows
+from .finite import finite_rows, tokens_of, with_finite_rows
 from .processors import Processors
-from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_token
+from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
 from .seams import Drafts
 from .types import Sampling
 
@@ -34,8 +34,8 @@ class Chooser:
         self._processors = Processors(sampling.penalties, prompt)
 
     def token(self, logits: mx.array, position: int) -> mx.array:
-        """The target's token (1,) at `position` from its logits (1, V)."""
-        return self._targets(self._processors.apply(logits), position).astype(mx.int32)
+        """The target's token (1,) at `position` from its logits (1, V), or NO_TOKEN."""
+        return self._targets(self._processors.apply(logits), position)
 
     def commit(self, tokens: mx.array) -> None:
         """(n,) tokens became part of the answer: later choices may depend on them."""
@@ -48,13 +48,14 @@ class Chooser:
         """
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
         if self._sampling.greedy:
-            return Drafts(greedy_token(logits).astype(mx.int32), None)
-        logits, _ = with_finite_rows(logits)
+            ids, finite = greedy_choice(logits)
+            return Drafts(ids.astype(mx.int32), None, None, finite)
+        logits, finite = with_finite_rows(logits)
         q = self._distribution(logits, position)
         if self._sampling.seed is not None:
-            return Drafts(draw(q, self._noise, position), None)
+            return Drafts(draw(q, self._noise, position), None, None, finite)
         noise = self._noise.of_round(position - len(before))
-        return Drafts(draw(q, noise, position), q.log_p, q.ids)
+        return Drafts(draw(q, noise, position), q.log_p, q.ids, finite)
 
     def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
         """The verdict over logits (K+1, V); `position` is that of the first draft."""
@@ -66,10 +67,13 @@ class Chooser:
                 return accept_matching(self._targets(logits, position), drafts.tokens)
             case "ratio" | "block":
                 assert drafts.log_probabilities is not None
+                # Rows behind a draft that falls must not matter, whatever a head drafted there.
+                logits, finite = with_finite_rows(logits)
                 p = self._distribution(logits, position)
                 q = Distribution(drafts.log_probabilities, drafts.support)
                 accept = accept_by_ratio if rule == "ratio" else accept_by_block
-                return accept(p, q, drafts.tokens, self._noise.of_round(position), position)
+                verdict = accept(p, q, drafts.tokens, self._noise.of_round(position), position)
+                return Verdict(verdict.accepted, tokens_of(finite, verdict.tokens))
             case _:
                 assert_never(rule)
 
@@ -84,5 +88,8 @@ class Chooser:
 
     def _targets(self, logits: mx.array, position: int) -> mx.array:
         if self._sampling.greedy:
-            return greedy_token(logits)
-        return draw(self._distribution(logits, position), self._noise, position)
+            ids, finite = greedy_choice(logits)
+        else:
+            finite = finite_rows(logits)
+            ids = draw(self._distribution(logits, position), self._noise, position)
+        return tokens_of(finite, ids)

@@ -118,6 +118,5 @@ def _join(drafts: list[Drafts]) -> Drafts:
     tokens = mx.concatenate([draft.tokens for draft in drafts])
     rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
     ids = [d.support for d in drafts if d.support is not None]
-    return Drafts(
-        tokens, mx.concatenate(rows) if rows else None, mx.concatenate(ids) if ids else None
-    )
+    finite = [d.finite for d in drafts if d.finite is not None]
+    return Drafts(tokens, *(mx.concatenate(each) if each else None for each in (rows, ids, finite)))

@@ -1,6 +1,20 @@
-"""Logits that are not finite: an error where they are the target's, no draft where a head's."""
+"""Logits that are not finite: the target's end the answer, a draft head's the drafting.
+
+No token has the id NO_TOKEN: it takes the place of one whose logits were no distribution, so that
+the ids alone tell it when they are read.
+"""
 
 import mlx.core as mx
+
+NO_TOKEN = -1
+
+
+class NotFinite(Exception):
+    """The target's logits for the token at `position` are no distribution."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"the logits for the token at position {position} are not finite")
+        self.position = position
 
 
 def finite_rows(logits: mx.array) -> mx.array:
@@ -19,3 +33,8 @@ def with_finite_rows(logits: mx.array) -> tuple[mx.array, mx.array]:
     """
     finite = finite_rows(logits)
     return mx.where(finite[:, None], logits, mx.zeros_like(logits)), finite
+
+
+def tokens_of(finite: mx.array, ids: mx.array) -> mx.array:
+    """(rows,) int32 ids, NO_TOKEN where a row was not finite."""
+    return mx.where(finite, ids.astype(mx.int32), NO_TOKEN)

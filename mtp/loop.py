@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from .chooser import Chooser
 from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
+from .drafters import NoDrafter
+from .finite import NO_TOKEN, NotFinite
 from .logprobs import Scores, score
 from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
@@ -108,11 +110,13 @@ class Generation:
         self._clock = clock
         self._emitted = 0
         self._cleared = 0
+        self.parked_at: int | None = None
+        """The position from which on nothing is drafted: the drafter's logits were not finite."""
 
     def steps(self) -> Steps:
         """Yields what happens; returns why the answer ended.
 
-        The caches then fit its tokens, where the verifier takes rows back.
+        The caches then fit its tokens, where the verifier takes rows back. Raises NotFinite.
         """
         logits, last, forward = yield from self._prefill()
         if self._task.replay:
@@ -186,8 +190,11 @@ class Generation:
         block = yield from self._verifier.forward(rows, want="all")
         verdict = self._chooser.judge(block.logits, drafts, start + 1)
         scores = self._scores(block.logits, drafts, verdict.tokens)
-        accepted, ids = verdict.read()
-        if k or not ahead.plan.k:  # the last token alone, where drafts were planned, is no step
+        accepted, ids, sound = verdict.read_with(None if drafts is None else drafts.finite)
+        _check(ids, start + 1)
+        if not sound:
+            self._park(start + 1)
+        elif k or not ahead.plan.k:  # the last token alone, where drafts were planned, is no step
             self._depth.learn(k, accepted, start, ahead.seconds + self._clock() - begun)
         reason, ids = self._cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
@@ -198,6 +205,11 @@ class Generation:
             following = self._draft(plan) if plan.k else Ahead(plan, None, 0.0)
         yield self._round_of(ids, k, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
+
+    def _park(self, position: int) -> None:
+        """Drafts nothing from here on: what the head gives is no distribution."""
+        self.parked_at = position
+        self._drafter, self._depth = NoDrafter(), FixedDepth(0)
 
     def _commit(self, block: Block, tokens: mx.array, rows: int, kept: int) -> None:
         """Leaves `kept` of the block's rows in the caches and tells the drafter of them."""
@@ -222,6 +234,7 @@ class Generation:
             if left:
                 flight = yield from self._issue(token)
             ids = as_ids(token)
+            _check(ids, forward.position + forward.rows)
             if forward.rows == 1:  # the prompt's own forward says nothing about a plain step
                 self._depth.learn(0, 0, forward.position, self._clock() - begun)
             reason = self._count(ids[0])
@@ -330,6 +343,12 @@ class Generation:
         if ended is None and self._emitted >= self._task.max_tokens:
             return "length"
         return ended
+
+
+def _check(ids: Sequence[int], position: int) -> None:
+    """Raises NotFinite where one of `ids`, the first of them at `position`, is no token."""
+    if NO_TOKEN in ids:
+        raise NotFinite(position + ids.index(NO_TOKEN))
 
 
 def _last(recorded: Round) -> mx.array:

@@ -28,7 +28,13 @@ def greedy_token(logits: mx.array) -> mx.array:
     mlx-lm takes the argmax of log-probabilities; rounded to bfloat16 these tie where the logits do
     not, so an argmax of the logits would be another token in some rows.
     """
-    return mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
+    return greedy_choice(logits)[0]
+
+
+def greedy_choice(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """`greedy_token`, and (rows,) whether a row is a distribution: see `finite.finite_rows`."""
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return mx.argmax(logits - total, axis=-1), mx.isfinite(total[:, 0])
 
 
 def _mix(seed: int, position: int, stream: int) -> int:

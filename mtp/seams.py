@@ -37,6 +37,7 @@ class Drafts(NamedTuple):
     tokens: mx.array  # (K,)
     log_probabilities: mx.array | None  # (K, n)
     support: mx.array | None = None  # (K, n) their ids; None: 0, 1, .. n - 1
+    finite: mx.array | None = None  # (K,) whether the logits of each were
 
 
 class Verifier(Protocol):

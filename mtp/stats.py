@@ -63,8 +63,9 @@ class StatsCollector:
         k: int,
         reason: str,
         resumes: int = 0,
+        parked: bool = False,
     ) -> GenerationStats:
-        """`k` is what was asked for (0: none, because of `reason`)."""
+        """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more."""
         first = self._last if self._first is None else self._first
         to_first, decoding = first - self._begun, self._last - first
         width = k if k else 0
@@ -84,6 +85,7 @@ class StatsCollector:
             draft_policy=policy,
             draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
+            head_parked=parked,
             prompt_tps=prompt_tokens / to_first if to_first > 0 else 0.0,
             generation_tps=(
                 (self._tokens - self._tokens_of_first) / decoding if decoding > 0 else 0.0

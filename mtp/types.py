@@ -124,6 +124,7 @@ class GenerationStats:
     draft_policy: DraftPolicy = "none"
     draft_k_histogram: tuple[int, ...] = field(default=())
     draft_k_trace: tuple[tuple[int, int], ...] = ()
+    head_parked: bool = False
     prompt_tps: float = 0.0
     generation_tps: float = 0.0
     time_to_first_token_s: float = 0.0

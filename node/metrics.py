@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from ..placement.errors import InvalidRequest, QueueFull
+from ..placement.errors import InvalidRequest, NumericError, QueueFull
 from ..placement.ids import ModelId
 from .requests import Event, Finished, Started, TextDelta
 from .totals import Totals
@@ -124,6 +124,8 @@ class AnswerMeter:
             case InvalidRequest() | QueueFull():
                 self._end("rejected")
             case _:
+                if isinstance(fault, NumericError):
+                    self._families.numeric_errors.labels(*self._labels).inc()
                 self._end("error")
 
     def running(self) -> None:
@@ -212,6 +214,10 @@ class _Families:
             "fault), rejected (for what it asked, or because too many wait).",
             "finished_reason",
         )
+        self.numeric_errors = counter(
+            "exo_node_numeric_errors",
+            "Answers that ended because the model gave NaN or infinity.",
+        )
         self.first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token, waiting and loading included.",
@@ -250,7 +256,7 @@ class _Families:
         """A model's series at 0, so that a rate sees its first request."""
         for how in ENDINGS:
             _ = self.endings.labels(*labels, how)
-        for counter in (self.prompt_tokens, self.generation_tokens):
+        for counter in (self.prompt_tokens, self.generation_tokens, self.numeric_errors):
             _ = counter.labels(*labels)
 
 
@@ -298,6 +304,11 @@ class _Scrape(Collector):
             "Whole answers by how K was chosen and drafts accepted.",
             labels=(*_LABELS, "draft_policy", "acceptance_rule"),
         )
+        parked = CounterMetricFamily(
+            "exo_node_head_parked_answers",
+            "Whole answers in or before which the draft head gave NaN or infinity.",
+            labels=_LABELS,
+        )
         identity = InfoMetricFamily(
             "exo_node_greedy_identity",
             "Whether a verify computes what single steps do, as the last drafted answer reported.",
@@ -311,9 +322,10 @@ class _Scrape(Collector):
                 by_k.add_metric((*labels, str(k)), count)
             for how, count in totals.by_policy_and_rule.items():
                 answers.add_metric((*labels, *how), count)
+            parked.add_metric(labels, totals.parked_requests)
             if totals.greedy_identity is not None:
                 identity.add_metric(labels, {"greedy_identity": totals.greedy_identity})
-        yield from (per_position, by_k, answers, identity)
+        yield from (per_position, by_k, answers, parked, identity)
 
     def _node(self) -> Iterator[Metric]:
         state = self._state

@@ -28,6 +28,9 @@ class ModelTotals:
     by_policy_and_rule: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     greedy_identity: str | None = None
     """What the last answer with drafts reported."""
+    parked_requests: int = 0
+    head_parked: str | None = None
+    """Why the draft head was parked, by the last answer that said so."""
 
     def add(self, completion_tokens: int, stats: Mapping[str, Any]) -> None:
         """`stats` is the `generation_stats` object of one answer."""
@@ -41,6 +44,9 @@ class ModelTotals:
         _add_each(self.accepted_per_position, stats["accepted_per_position"])
         _add_each(self.draft_k_histogram, stats["draft_k_histogram"])
         self.by_policy_and_rule[stats["draft_policy"], stats["acceptance_rule"]] += 1
+        if stats["head_parked"]:
+            self.parked_requests += 1
+            self.head_parked = stats["drafting_reason"]
         if drafted:
             self.greedy_identity = stats["greedy_identity"]
 
@@ -62,6 +68,8 @@ class ModelTotals:
             "requests_by_draft_policy": self._requests_by(0),
             "requests_by_acceptance_rule": self._requests_by(1),
             "greedy_identity": self.greedy_identity,
+            "parked_requests": self.parked_requests,
+            "head_parked": self.head_parked,
         }
 
     def _requests_by(self, part: int) -> dict[str, int]:

@@ -12,6 +12,7 @@
     ├── PeerLost                  a node or runner ended while it was needed       503
     │   └── StateLost             nobody is gone, but what rebuilds a stage is     503
     ├── LoadFailed                a runner could not load its stage                503
+    ├── NumericError              the model gave NaN or infinity                   500
     ├── InvalidCard               a model card breaks the schema
     ├── InvalidCheckpoint         config.json or a safetensors file is malformed
     ├── DownloadFailed            the hub could not be reached or refused
@@ -80,6 +81,10 @@ class StateLost(PeerLost):
 
 class LoadFailed(ExoNodeError):
     code = "load_failed"
+
+
+class NumericError(ExoNodeError):
+    code = "numeric_error"
 
 
 class InvalidCard(ExoNodeError):

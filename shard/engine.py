@@ -1,8 +1,9 @@
 """The engine of a generator: drives one answer from ids to text and its final stats."""
 
+import logging
 import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from ..mtp.costs import RoundCosts
 from ..mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ..mtp.drafters import NativeDrafter, NoDrafter
 from ..mtp.family import draft_logits, family_of
+from ..mtp.finite import NotFinite
 from ..mtp.fixed_rows import FixedRows
 from ..mtp.head import DraftHead
 from ..mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
@@ -24,10 +26,13 @@ from .copier import Copier
 from .copies import Copies
 from .engine_request import EngineRequest
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from .numeric import numeric_error, parked
 from .pipeline import Link, PipelineVerifier
 from .profile import Profile, ProfileKey
 from .stage_model import StageModel
 from .text import TextCodec
+
+log = logging.getLogger(__name__)
 
 PROBE_REPEATS = 3
 NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
@@ -64,7 +69,7 @@ class Kept:
 class Running:
     """One answer in the making, and the verifier whose state is freed or kept at its end."""
 
-    steps: Steps
+    generation: Generation
     verifier: Verifier
 
 
@@ -131,6 +136,8 @@ class TextEngine:
         self.identity = "off"
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
+        self._head_parked = ""
+        """Why it is not used any more: an answer found its logits not to be finite."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""
@@ -208,6 +215,8 @@ class TextEngine:
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
         self._check(request)
+        if request.k and self._head_parked:
+            request = replace(request, k=0, adaptive=False, drafting_reason=self._head_parked)
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)
@@ -218,22 +227,31 @@ class TextEngine:
             if request.keeps and isinstance(running.verifier, PipelineVerifier):
                 running.verifier.begin_rebuild(request.committed, answer=not request.replay)
             reason = yield from self._copied(
-                request, running.verifier, _with_text(running.steps, stats, text)
+                request, running.verifier, _with_text(running.generation.steps(), stats, text)
             )
+            self._park_head(running.generation.parked_at)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
                 rule=request.sampling.rule_of(request.k),
                 policy=request.policy,
                 k=request.k,
-                reason=request.drafting_reason,
+                reason=request.drafting_reason or self._head_parked,
                 resumes=request.attempt - 1,
+                parked=bool(self._head_parked),
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         except PeerLost:
             lost = True
             raise
+        except NotFinite as fault:
+            raise numeric_error(fault.position, self._dtype, alone=self._link is None) from fault
         finally:
             self._end(request, running.verifier, lost=lost)
+
+    def _park_head(self, position: int | None) -> None:
+        if position is not None and not self._head_parked:
+            self._head_parked = parked(position)
+            log.warning("%s", self._head_parked)
 
     def _copied(
         self,
@@ -291,7 +309,7 @@ class TextEngine:
         )
         # Not of FixedRows: asking must not settle what it leaves open until the next forward.
         self._live[request.request, request.attempt] = lambda: verifier.arrays() + drafter.arrays()
-        return Running(generation.steps(), verifier)
+        return Running(generation, verifier)
 
     def _end(self, request: EngineRequest, verifier: Verifier, *, lost: bool) -> None:
         """Frees the answer's state, or keeps it where another attempt follows."""

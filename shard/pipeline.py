@@ -11,6 +11,7 @@ from ..mtp.seams import Block, Wait, Want, as_ids
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
 from .frames import HiddenBlock
+from .numeric import require_finite
 from .request_state import RequestState
 from .stage import forwards
 from .stage_model import StageModel
@@ -119,6 +120,8 @@ class PipelineVerifier:
         begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
         data = to_bytes(hidden)
+        stage = f"stage 0 (layers [0, {self._model.end}))"
+        require_finite(data, self._dtype, self.position, rows, stage)
         self._model.meter.add(self.position, rows, begun)
         answer = self._send(tokens, data, _REPLIES[want], ())
         if want == "last" and self.position == self._rebuilt_to:

@@ -17,6 +17,7 @@ from ..proto import peer_pb2 as pb
 from .copier import Copier
 from .copies import Copies
 from .frames import Expectation, HiddenBlock
+from .numeric import require_finite
 from .request_state import RequestState
 from .stage_model import StageModel
 from .wire import from_bytes, to_bytes
@@ -269,13 +270,20 @@ class StageWorker:
             return None
         if self._is_last and block.reply == pb.REPLY_LAST:
             last = block.position + block.rows - 1
-            data = to_bytes(out[:, -1:])
+            data = self._checked(to_bytes(out[:, -1:]), last, 1)
             ids = block.tokens[-1:]
             state.answer = replace(
                 block, position=last, rows=1, tokens=ids, data=data, schedule=(), rebuilds=False
             )
             return state.answer
-        return replace(block, data=to_bytes(out))
+        return replace(block, data=self._checked(to_bytes(out), block.position, block.rows))
+
+    def _checked(self, data: bytes, position: int, rows: int) -> bytes:
+        e, m = self._expected, self._model
+        require_finite(
+            data, e.dtype, position, rows, f"stage {e.stage} (layers [{m.first}, {m.end}))"
+        )
+        return data
 
 
 def forwards(

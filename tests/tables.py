@@ -89,8 +89,12 @@ class TableVerifier:
 class TableDrafter:
     """The `Drafter` that draws from a table of its own; it keeps each (row, next token) seen."""
 
-    def __init__(self, table: Logits, chooser: Chooser, k: int) -> None:
+    def __init__(
+        self, table: Logits, chooser: Chooser, k: int, *, says_finite: bool = False
+    ) -> None:
+        """`says_finite`: its drafts tell whether their logits were, so that it may be parked."""
         self.k = k
+        self._says_finite = says_finite
         self.seen: list[tuple[int, int, int]] = []
         """(position, the id there, the id after it), as committed."""
         self.asked: list[int] = []
@@ -108,9 +112,10 @@ class TableDrafter:
             token = drafts[-1].tokens
         rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
         ids = [d.support for d in drafts if d.support is not None]
+        finite = [d.finite for d in drafts if self._says_finite and d.finite is not None]
         tokens = mx.concatenate([d.tokens for d in drafts])
         return Drafts(
-            tokens, mx.concatenate(rows) if rows else None, mx.concatenate(ids) if ids else None
+            tokens, *(mx.concatenate(each) if each else None for each in (rows, ids, finite))
         )
 
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
@@ -167,12 +172,15 @@ def tell(
     prefill_chunk: int = 256,
     replay: Sequence[Round] = (),
     ending: EndAt | None = None,
+    says_finite: bool = False,
     **verifier: Any,
 ) -> Told:
     """Runs the real loop over tables to its end; `draft` None decodes plainly."""
     chooser = Chooser(sampling or Sampling(), entropy)
     fake = TableVerifier(target, **verifier)
-    drafter = NoDrafter() if draft is None else TableDrafter(draft, chooser, k)
+    drafter = (
+        NoDrafter() if draft is None else TableDrafter(draft, chooser, k, says_finite=says_finite)
+    )
     task = Task(prompt, max_tokens, prefill_chunk, replay)
     generation = Generation(task, fake, drafter, chooser, ending or EndAt()).steps()
     steps: list[Step] = []

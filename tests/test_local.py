@@ -1,7 +1,7 @@
 """The local verifier: which forwards it makes of what it is asked."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -64,7 +64,7 @@ def test_a_chunk_is_read_in_one_forward_unless_its_last_row_alone_has_logits(
 def decoded(model: nn.Module, ending: EndAt, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """The ids of a plain answer of up to 40 tokens, and the steps issued before their token."""
     ahead: list[object] = []
-    issued = mx.async_eval
+    issued = cast("Any", mx).async_eval
 
     def counted(*arrays: Any) -> None:
         ahead.append(arrays)

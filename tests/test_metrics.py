@@ -25,6 +25,7 @@ from exo_node.placement.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
+    NumericError,
     PeerLost,
     QueueFull,
 )
@@ -228,6 +229,18 @@ def test_drafts_are_counted_as_the_totals_have_them() -> None:
     assert of_demo(samples, "exo_node_answers_total", **by_rule) == 2
     other = {"engine": "0", "model_name": "other"}
     assert samples[f"{spec}_drafts_total", tuple(other.items())] == 0
+
+
+def test_numbers_that_are_not_finite_are_counted() -> None:
+    totals = Totals()
+    metrics = Metrics(totals, Clock())
+    with pytest.raises(NumericError), metrics.answer(DEMO):
+        raise NumericError("stage 1 gave NaN")
+    totals.add(DEMO, 3, stats_of(3, head_parked=True, drafting_reason="NaN"))
+    samples = sampled(metrics.render(STATE))
+    assert of_demo(samples, "exo_node_numeric_errors_total") == 1
+    assert of_demo(samples, "exo_node_head_parked_answers_total") == 1
+    assert of_demo(samples, "vllm:request_success_total", finished_reason="error") == 1
 
 
 def test_a_models_identity_is_the_last_one_that_drafts_reported() -> None:

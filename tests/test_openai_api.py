@@ -27,6 +27,7 @@ from exo_node.placement.errors import (
     InvalidCheckpoint,
     LoadFailed,
     ModelLoading,
+    NumericError,
     PeerLost,
     QueueFull,
 )
@@ -241,6 +242,7 @@ REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
     (ModelLoading("x"), 503, "server_error", "5", "true"),
     (PeerLost("x"), 503, "server_error", "2", "true"),
     (InsufficientMemory("x"), 503, "server_error", "30", "false"),
+    (NumericError("x"), 500, "server_error", None, "false"),
     (LoadFailed("x"), 503, "server_error", "30", "false"),
     (DownloadFailed("x"), 503, "server_error", "30", "false"),
     (InvalidCheckpoint("x"), 500, "server_error", None, "false"),

@@ -29,6 +29,8 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
             "requests_by_draft_policy": {"fixed": 2, "adaptive": 1, "none": 1},
             "requests_by_acceptance_rule": {"greedy": 3, "coupled": 1},
             "greedy_identity": "bitwise",
+            "parked_requests": 0,
+            "head_parked": None,
         }
     }
 
@@ -39,3 +41,11 @@ def test_totals_without_drafts_have_no_shares_and_no_identity() -> None:
     described = totals.describe()["demo"]
     shares = ("acceptance_rate", "accepted_share_of_output", "greedy_identity")
     assert [described[name] for name in shares] == [None, None, None]
+
+
+def test_a_parked_head_is_told_with_its_reason() -> None:
+    totals = Totals()
+    totals.add(DEMO, 7, stats_of(7, head_parked=True, drafting_reason="not finite at 9"))
+    totals.add(DEMO, 7, stats_of(7))
+    described = totals.describe()["demo"]
+    assert (described["parked_requests"], described["head_parked"]) == (1, "not finite at 9")

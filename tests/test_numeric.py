@@ -1,0 +1,175 @@
+"""NaN and infinity: in the target they end the answer, in a draft head they end its drafting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engines import ORACLE, answer, request, split_engine, whole_engine
+from tables import PROMPT, Logits, random_table, tell
+
+from exo_node.mtp.finite import NotFinite
+from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import NumericError
+from exo_node.shard.engine import Delta, TextEngine
+from exo_node.shard.numeric import last_row_is_finite
+from exo_node.shard.wire import DTYPES, to_bytes
+
+STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
+IDS: list[int] = STORY["prompt_ids"]
+V = 8
+TARGET = random_table(V, seed=1)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "plain": Sampling(temperature=1.0),
+    "filters": Sampling(temperature=0.8, top_k=3, top_p=0.9),
+    "seed": Sampling(temperature=1.0, seed=4),
+}
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def bad_at(position: int, value: float) -> Logits:
+    """The target, with no distribution for the token at `position`."""
+    table = TARGET.copy()
+    table[position - 1] = value
+    return table
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("value", BAD)
+def test_the_first_token_without_a_distribution_ends_the_answer(
+    overlaps: bool, k: int, name: str, value: float
+) -> None:
+    for position in (len(PROMPT), len(PROMPT) + 1, len(PROMPT) + 6):
+        with pytest.raises(NotFinite) as raised:
+            draft = TARGET if k else None
+            table = bad_at(position, value)
+            _ = tell(table, draft, k, sampling=SAMPLINGS[name], overlaps=overlaps)
+        assert raised.value.position == position
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_rows_behind_a_draft_that_falls_do_not_matter(k: int) -> None:
+    """The target is no distribution after tokens that it never chooses itself."""
+    plain = tell(TARGET).ids
+    table = np.full_like(TARGET, np.nan)
+    for at, token in enumerate([*PROMPT, *plain]):
+        table[at, token] = TARGET[at, token]
+    assert tell(table, -TARGET, k).ids == plain
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_head_without_a_distribution_is_asked_no_more(name: str, k: int, overlaps: bool) -> None:
+    draft = TARGET.copy()
+    draft[8:] = np.nan
+    s = SAMPLINGS[name]
+    told = tell(TARGET, draft, k, sampling=s, max_tokens=30, overlaps=overlaps, says_finite=True)
+    rounds = told.rounds
+    assert len(told.ids) == 30
+    ends = [r.forward.position + len(r.tokens) for r in rounds if r.drafted]
+    assert ends[-1] <= 9 + k + 1, "the round that showed it is the last that drafted"
+    assert all(r.drafted == 0 for r in rounds[len(ends) + 1 :])
+
+
+# ---------------------------------------------------------------- the demo
+
+
+def broken_head() -> TextEngine:
+    engine = whole_engine()
+    head: Any = engine._head  # pyright: ignore[reportPrivateUsage]
+    weight = head.fc.weight
+    weight[0, 0] = float("nan")
+    head.fc.weight = weight
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain() -> TextEngine:
+    return whole_engine()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
+    plain: TextEngine, k: int
+) -> None:
+    engine = broken_head()
+    wanted = answer(plain, request(IDS, 0, 24, ignore_end=True))
+    first = answer(engine, request(IDS, k, 24, ignore_end=True))
+    assert first.ids == wanted.ids
+    stats = first.stats
+    assert (stats.drafter_kind, stats.spec_decode_rounds, stats.head_parked) == (
+        "native_mtp",
+        1,
+        True,
+    )
+    assert f"not finite at position {len(IDS) + 1}" in stats.drafting_reason
+    second = answer(engine, request(IDS, k, 24, ignore_end=True))
+    assert second.ids == wanted.ids
+    assert (second.stats.drafter_kind, second.stats.spec_decode_rounds) == ("none", 0)
+    assert second.stats.drafting_reason == stats.drafting_reason
+    assert second.stats.head_parked
+    assert not wanted.stats.head_parked
+
+
+def poisoned(weight: Any) -> None:
+    weight.weight = weight.weight * float("nan")
+
+
+def fails(engine: TextEngine, **changes: Any) -> NumericError:
+    with pytest.raises(NumericError) as raised:
+        for event in engine.generate(request(IDS, max_tokens=12, **changes)):
+            assert not isinstance(event, Delta)
+    assert engine.live_requests == 0
+    return raised.value
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) -> None:
+    engine = whole_engine()
+    poisoned(engine._family._body.norm)  # pyright: ignore
+    fault = fails(engine, k=k)
+    assert fault.code == "numeric_error"
+    assert f"stage 0 gave logits that are not finite for the token at position {len(IDS)}, " in (
+        fault.message
+    )
+    assert "in float32" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (1, "stage 0 (layers [0, 4)) gave hidden states"),
+        (5, "stage 1 (layers [4, 12)) gave hidden states"),
+        (15, "stage 2 (layers [12, 16)) gave hidden states"),
+        (None, "stage 0 (its norm and lm_head, behind the last stage) gave logits"),
+    ],
+)
+def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, told: str) -> None:
+    engine, workers, loaded = split_engine([0, 4, 12, 16])
+    number = 0 if layer is None else (0, 4, 12, 16).index(max(b for b in (0, 4, 12) if b <= layer))
+    body: Any = loaded[number].model.model
+    model = body.language_model.model
+    poisoned(model.norm if layer is None else model.layers[layer].input_layernorm)
+    assert told in fails(engine).message
+    assert [worker.live_requests for worker in workers] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", BAD)
+def test_the_last_row_of_the_wire_is_looked_at(dtype: str, value: float) -> None:
+    def of(change: Callable[[Any], None]) -> bool:
+        rows: Any = mx.array([[-65504.0, 1e-7, 0.0], [65504.0, 1.0, -2.0]]).astype(DTYPES[dtype])
+        change(rows)
+        return last_row_is_finite(to_bytes(rows), dtype, 2)
+
+    def put(row: int) -> Callable[[Any], None]:
+        return lambda rows: rows.__setitem__((row, 1), value)
+
+    assert of(lambda _: None)
+    assert of(put(0))
+    assert not of(put(1))
