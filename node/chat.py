@@ -1,24 +1,24 @@
-"""One internal request to the events of its answer: placement, drafting, the generator's stream."""
+"""One internal request to the events of its answer: a claim, the generator's stream, its losses.
+
+Runs on the node whose client asked, which keeps the log of the answer's rounds: whichever other
+node is lost, the head among them, the answer goes on from there.
+"""
 
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..mtp.types import Sampling
-from ..placement.card import ModelCard
-from ..placement.drafting import Drafting, EnabledState, HeadState, choose_drafting
-from ..placement.errors import ExoNodeError, PeerLost, QueueFull, StateLost
-from ..placement.ids import ModelId
+from ..placement.errors import ExoNodeError, PeerLost, StateLost
+from ..placement.ids import PlacementId
 from ..proto import peer_pb2 as pb
-from .events import EventLog
+from .claim import Claim, Heads
 from .metrics import AnswerMeter, Metrics
-from .placements import Placements
-from .records import Endpoint, Record
+from .records import Endpoint, endpoints_of
 from .requests import (
     Event,
     Finished,
@@ -31,18 +31,14 @@ from .requests import (
     TokenLogprob,
 )
 from .resuming import AnswerLog
-from .stages import Facts
 from .totals import Totals
 
-MAX_RUNNING = 8
-MAX_WAITING = 32
-LOADING_EVERY_S = 1.0
 QUIET_S = 0.5
 """Without a sign from the generator for this long, every stage is asked for one."""
 
 
-class Generators(Protocol):
-    """How a generator's runner is called."""
+class Runners(Protocol):
+    """How runners are called, on whichever node they are."""
 
     def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
@@ -54,151 +50,144 @@ class Generators(Protocol):
         """Before a lost attempt's call is closed: another attempt takes up what it holds."""
         ...
 
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        """The runner's state, within a second. Raises PeerLost."""
+        ...
+
+    async def forget(self, stage: Endpoint) -> None:
+        """Closes what leads to a runner that is gone."""
+        ...
+
+    def near(self, stage: Endpoint) -> Endpoint:
+        """A runner that another node was told of, at the address that is quickest from here."""
+        ...
+
 
 class ChatService:
-    """Answers requests on the head. Counts who runs and who waits, so that nobody waits unseen."""
+    """Answers the requests of this node's own clients."""
 
-    def __init__(
-        self,
-        placements: Placements,
-        facts: Facts,
-        generators: Generators,
-        totals: Totals,
-        metrics: Metrics,
-        events: EventLog | None = None,
-    ) -> None:
-        self._placements = placements
-        self._facts = facts
-        self._generators = generators
+    def __init__(self, heads: Heads, runners: Runners, totals: Totals, metrics: Metrics) -> None:
+        self._heads = heads
+        self._runners = runners
         self._totals = totals
         self._metrics = metrics
-        self._events = EventLog() if events is None else events
-        self._running = asyncio.Semaphore(MAX_RUNNING)
-        self._waiting = 0
-
-    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
-        """The card's sampling defaults under the fields that the request gave."""
-        card, _ = await self._facts.card(model)
-        defaults = card.sampling.model_dump(exclude_none=True)
-        return replace(Sampling(temperature=1.0), **{**defaults, **given})
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """Waits for its turn and for the placement, then streams; see `requests.Chat`."""
-        card, _ = await self._facts.card(request.model)
-        with self._metrics.answer(card.id) as meter:
+        """Waits for the placement and for its turn, then streams; see `requests.Chat`."""
+        arrived = self._metrics.now()
+        claim = Claim(self._heads, request)
+        try:
             # Closing this generator must close those inside it now, not when they are collected.
-            async with aclosing(self._in_turn(request, card, meter)) as events:
-                async for event in events:
-                    meter.saw(event)
-                    yield event
-
-    async def _in_turn(
-        self, request: GenerationRequest, card: ModelCard, meter: AnswerMeter
-    ) -> AsyncGenerator[Event, None]:
-        if self._waiting >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} requests are waiting already; try again shortly")
-        self._waiting += 1
-        try:
-            _ = await self._running.acquire()
+            async with aclosing(claim.acquire()) as acquired:
+                _ = await anext(acquired)  # the model is known, and may be a label
+                with self._metrics.answer(request.model, arrived) as meter:
+                    answer = _Answer(self, request, claim, meter)
+                    async with aclosing(answer.events(acquired)) as events:
+                        async for event in events:
+                            meter.saw(event)
+                            yield event
         finally:
-            self._waiting -= 1
-        try:
-            async with aclosing(self._answer(request, card, meter)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._running.release()
+            await claim.close()
 
-    async def _answer(
-        self, request: GenerationRequest, card: ModelCard, meter: AnswerMeter
+    @property
+    def runners(self) -> Runners:
+        return self._runners
+
+    def count(self, request: GenerationRequest, end: Finished) -> None:
+        self._totals.add(request.model, end.completion_tokens, end.stats)
+
+
+class _Answer:
+    """One answer, attempt after attempt."""
+
+    def __init__(
+        self, chat: ChatService, request: GenerationRequest, claim: Claim, meter: AnswerMeter
+    ) -> None:
+        self._chat = chat
+        self._request = request
+        self._claim = claim
+        self._meter = meter
+        self._runners = chat.runners
+        self._log = AnswerLog(request.id)
+        self._stages: list[Endpoint] = []
+        """Of the present placement."""
+        self._gone: list[int] = []
+        """Stages of the present attempt that do not answer."""
+
+    async def events(
+        self, acquired: AsyncGenerator[str | pb.Placed, None]
     ) -> AsyncGenerator[Event, None]:
-        # A K that no placement of this model could serve is refused before anything is loaded.
-        _ = self._drafting(card, None, request)
-        answer = AnswerLog(request.id)
+        """`acquired` goes on with what the first placement is waited for."""
         wire: pb.GenerateRequest | None = None
         while True:
-            loading = asyncio.ensure_future(self._placements.ensure(request.model))
+            placed: pb.Placed | None = None
+            async for news in acquired:
+                if isinstance(news, pb.Placed):
+                    placed = news
+                elif news:
+                    yield Resuming(news) if self._log.resumes else Loading(news)
+            assert placed is not None
+            self._meter.running()
+            self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
+            wire = _wire(self._request, placed, wire)
             try:
-                while not (await asyncio.wait([loading], timeout=LOADING_EVERY_S))[0]:
-                    yield self._waiting_for(request.model, answer)
-            finally:
-                if not loading.done():
-                    loading.cancel()  # of this waiter; the load itself is shielded
-            record = _placed(loading, answer)
-            meter.running()
-            wire, connections = self._wire(request, record, wire), record.connections
-            try:
-                async with aclosing(self._generate(wire, record, answer)) as events:
+                async with aclosing(self._attempt(wire, placed)) as events:
                     async for event in events:
                         if isinstance(event, Finished):
-                            self._totals.add(request.model, event.completion_tokens, event.stats)
+                            self._chat.count(self._request, event)
                         yield event
                 return
             except PeerLost as fault:
-                if isinstance(fault, StateLost):
-                    answer.begin_anew()
-                else:
-                    self._placements.broke(record, connections, fault.message)
-                if not answer.lost():
+                lost = self._lost(placed, fault)
+                if lost is None:
                     raise
-                self._events.add(
-                    "resumed",
-                    f"an answer of {request.model} is resumed behind its {len(answer.rounds)} "
-                    f"rounds: {fault.message}",
-                    model=request.model,
-                    request=request.id,
-                    attempt=answer.attempt,
-                )
                 yield Resuming(fault.message)
+            for stage in self._gone:
+                await self._runners.forget(self._stages[stage])
+            acquired = _going_on(self._claim.acquire(lost))
 
-    def _wire(
-        self, request: GenerationRequest, record: Record, earlier: pb.GenerateRequest | None
-    ) -> pb.GenerateRequest:
-        """The request to the runner; what an earlier attempt drafted, later ones draft too."""
-        if earlier is None:
-            settings = self._facts.stage_settings(record.generator.node, record.card)
-            adaptive = settings.adaptive_draft
-            drafting = self._drafting(record.card, record, request, adaptive=adaptive)
-            wire = _to_wire(request, record, drafting)
-            wire.async_draft_eval = settings.async_draft_eval
-            return wire
-        wire = pb.GenerateRequest()
-        wire.CopyFrom(earlier)
-        wire.placement = record.id
-        if wire.num_draft_tokens and not record.head.loaded:
-            # The tokens are the same without drafts; the answer matters more than its speed.
-            wire.num_draft_tokens, wire.adaptive_draft = 0, False
-            wire.drafting_reason = f"resumed where no draft head is loaded: {record.head.reason}"
-        return wire
+    def _lost(self, placed: pb.Placed, fault: PeerLost) -> pb.Resumption | None:
+        """What the head is told; None where no other attempt may be made."""
+        state_only = isinstance(fault, StateLost)
+        if state_only:
+            self._log.begin_anew()
+        if not self._log.lost():
+            return None
+        return pb.Resumption(
+            why=fault.message,
+            rounds=len(self._log.rounds),
+            attempt=self._log.attempt,
+            broken="" if state_only else placed.placement,
+            connections=placed.connections,
+            gone=self._gone,
+        )
 
-    async def _generate(
-        self, wire: pb.GenerateRequest, record: Record, answer: AnswerLog
+    async def _attempt(
+        self, wire: pb.GenerateRequest, placed: pb.Placed
     ) -> AsyncGenerator[Event, None]:
-        """One attempt. Raises PeerLost where it is lost."""
-        answer.runs_on(record)
-        record.begin()
-        try:
-            events = self._generators.generate(record.generator, answer.continues(wire))
-            async with aclosing(events), aclosing(self._heard(events, record, answer)) as heard:
-                async for event in heard:
-                    answer.saw(event)
-                    record.stepped_at = time.monotonic()
-                    if event.WhichOneof("event") == "delta":
-                        record.spoke_at = record.stepped_at
-                    if answer.steady:
-                        self._placements.succeeded(record)
-                    for out in _events(event, record, answer):
-                        if isinstance(out, Finished):
-                            self._placements.succeeded(record)
-                        yield out
-                    if event.WhichOneof("event") == "finished":
-                        return
-            raise PeerLost("the generator's stream ended before its answer did")
-        finally:
-            record.end()
+        """Raises PeerLost where it is lost."""
+        answer, spoke, well = self._log, False, False
+        answer.runs_on(placed)
+        self._gone = []
+        events = self._runners.generate(self._stages[0], answer.continues(wire))
+        async with aclosing(events), aclosing(self._heard(events, placed)) as heard:
+            async for event in heard:
+                answer.saw(event)
+                kind = event.WhichOneof("event")
+                if kind == "delta" and answer.resumes and not spoke:
+                    spoke = True
+                    self._claim.tell(pb.AttemptReport(placement=placed.placement, speaks=True))
+                if not well and (answer.steady or kind == "finished"):
+                    well = True
+                    self._claim.tell(pb.AttemptReport(placement=placed.placement, well=True))
+                for out in _events(event, placed, answer):
+                    yield out
+                if kind == "finished":
+                    return
+        raise PeerLost("the generator's stream ended before its answer did")
 
     async def _heard(
-        self, events: AsyncGenerator[pb.GenerateEvent, None], record: Record, answer: AnswerLog
+        self, events: AsyncGenerator[pb.GenerateEvent, None], placed: pb.Placed
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         """The events; while they stay away, every stage is asked whether it lives.
 
@@ -208,14 +197,12 @@ class ChatService:
             following = asyncio.ensure_future(anext(events, None))
             try:
                 while not (await asyncio.wait([following], timeout=QUIET_S))[0]:
-                    await self._placements.check(record)
+                    await self._check(placed)
             except PeerLost:
-                if 0 not in record.gone:
+                if 0 not in self._gone:
                     with contextlib.suppress(PeerLost):  # then there is nothing to keep
-                        parked = self._generators.park(
-                            record.generator, answer.request, answer.attempt
-                        )
-                        await parked
+                        answer = self._log
+                        await self._runners.park(self._stages[0], answer.request, answer.attempt)
                 raise
             finally:
                 if not following.done():
@@ -228,49 +215,59 @@ class ChatService:
                 return
             yield event
 
-    def _drafting(
-        self,
-        card: ModelCard,
-        record: Record | None,
-        request: GenerationRequest,
-        *,
-        adaptive: bool = False,
-    ) -> Drafting:
-        if record is None:
-            stages, head, enabled = 1, HeadState(True), EnabledState(True)
-        else:
-            stages, head = len(record.plan.stages), record.head
-            enabled = self._facts.mtp_switch(record.generator.node)
-        return choose_drafting(
-            card,
-            stages,
-            head,
-            enabled,
-            request.num_draft_tokens,
-            request.draft_policy,
-            adaptive=adaptive,
+    async def _check(self, placed: pb.Placed) -> None:
+        """Raises PeerLost where a stage does not answer within a second."""
+        placement = PlacementId(placed.placement)
+        outcomes = await asyncio.gather(
+            *(
+                _silence(self._runners.ping(endpoint, placement, number))
+                for number, endpoint in enumerate(self._stages)
+            )
         )
-
-    def _waiting_for(self, model: ModelId, answer: AnswerLog) -> Event:
-        step = self._loading_step(model)
-        return Resuming(step) if answer.resumes else Loading(step)
-
-    def _loading_step(self, model: ModelId) -> str:
-        steps = [r.progress for r in self._placements.records if r.card.id == model]
-        return steps[0] if steps and steps[0] else "loading"
+        self._gone = [number for number, silent in enumerate(outcomes) if silent]
+        if self._gone:
+            model = self._request.model
+            raise PeerLost(f"stage {self._gone[0]} of {model} is gone or does not answer")
 
 
-def _placed(loading: "asyncio.Future[Record]", answer: AnswerLog) -> Record:
-    """What was loaded. An answer that has begun ends as lost, whatever the load met."""
+async def _silence(ping: Any) -> bool:
+    """Whether a stage gave no sign."""
     try:
-        return loading.result()
-    except ExoNodeError as fault:
-        if not answer.resumes:
-            raise
-        raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
+        _ = await ping
+    except ExoNodeError:
+        return True
+    return False
 
 
-def _events(event: pb.GenerateEvent, record: Record, answer: AnswerLog) -> Iterator[Event]:
+async def _going_on(
+    acquired: AsyncGenerator[str | pb.Placed, None],
+) -> AsyncGenerator[str | pb.Placed, None]:
+    """An answer that has begun ends as lost, whatever finding a place for it meets."""
+    async with aclosing(acquired):
+        try:
+            async for news in acquired:
+                yield news
+        except ExoNodeError as fault:
+            raise PeerLost(f"the answer cannot go on: {fault.message}") from fault
+
+
+def _wire(
+    request: GenerationRequest, placed: pb.Placed, earlier: pb.GenerateRequest | None
+) -> pb.GenerateRequest:
+    """The request to the runner; what an earlier attempt drafted, later ones draft too."""
+    if earlier is None:
+        return _to_wire(request, placed)
+    wire = pb.GenerateRequest()
+    wire.CopyFrom(earlier)
+    wire.placement = placed.placement
+    if wire.num_draft_tokens and not placed.head_loaded:
+        # The tokens are the same without drafts; the answer matters more than its speed.
+        wire.num_draft_tokens, wire.adaptive_draft = 0, False
+        wire.drafting_reason = f"resumed where no draft head is loaded: {placed.head_reason}"
+    return wire
+
+
+def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> Iterator[Event]:
     match event.WhichOneof("event"):
         case "started":
             if answer.announce():
@@ -284,7 +281,7 @@ def _events(event: pb.GenerateEvent, record: Record, answer: AnswerLog) -> Itera
         case "finished":
             if event.finished.text:
                 yield TextDelta(event.finished.text, ())
-            yield _finished(event.finished, record, answer)
+            yield _finished(event.finished, placed, answer)
         case None:
             raise PeerLost("the generator sent an event of a kind this node does not know")
 
@@ -301,16 +298,16 @@ def _likely(one: pb.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(one.id, one.bytes, one.logprob)
 
 
-def _finished(finished: pb.Finished, record: Record, answer: AnswerLog) -> Finished:
+def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:
     stats = json.loads(finished.stats_json)
     if answer.resumes:
         stats.update(answer.timings(), resumes=answer.resumes, resume_exact=answer.exact)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
     stages = [
         {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}
-        for stage in record.plan.stages
+        for stage in placed.stages
     ]
-    stats["placement"] = {"id": record.id, "stages": stages}
+    stats["placement"] = {"id": placed.placement, "stages": stages}
     return Finished(
         reason="stop" if finished.reason == "stop" else "length",
         prompt_tokens=prompt,
@@ -321,8 +318,8 @@ def _finished(finished: pb.Finished, record: Record, answer: AnswerLog) -> Finis
     )
 
 
-def _to_wire(request: GenerationRequest, record: Record, drafting: Drafting) -> pb.GenerateRequest:
-    s = request.sampling
+def _to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
+    s = _sampling(request, placed)
     sampling = pb.Sampling(
         temperature=s.temperature,
         top_p=s.top_p,
@@ -338,16 +335,25 @@ def _to_wire(request: GenerationRequest, record: Record, drafting: Drafting) -> 
         logit_bias=dict(s.penalties.logit_bias),
     )
     return pb.GenerateRequest(
-        placement=record.id,
+        placement=placed.placement,
         request=request.id,
         attempt=1,
         messages=pb.Messages(json=json.dumps([dict(m) for m in request.messages])),
         sampling=sampling,
         max_tokens=request.max_tokens or 0,
         stop=request.stop,
-        num_draft_tokens=drafting.k,
-        adaptive_draft=drafting.adaptive,
-        drafting_reason="" if drafting.kind == "native_mtp" else drafting.reason,
+        num_draft_tokens=placed.num_draft_tokens,
+        adaptive_draft=placed.adaptive_draft,
+        drafting_reason=placed.drafting_reason,
+        async_draft_eval=placed.async_draft_eval,
         ignore_eos=request.ignore_eos,
         top_logprobs=request.top_logprobs,
     )
+
+
+def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
+    """The card's defaults under the fields that the request gave."""
+    card = {name: value for name, value in placed.sampling.items() if name not in request.given}
+    if "top_k" in card:
+        return replace(request.sampling, **{**card, "top_k": int(card["top_k"])})
+    return replace(request.sampling, **card)

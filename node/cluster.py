@@ -1,6 +1,7 @@
 """The live cluster as this node sees it: dials candidates, exchanges heartbeats, names the head."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from .control_server import PROTOCOL
 from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
 from .events import EventLog
 from .facts import MemberFacts
+from .held import Held
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
 from .peers import HEARTBEAT_S, Dial, Member
 from .standing import Change, Standing
@@ -48,10 +50,11 @@ class Cluster:
         events: EventLog,
         wishes: Wishes,
         loops: Loops,
+        held: Held,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 
-        `wishes` are the head's: told where this node is it, else learnt.
+        `wishes` and `held` are the head's: told where this node is it, else learnt.
         """
         self._self_facts = self_facts
         self._states = states
@@ -62,6 +65,7 @@ class Cluster:
         self._events = events
         self._wishes = wishes
         self._loops = loops
+        self._held = held
         self._members: dict[NodeId, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -92,7 +96,7 @@ class Cluster:
         """Before the end: this node gives up its lease, and the others place nothing here."""
         _ = self._events.add("leaving", f"{self._self_facts().name} is about to leave")
         self._tell(self._standing.resign(time.monotonic()))
-        self._speak_up()
+        self.speak_up()
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
         """Begins to exchange heartbeats with whoever listens there; known addresses are ignored."""
@@ -156,6 +160,22 @@ class Cluster:
                 "Try again in a few seconds"
             ) from None
         return head
+
+    async def heed(self, within_s: float) -> None:
+        """Returns when there is news of the head, or after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                _ = await self._news.wait()
+
+    def is_live(self, node: NodeId) -> bool:
+        """Whether the node is not known to be dead or gone."""
+        return node == self.self_id or node in self._standing.membership.live()
+
+    def leads(self, node: NodeId) -> bool:
+        """Whether that node is live and says that it is the head."""
+        member = self._members.get(node)
+        live = node in self._standing.membership.live()
+        return live and member is not None and member.beat.head == node
 
     async def until_gone(self, node: NodeId) -> None:
         """Returns when the node has died, left or been restarted; at once if it is unknown."""
@@ -256,6 +276,7 @@ class Cluster:
             peers=[member.address for member in self._members.values()],
             placements=self._states(),
             wishes=self._wishes.told() if self.is_head else (),
+            held=self._held.own() if self.is_head else (),
         )
         fill(message, self._standing.beat(time.monotonic()))
         return message
@@ -292,7 +313,7 @@ class Cluster:
         except TimeoutError:
             return
 
-    def _speak_up(self) -> None:
+    def speak_up(self) -> None:
         """Sends heartbeats now, and wakes who waits for the head."""
         self._news.set()
         self._news = asyncio.Event()
@@ -312,8 +333,11 @@ class Cluster:
             for key in [(state.placement, state.stage)]
         }
         self._tell(self._standing.heard(read(node, beat), now))
-        if node == self.head and node == beat.head:
-            self._wishes.learn(beat.wishes)
+        if node == beat.head:
+            followed = node == self.head
+            self._held.learn(node, beat, only=followed)
+            if followed:
+                self._wishes.learn(beat.wishes)
         if node not in self._standing.membership.statuses():
             # It said goodbye, and this heartbeat was still under way.
             _ = self._members.pop(node, None)
@@ -386,7 +410,7 @@ class Cluster:
                 log.info("the head's term is %d now", term)
             case _:
                 assert_never(change)
-        self._speak_up()
+        self.speak_up()
 
     def _tell_of_disk(self, change: TermNotStored | TermStored) -> None:
         match change:

@@ -1,5 +1,8 @@
 """Stages wherever they are: this node's own directly, others' through their nodes."""
 
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+
 from ..placement.errors import PeerLost
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
@@ -39,9 +42,24 @@ class ClusterStages:
     async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         if node == self._self:
             return await self._local.load(spec, progress)
-        loading = self._client.load(self._cluster.address(node), node, spec, progress)
-        ready = checked(await self._profiling.heeding(spec.model, loading), f"node {node}")
-        return self._profiling.quickest(self._self, Endpoint(node, ready)).ready
+        load = self._client.load(self._cluster.address(node), node, spec, progress)
+        loading = self._profiling.heeding(spec.model, self._unless_gone(node, load))
+        ready = checked(await loading, f"node {node}")
+        return self.near(Endpoint(node, ready)).ready
+
+    async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
+        """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""
+        loading = asyncio.ensure_future(load)
+        gone = asyncio.ensure_future(self._cluster.until_gone(node))
+        try:
+            _ = await asyncio.wait([loading, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                raise PeerLost(f"node {node} was lost while it loaded a stage")
+            return loading.result()
+        finally:
+            for task in (loading, gone):
+                _ = task.cancel()
+            _ = await asyncio.gather(loading, gone, return_exceptions=True)
 
     async def unload(
         self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
@@ -51,6 +69,15 @@ class ClusterStages:
             return
         address = self._cluster.address(node)
         await self._client.unload(address, node, placement, stage, kill=kill)
+
+    def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """See `chat.Runners`."""
+        return self._runners.generate(endpoint, request)
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        await self._runners.park(endpoint, request, attempt)
 
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         near = self._profiling.quickest(stage.node, following)
@@ -71,3 +98,7 @@ class ClusterStages:
 
     async def forget(self, stage: Endpoint) -> None:
         await self._runners.forget(stage)
+
+    def near(self, stage: Endpoint) -> Endpoint:
+        """At the address that this node reaches it at quickest."""
+        return self._profiling.quickest(self._self, stage)

@@ -1,16 +1,16 @@
-"""Calls to other nodes and to runners: heartbeats, loading, connecting, generating, forwarding."""
+"""Calls to other nodes and to runners: heartbeats, loading, claims, generating, forwarding."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from ..placement.errors import ExoNodeError, PeerLost, Untrusted, from_code
+from ..placement.errors import ExoNodeError, HeadGone, PeerLost, Untrusted, from_code
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
@@ -18,6 +18,8 @@ from .records import Endpoint
 from .trust import Credentials, channel_credentials, clock_trouble, node_name, runner_name
 
 log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
 
 CHANNEL_OPTIONS = (
     # Both timeouts are needed: without the second a stopped peer is noticed only after a minute.
@@ -42,6 +44,7 @@ _GONE = (
 EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
 PARK_TIMEOUT_S = 1.0
+REPORT_TIMEOUT_S = 2.0
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
@@ -106,10 +109,7 @@ class ControlClient:
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
         """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
         stub = peer_pb2_grpc.MembershipStub(self._channels.to(address, node_name(node)))
-        try:
-            return await stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, address) from fault
+        return await _reply(stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S), address)
 
     async def load(
         self,
@@ -120,13 +120,11 @@ class ControlClient:
     ) -> pb.LoadReady:
         """Raises what the other node's load raises, or PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        try:
-            async for event in stub.LoadStage(spec):
+        async with aclosing(_stream(stub.LoadStage(spec), address)) as events:
+            async for event in events:
                 if event.WhichOneof("event") == "ready":
                     return event.ready
                 progress(event.progress)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, address) from fault
         raise PeerLost(f"{address} ended the load without a result")
 
     async def unload(
@@ -135,10 +133,7 @@ class ControlClient:
         """Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
-        try:
-            _ = await stub.UnloadStage(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, address) from fault
+        _ = await _reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
 
     async def http(
         self, address: str, node: NodeId, request: pb.HttpRequest
@@ -148,6 +143,21 @@ class ControlClient:
         async with aclosing(_stream(stub.Http(request), f"the head at {address}")) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def acquire(
+        self, address: str, node: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """What the head raises, or HeadGone; closing the generator gives the claim up."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        where = f"the head at {address}"
+        async with aclosing(_stream(stub.Acquire(asked), where, lost=HeadGone)) as events:
+            async for event in events:
+                yield event
+
+    async def report(self, address: str, node: NodeId, told: pb.AttemptReport) -> None:
+        """Raises PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        _ = await _reply(stub.Report(told, timeout=REPORT_TIMEOUT_S), f"the head at {address}")
 
 
 class RunnerClient:
@@ -165,10 +175,8 @@ class RunnerClient:
             name=runner_name(following.node),
         )
         stub = peer_pb2_grpc.StageStub(self._channel(stage))
-        try:
-            _ = await stub.Connect(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, f"the runner on {stage.node}") from fault
+        call = stub.Connect(request, timeout=CALL_TIMEOUT_S)
+        _ = await _reply(call, f"the runner on {stage.node}")
 
     async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
         """See `stages.Stages`. Raises PeerLost."""
@@ -179,10 +187,8 @@ class RunnerClient:
             name=runner_name(spare.node),
         )
         stub = peer_pb2_grpc.StandbyStub(self._channel(stage))
-        try:
-            return (await stub.Follow(request, timeout=CALL_TIMEOUT_S)).why_not
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, f"the runner on {stage.node}") from fault
+        call = stub.Follow(request, timeout=CALL_TIMEOUT_S)
+        return (await _reply(call, f"the runner on {stage.node}")).why_not
 
     async def ping(
         self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
@@ -190,19 +196,15 @@ class RunnerClient:
         """Answered by the runner's event loop, however busy it is. Raises PeerLost."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.PingRequest(placement=placement, stage=number)
-        try:
-            return await stub.Ping(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, f"the runner of stage {number} on {stage.node}") from fault
+        call = stub.Ping(request, timeout=timeout_s)
+        return await _reply(call, f"the runner of stage {number} on {stage.node}")
 
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
         """Before a lost attempt's call is cancelled: what it holds is kept. Raises PeerLost."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         parked = pb.ParkRequest(request=request, attempt=attempt)
-        try:
-            _ = await stub.Park(parked, timeout=PARK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as fault:
-            raise from_status(fault, f"the generator's runner on {endpoint.node}") from fault
+        call = stub.Park(parked, timeout=PARK_TIMEOUT_S)
+        _ = await _reply(call, f"the generator's runner on {endpoint.node}")
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
@@ -223,18 +225,42 @@ class RunnerClient:
         return self._channels.to(address, runner_name(endpoint.node))
 
 
-async def _stream(call: Any, where: str) -> AsyncGenerator[Any, None]:
-    """A server stream whose early end, from either side, leaves nothing running."""
+async def _reply(call: Awaitable[Reply], where: str) -> Reply:
+    """A unary call's, or an error of the tree."""
+    try:
+        return await call
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
+        raise _error(fault, where) from fault
+
+
+async def _stream(
+    call: Any, where: str, *, lost: type[PeerLost] = PeerLost
+) -> AsyncGenerator[Any, None]:
+    """A server stream whose early end, from either side, leaves nothing running.
+
+    `lost`: what is raised where the other side is gone.
+    """
     try:
         async for message in call:
             yield message
-    except grpc.aio.AioRpcError as fault:
-        raise from_status(fault, where) from fault
-    except asyncio.CancelledError as fault:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # gRPC's word for a channel that was closed here, because its runner is known to be gone.
-        raise PeerLost(f"{where} is gone") from fault
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
+        raise _error(fault, where, lost) from fault
     finally:
         call.cancel()
+
+
+def _error(
+    fault: grpc.aio.AioRpcError | asyncio.CancelledError,
+    where: str,
+    lost: type[PeerLost] = PeerLost,
+) -> ExoNodeError:
+    """Raises `fault` again where this task is cancelled."""
+    if isinstance(fault, grpc.aio.AioRpcError):
+        told = from_status(fault, where)
+        here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
+        return lost(told.message) if here and type(told) is PeerLost else told
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise fault
+    # gRPC's word for a channel that was closed here, because its runner is known to be gone.
+    return lost(f"{where} is gone")

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -65,6 +66,12 @@ class NodeSide(Protocol):
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this head."""
         ...
+
+    def acquire(self, asked: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """An answer's claim on a placement of this head; see `claims.Claims`."""
+        ...
+
+    def report(self, told: pb.AttemptReport) -> None: ...
 
 
 async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
@@ -153,6 +160,26 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
     ) -> AsyncIterator[pb.HttpChunk]:
         async for chunk in self._node.answer_http(request):
             yield chunk
+
+    async def Acquire(
+        self,
+        request: pb.AcquireRequest,
+        context: "Context",
+    ) -> AsyncIterator[pb.AcquireEvent]:
+        try:
+            async with aclosing(self._node.acquire(request)) as events:
+                async for event in events:
+                    yield event
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
+
+    async def Report(
+        self,
+        request: pb.AttemptReport,
+        context: "Context",
+    ) -> pb.ReportReply:
+        self._node.report(request)
+        return pb.ReportReply()
 
 
 async def _until_done(

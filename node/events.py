@@ -30,6 +30,8 @@ Kind: TypeAlias = Literal[
     "loop_ended",
     "loop_recovered",
     "placed",
+    "adopted",
+    "superseded",
     "stage_lost",
     "replanned",
     "resumed",
@@ -56,6 +58,7 @@ _WARNINGS: Final[frozenset[Kind]] = frozenset(
         "stage_lost",
         "degraded",
         "load_failed",
+        "superseded",
         "join_refused",
         "dropped",
     )

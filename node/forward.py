@@ -13,7 +13,7 @@ from ..proto import peer_pb2 as pb
 from .events_api import EVENTS_PATH
 from .join_api import JOIN_PREFIX
 
-LOCAL = ("/v1/cluster",)
+LOCAL = ("/v1/cluster", "/v1/chat/completions", "/v1/mtp/stats")
 """What every node answers for itself, under /v1."""
 _OWN_SCOPE = ("scope", "node")
 """In the query: what this node itself knows is asked for, not what the head does."""

@@ -215,6 +215,13 @@ class _Exchange:
             self._status = 499
         except ExoNodeError as error:
             await self._end_with(fault_of(error))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this request: something that it waited for was.
+            _LOG.exception("the request failed unexpectedly")
+            await self._end_with(internal_fault(self.id))
         except Exception:  # the edge: whatever it was, a client must get an answer without it
             _LOG.exception("the request failed unexpectedly")
             await self._end_with(internal_fault(self.id))

@@ -1,19 +1,25 @@
-"""The way to whichever node is the head."""
+"""The way to whichever node is the head, this one included."""
 
+import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
+from ..placement.errors import HeadGone, PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .claims import Claims
 from .cluster import Cluster
 from .control_client import ControlClient
 
 
 class ClusterHead:
-    """`forward.HeadClient` over the cluster."""
+    """`forward.HeadClient` and `claim.Heads` over the cluster."""
 
-    def __init__(self, cluster: Cluster, client: ControlClient) -> None:
+    def __init__(self, cluster: Cluster, client: ControlClient, claims: Claims) -> None:
+        """`claims` are this node's, for the time in which it is the head itself."""
         self._cluster = cluster
         self._client = client
+        self._claims = claims
 
     async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
         head = await self._cluster.wait_for_head(other_than)
@@ -24,3 +30,56 @@ class ClusterHead:
 
     def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]:
         return self._client.http(self._cluster.address(head), head, request)
+
+    async def head(self) -> NodeId:
+        """Raises HeadGone."""
+        try:
+            return await self._cluster.wait_for_head()
+        except PeerLost as fault:
+            raise HeadGone(fault.message) from fault
+
+    async def acquire(
+        self, head: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """See `claim.Heads`. The membership may know earlier than gRPC that a head is dead."""
+        if head == self._cluster.self_id:
+            async with aclosing(self._claims.acquire(asked)) as events:
+                async for event in events:
+                    yield event
+            return
+        gone = asyncio.ensure_future(self._cluster.until_gone(head))
+        try:
+            answer = self._client.acquire(self._address(head), head, asked)
+            async with aclosing(answer) as events:
+                while (event := await _unless(gone, events)) is not None:
+                    yield event
+        finally:
+            _ = gone.cancel()
+
+    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+        if head == self._cluster.self_id:
+            self._claims.report(told)
+        else:
+            await self._client.report(self._address(head), head, told)
+
+    def _address(self, head: NodeId) -> str:
+        try:
+            return self._cluster.address(head)
+        except PeerLost as fault:
+            raise HeadGone(fault.message) from fault
+
+
+async def _unless(
+    gone: "asyncio.Future[None]", events: AsyncGenerator[pb.AcquireEvent, None]
+) -> pb.AcquireEvent | None:
+    """The next event, None after the last. Raises HeadGone once the head is known to be lost."""
+    following = asyncio.ensure_future(anext(events, None))
+    try:
+        _ = await asyncio.wait([following, gone], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not following.done():
+            _ = following.cancel()
+            _ = await asyncio.gather(following, return_exceptions=True)
+    if following.cancelled():
+        raise HeadGone("the head was lost")
+    return following.result()

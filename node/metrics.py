@@ -82,12 +82,16 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._families = _Families(self._registry)
 
-    def answer(self, model: ModelId) -> "AnswerMeter":
-        """Measures the block that it is the context of, from the arrival of a request on.
+    def now(self) -> float:
+        """When a request arrives, for `answer`."""
+        return self._clock()
 
-        `model` becomes a label, so it must be one that the node knows.
+    def answer(self, model: ModelId, arrived: float | None = None) -> "AnswerMeter":
+        """Measures the block that it is the context of: a request that `arrived` then, or now.
+
+        `model` becomes a label, so it must be one that is known.
         """
-        return AnswerMeter(self._families, (str(model), _ENGINE), self._clock)
+        return AnswerMeter(self._families, (str(model), _ENGINE), self._clock, arrived)
 
     def render(self, state: NodeState) -> bytes:
         """All of it, as `CONTENT_TYPE`."""
@@ -98,12 +102,16 @@ class AnswerMeter:
     """One answer, counted once by how it ended; told of its events in order, it counts them too."""
 
     def __init__(
-        self, families: "_Families", labels: tuple[str, str], clock: Callable[[], float]
+        self,
+        families: "_Families",
+        labels: tuple[str, str],
+        clock: Callable[[], float],
+        arrived: float | None = None,
     ) -> None:
         self._families = families
         self._labels = labels
         self._clock = clock
-        self._arrived = self._last = clock()
+        self._arrived = self._last = clock() if arrived is None else arrived
         self._ran: float | None = None
         self._first: float | None = None
         self._prompt_tokens = 0

@@ -8,12 +8,15 @@ from contextlib import AsyncExitStack
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .background import Loops
+from .claims import Claims
 from .cluster_stages import ClusterStages
 from .control_links import LinkService
 from .control_server import ControlServer
 from .events import EventLog
 from .facts import NodeFactsSource
 from .hardware import Hardware
+from .head_client import ClusterHead
+from .held import Held, held_of
 from .interfaces import LOOPBACK
 from .join_node import Outcome
 from .leaving import Leaving
@@ -50,13 +53,33 @@ class Node:
         host = _runner_host(local, settings.load_timeout)
         self._supervisor = Supervisor(host, self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
-        wishes, states = Wishes(), self._supervisor.states
-        self._peering = Peering(settings, local, states, self._node_lost, events, wishes, loops)
-        facts = self._planner_facts()
-        self._placements = Placements(self._cluster_stages(), facts, events, wishes)
-        self._watch = StageWatch(self._peering.cluster, self._placements)
+        wishes, held, states = Wishes(), Held(), self._supervisor.states
+        self._peering = Peering(
+            settings, local, states, self._node_lost, events, wishes, loops, held
+        )
+        cluster, facts, stages = (
+            self._peering.cluster,
+            self._planner_facts(),
+            self._cluster_stages(),
+        )
+        self._placements = Placements(stages, facts, events, wishes, cluster.speak_up)
+        held.own = lambda: held_of(self._placements.records)
+        self._claims = Claims(self._placements, facts, events)
+        self._watch = StageWatch(
+            cluster, self._placements, self._claims, held, wishes, facts, events, stages.near
+        )
+        head = ClusterHead(cluster, self._peering.client, self._claims)
         self._api = NodeApi(
-            settings, local, self._peering, facts, self._placements, self._leaving, events, loops
+            settings,
+            local,
+            self._peering,
+            facts,
+            self._placements,
+            stages,
+            head,
+            self._leaving,
+            events,
+            loops,
         )
 
     @property
@@ -117,7 +140,9 @@ class Node:
         local, joining = self._local, self._peering.joining
         hosts = list(dict.fromkeys([*local.profiling.addresses, LOOPBACK]))
         join_port = joining.listen(hosts, self._settings.grpc_port)
-        service = PeerService(joining, self._peering.cluster, self._stages, self._api.answer)
+        service = PeerService(
+            joining, self._peering.cluster, self._stages, self._claims, self._api.answer
+        )
         links = LinkService(local.profiling.measure_links)
         server = ControlServer(service, local.keyring.for_server(join_port), links)
         local.grpc_port = await server.start(hosts, self._settings.grpc_port)

@@ -11,6 +11,7 @@ from ..dashboard import asset
 from ..proto import peer_pb2 as pb
 from .background import Loops
 from .chat import ChatService
+from .cluster_stages import ClusterStages
 from .events import EventLog
 from .facts import NodeFactsSource
 from .forward import HeadForwarder, answer_forwarded
@@ -45,6 +46,8 @@ class NodeApi:
         peering: Peering,
         facts: NodeFactsSource,
         placements: Placements,
+        stages: ClusterStages,
+        head: ClusterHead,
         leaving: Leaving,
         events: EventLog,
         loops: Loops,
@@ -54,6 +57,8 @@ class NodeApi:
         self._peering = peering
         self._facts = facts
         self._placements = placements
+        self._stages = stages
+        self._head = head
         self._leaving = leaving
         self._events = events
         self._loops = loops
@@ -83,16 +88,14 @@ class NodeApi:
     def _build(self) -> ASGIApp:
         totals = Totals()
         metrics = Metrics(totals)
-        runners = self._peering.runners
-        chat = ChatService(self._placements, self._facts, runners, totals, metrics, self._events)
-        head = ClusterHead(self._peering.cluster, self._peering.client)
+        chat = ChatService(self._head, self._stages, totals, metrics)
         return build_app(
             chat,
             self._operations(totals, metrics),
             static=asset,
             allowed_hosts=_host_names(self._settings.host),
             api_key=self._api_key,
-            between=lambda app: self._leaving.around(HeadForwarder(app, head)),
+            between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
             events=self._events,
             measurements=self._local.profiling,
             joining=self._peering.joining.service,
@@ -102,7 +105,7 @@ class NodeApi:
         return NodeOperations(
             self._local.library,
             self._placements,
-            Readiness(self._placements, self._peering.runners),
+            Readiness(self._placements, self._stages),
             self._peering.cluster,
             self._facts,
             self._local.switches,

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..mtp.types import Penalties
+from ..mtp.types import Penalties, Sampling
 from ..placement.errors import ExoNodeError
 from ..placement.ids import ModelId, RequestId
 from .body_schema import read_body
@@ -49,11 +49,7 @@ Events = AsyncGenerator[Event | None]
 """None is a spell of silence."""
 
 
-async def generation_request(
-    body: ChatBody, request_id: RequestId, chat: Chat
-) -> GenerationRequest:
-    """Raises ModelNotFound."""
-    model = ModelId(body.model)
+def generation_request(body: ChatBody, request_id: RequestId) -> GenerationRequest:
     off = Penalties()
     penalties = Penalties(
         repetition=_or(body.repetition_penalty, off.repetition),
@@ -67,9 +63,10 @@ async def generation_request(
     newer, older = body.max_completion_tokens, body.max_tokens
     return GenerationRequest(
         id=request_id,
-        model=model,
+        model=ModelId(body.model),
         messages=tuple(message.for_template() for message in body.messages),
-        sampling=replace(await chat.card_sampling(model, given), penalties=penalties),
+        sampling=replace(Sampling(temperature=1.0, penalties=penalties), **given),
+        given=frozenset(given),
         max_tokens=older if newer is None else newer,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
@@ -95,7 +92,7 @@ class ChatCompletions:
     async def complete(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
         request_id = RequestId(request.state.request_id)
-        generation = await generation_request(body, request_id, self._chat)
+        generation = generation_request(body, request_id)
         events = attended(self._chat.stream(generation), request.receive, self._keep_alive_s)
         answer = _Answer(body, generation.id)
         if not body.stream:

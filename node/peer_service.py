@@ -1,9 +1,10 @@
 """What this node does when a peer asks for it."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
+from .claims import Claims
 from .cluster import Cluster
 from .join_node import NodeJoining
 from .local_stages import LocalStages
@@ -14,14 +15,20 @@ Answer = Callable[[pb.HttpRequest], AsyncIterator[pb.HttpChunk]]
 
 
 class PeerService:
-    """`control_server.NodeSide`: heartbeats, stages, and requests that peers forward."""
+    """`control_server.NodeSide`: heartbeats, stages, claims, and requests that peers forward."""
 
     def __init__(
-        self, joining: NodeJoining, cluster: Cluster, stages: LocalStages, answer: Answer
+        self,
+        joining: NodeJoining,
+        cluster: Cluster,
+        stages: LocalStages,
+        claims: Claims,
+        answer: Answer,
     ) -> None:
         self._joining = joining
         self._cluster = cluster
         self._stages = stages
+        self._claims = claims
         self._answer = answer
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
@@ -37,3 +44,9 @@ class PeerService:
 
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         return self._answer(request)
+
+    def acquire(self, asked: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
+        return self._claims.acquire(asked)
+
+    def report(self, told: pb.AttemptReport) -> None:
+        self._claims.report(told)

@@ -9,6 +9,7 @@ from .background import Loops
 from .cluster import Cluster
 from .control_client import Channels, RunnerClient
 from .events import EventLog
+from .held import Held
 from .join_node import NodeJoining
 from .local_node import LocalNode
 from .peer_search import PeerSearch
@@ -33,8 +34,9 @@ class Peering:
         events: EventLog,
         wishes: Wishes,
         loops: Loops,
+        held: Held,
     ) -> None:
-        """See `Cluster` for `states`, `on_lost` and `wishes`.
+        """See `Cluster` for `states`, `on_lost`, `wishes` and `held`.
 
         Raises InvalidSettings for a damaged term.
         """
@@ -57,6 +59,7 @@ class Peering:
             events,
             wishes,
             loops,
+            held,
         )
         self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)
 

@@ -4,20 +4,20 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..placement.errors import ExoNodeError, LoadFailed, PeerLost, PlacementNotFound
+from ..placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import PlanOptions, plan
-from ..proto import peer_pb2 as pb
 from .events import EventLog
 from .failures import MAX_FAILURES, Failures
+from .loading import finish, load
 from .log import apart
 from .records import Endpoint, Record, Status, Wish
-from .restoring import Restorer
+from .restoring import Restorer, without
 from .settling import may_settle, settles
-from .stages import Facts, Stages, StageSettings, specs_of
+from .stages import Facts, Stages, StageSettings
 from .upkeep import Upkeep
 from .wishes import Wishes
 
@@ -37,8 +37,12 @@ class Placements:
         facts: Facts,
         events: EventLog | None = None,
         wishes: Wishes | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`events` hears of what a person should know; `wishes` of what a person asked for."""
+        """`events` hears of what a person should know; `wishes` of what a person asked for.
+
+        `changed` is called when there is something new for the other nodes.
+        """
         self._stages = stages
         self._facts = facts
         self._events = EventLog() if events is None else events
@@ -48,6 +52,7 @@ class Placements:
         self._records: dict[ModelId, Record] = {}
         self._loading: dict[ModelId, asyncio.Task[Record]] = {}
         self._failures = Failures()
+        self._changed = changed
 
     @property
     def records(self) -> list[Record]:
@@ -97,10 +102,41 @@ class Placements:
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
 
-    def broke(self, record: Record, connections: int, why: str) -> None:
-        """An attempt failed that began when the stages had been connected so many times."""
-        if record.connections == connections:
-            self.lost(record.id, None, why)
+    def find(self, placement: PlacementId) -> Record | None:
+        return next((record for record in self.records if record.id == placement), None)
+
+    def broke(
+        self, placement: PlacementId, connections: int, why: str, gone: Iterable[int] = ()
+    ) -> None:
+        """An attempt failed that began when the stages had been connected so many times.
+
+        `gone`: stages that did not answer it.
+        """
+        record = self.find(placement)
+        if record is not None and record.connections <= connections:
+            stages = range(len(record.endpoints))
+            record.gone.update(stage for stage in gone if stage in stages)
+            self.lost(placement, None, why)
+
+    def adopt(self, record: Record) -> bool:
+        """Goes on with what another head held, unless the model has another placement here."""
+        model = record.card.id
+        if (own := self._records.get(model)) is not None or model in self._loading:
+            return own is not None and own.id == record.id
+        self._records[model] = record
+        record.see(self._facts.view(model))
+        record.stepped_at = time.monotonic()
+        text = f"goes on with {record.id} of {model}, which the last head placed"
+        self._events.add("adopted", text, model=model, placement=record.id)
+        self._upkeep.look_over(record, self._silent)
+        return True
+
+    async def let_go(self) -> None:
+        """Another node is the head and goes on with them: nothing is unloaded."""
+        records, self._records = self.records, {}
+        for record in records:
+            log.info("%s of %s is another head's now", record.id, record.card.id)
+        await self._cancel(records)
 
     def lost(self, placement: str, stage: int | None, why: str, *, planned: bool = False) -> None:
         """A stage is gone, or (None) some stage may be: the placement is restored.
@@ -151,14 +187,6 @@ class Placements:
         """It answers well: earlier failures of the model no longer count."""
         self._failures.forget(record.card.id)
 
-    async def check(self, record: Record) -> None:
-        """Raises PeerLost, and begins to restore, where a stage does not answer."""
-        if lost := await self._restorer.lost_stages(record):
-            record.gone.update(lost)
-            why = f"stage {lost[0]} of {record.card.id} is gone or does not answer"
-            self.lost(record.id, None, why)
-            raise PeerLost(why)
-
     def expected(self) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
         """By node, the (node, placement, stage) whose runners should be up."""
         found: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
@@ -176,13 +204,15 @@ class Placements:
         await self._upkeep.sweep(self.records, held)
 
     async def close(self) -> None:
-        restoring = [r.restoring for r in self.records if r.restoring is not None]
+        """Leaves what other nodes hold to the next head."""
+        await self._cancel(self.records)
+
+    async def _cancel(self, records: Sequence[Record]) -> None:
+        restoring = [r.restoring for r in records if r.restoring is not None]
         tasks: list[asyncio.Task[Any]] = [*self._loading.values(), *restoring]
         for task in tasks:
             task.cancel()
         _ = await asyncio.gather(*tasks, self._upkeep.close(), return_exceptions=True)
-        for record in self.records:
-            await self._restorer.unload(record)
 
     def _start(self, model: ModelId, wish: Wish) -> "asyncio.Task[Record]":
         task = asyncio.create_task(self._replace(model, wish), context=apart())
@@ -196,9 +226,13 @@ class Placements:
         if not done.cancelled() and (fault := done.exception()) is not None:
             self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
 
-    async def _replace(self, model: ModelId, wish: Wish) -> Record:
+    async def _replace(
+        self, model: ModelId, wish: Wish, lost: frozenset[NodeId] = frozenset()
+    ) -> Record:
+        """`lost`: nodes that count as alive and were found to be gone."""
         card, fingerprint = await self._facts.card(model)
-        view, refusal = self._facts.view(model), self._facts.split_refusal(model)
+        view = without(self._facts.view(model), lost)
+        refusal = self._facts.split_refusal(model)
         options = wish.within(view)
         planned = plan(card, view, options, pipeline_refusal=refusal)
         if model in self._records:
@@ -209,12 +243,19 @@ class Placements:
         if options != wish.options:
             record.note_move("fewer nodes are here than were asked for")
         self._records[model] = record
+        dead: set[NodeId] = set()
+        started = time.monotonic()
         try:
-            await self._load(record, fingerprint)
+            await load(record, self._stages, self._facts, fingerprint, dead)
+            await self._restorer.connect(record)
+            took = finish(record, started)
         except ExoNodeError as fault:
             record.status, record.error = "failed", fault.message
-            self._failures.note(model)
             await self._restorer.unload(record)
+            if dead:
+                log.warning("%s is planned anew: %s", model, fault)
+                return await self._replace(model, wish, lost | dead)
+            self._failures.note(model)
             if not refusal and self._facts.split_refusal(model):
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
@@ -223,46 +264,12 @@ class Placements:
         except asyncio.CancelledError:
             await self._restorer.unload(record)
             raise
+        self._changed()
+        text = f"placed {model} as {record.id} in {took:.1f} s: {record.plan.reason}"
+        seconds = round(took, 3)
+        self._events.add("placed", text, model=model, placement=record.id, seconds=seconds)
         self._upkeep.fill(record)
         return record
-
-    async def _load(self, record: Record, fingerprint: str) -> None:
-        record.specs = specs_of(record, self._facts, fingerprint)
-        record.head_asked_for = record.specs[0].native_mtp
-        nodes = [stage.node for stage in record.plan.stages]
-
-        def progress(news: pb.LoadProgress) -> None:
-            share = f" {100 * news.done // news.total} %" if news.total else ""
-            record.progress = news.step + share
-
-        started = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_flat(self._stages.load(node, spec, progress)))
-                for node, spec in zip(nodes, record.specs, strict=True)
-            ]
-        outcomes = [task.result() for task in tasks]
-        record.endpoints = [
-            Endpoint(node, ready)
-            for node, ready in zip(nodes, outcomes, strict=True)
-            if isinstance(ready, pb.LoadReady)
-        ]
-        for outcome in outcomes:
-            if isinstance(outcome, ExoNodeError):
-                raise outcome
-        await self._restorer.connect(record)
-        if record.status == "failed":  # a stage was lost while others were still loading
-            raise LoadFailed(record.error)
-        record.take_over()
-        record.status, record.progress = "ready", ""
-        took = time.monotonic() - started
-        self._events.add(
-            "placed",
-            f"placed {record.card.id} as {record.id} in {took:.1f} s: {record.plan.reason}",
-            model=record.card.id,
-            placement=record.id,
-            seconds=round(took, 3),
-        )
 
     def _outdated(self, record: Record) -> bool:
         """The head was left out because of a switch that is on now: load again, with it."""
@@ -304,9 +311,11 @@ class Placements:
             before = record.plan.stages
             replaced = await self._restorer.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
+            self._changed()
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
             if record.plan.stages != before:
-                moved = self._moved(record)
+                names = {node.id: node.name for node in self._facts.view(model).nodes}
+                moved = record.moves(names)
                 record.note_move(f"since then {moved} ({why})" if moved else "")
         except ExoNodeError as fault:
             # Not as it was: the next request plans anew, with what is left.
@@ -322,16 +331,6 @@ class Placements:
             record.restoring = None
         if record.status == "ready":
             self._upkeep.fill(record)
-
-    def _moved(self, record: Record) -> str:
-        """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
-        names = {node.id: node.name for node in self._facts.view(record.card.id).nodes}
-        stages = enumerate(zip(record.as_planned, record.plan.stages, strict=True))
-        return ", ".join(
-            f"stage {number} moved to {names.get(now.node, now.node)}"
-            for number, (then, now) in stages
-            if now.node != then.node
-        )
 
     def _tell_restored(
         self, record: Record, replaced: Sequence[int], seconds: float, why: str
@@ -364,6 +363,10 @@ class Placements:
             self._events.add("replanned", text, model=model, placement=record.id)
             _ = self._start(model, wish)
 
+    def _silent(self, record: Record, stages: Sequence[int]) -> None:
+        record.gone.update(stages)
+        self.lost(record.id, None, f"stage {stages[0]} was lost with the last head")
+
     def _left(self, record: Record, stage: int, node: NodeId) -> None:
         self.lost(record.id, stage, f"node {node} is leaving", planned=True)
 
@@ -379,6 +382,7 @@ class Placements:
             log.warning("placement %s did not drain in %.0f s", record.id, DRAIN_S)
         if self._records.get(model) is record:
             del self._records[model]
+            self._changed()
         await self._restorer.unload(record)
         text = f"unloaded {record.id} of {model}"
         self._events.add("unloaded", text, model=model, placement=record.id)
@@ -391,11 +395,3 @@ class Placements:
                 f"{record.error}. Mend that, then load it with `POST /v1/placements`",
                 param="model",
             )
-
-
-async def _flat(loading: Any) -> pb.LoadReady | ExoNodeError:
-    """An outcome instead of an exception: one stage's failure must not hide where others are."""
-    try:
-        return await loading
-    except ExoNodeError as fault:
-        return fault

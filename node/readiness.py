@@ -9,7 +9,7 @@ from contextlib import aclosing
 from ..placement.errors import ExoNodeError
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
-from .chat import Generators
+from .chat import Runners
 from .placements import Placements
 from .records import Record
 
@@ -24,7 +24,7 @@ class Readiness:
     def __init__(
         self,
         placements: Placements,
-        generators: Generators,
+        generators: Runners,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placements = placements

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +24,11 @@ class Endpoint:
 
     node: NodeId
     ready: pb.LoadReady
+
+
+def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
+    """The stages of a placement that another node holds."""
+    return [Endpoint(NodeId(stage.node), stage.ready) for stage in placed.stages]
 
 
 @dataclass(slots=True)
@@ -173,7 +179,37 @@ class Record:
     def note_move(self, what: str) -> None:
         self.moved, self.moved_at = what, time.monotonic()
 
+    def moves(self, names: Mapping[NodeId, str]) -> str:
+        """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
+        stages = enumerate(zip(self.as_planned, self.plan.stages, strict=True))
+        return ", ".join(
+            f"stage {number} moved to {names.get(now.node, now.node)}"
+            for number, (then, now) in stages
+            if now.node != then.node
+        )
+
     def holders(self) -> set[tuple[NodeId, int]]:
         """(node, stage) of every runner that this placement has or waits for."""
         stages = {(stage.node, number) for number, stage in enumerate(self.plan.stages)}
         return stages | {(spare.node, spare.stage) for spare in self.spares}
+
+
+def placed_of(record: Record) -> pb.Placed:
+    """What the node that drives an answer is told of the placement it runs on."""
+    stages = [
+        pb.PlacedStage(
+            node=endpoint.node,
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            ready=endpoint.ready,
+        )
+        for stage, endpoint in zip(record.plan.stages, record.endpoints, strict=True)
+    ]
+    return pb.Placed(
+        placement=record.id,
+        stages=stages,
+        connections=record.connections,
+        kernels=record.kernels(),
+        head_loaded=record.head.loaded,
+        head_reason=record.head.reason,
+    )

@@ -11,7 +11,7 @@ from ..placement.ids import ModelId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request; `sampling` already holds the card's defaults.
+    """A validated request. Sampling that is not among the `given` fields is the card's to say.
 
     `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
     up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
@@ -28,6 +28,7 @@ class GenerationRequest:
     draft_policy: DraftPolicy | None = None
     top_logprobs: int | None = None
     ignore_eos: bool = False
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,6 @@ Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Finished
 
 class Chat(Protocol):
     """What the HTTP layer needs of the node's chat service."""
-
-    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
-        """The card's sampling defaults under the fields that the request gave.
-
-        Raises ModelNotFound.
-        """
-        ...
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """The answer. Closing the iterator (`aclose`) cancels it on every stage.

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from ..placement.cluster import StageAssignment
+from ..placement.cluster import ClusterView, StageAssignment
 from ..placement.errors import ExoNodeError, InsufficientMemory, PeerLost
 from ..placement.ids import NodeId
 from ..placement.spares import spare_node
@@ -33,11 +33,12 @@ class Restorer:
         raises.
         """
         replaced: set[int] = set()
+        dead: set[NodeId] = set()
         record.see(self._facts.view(record.card.id))
         for _ in range(ROUNDS):
             lost = await self.lost_stages(record)
             for stage in lost:
-                await self._replace(record, stage)
+                await self._replace(record, stage, dead)
                 replaced.add(stage)
             try:
                 await self.connect(record)
@@ -122,7 +123,7 @@ class Restorer:
         for spare in spares:
             await self._end(record, spare.stage, spare.node, spare.endpoint)
 
-    async def _replace(self, record: Record, stage: int) -> None:
+    async def _replace(self, record: Record, stage: int, dead: set[NodeId]) -> None:
         lost = record.endpoints[stage]
         while (spare := self._ready_spare(record, stage)) is not None:
             record.spares.remove(spare)
@@ -137,7 +138,7 @@ class Restorer:
             return
         # Its runner may hang: it would hold the memory that the next one needs.
         await self._end(record, stage, lost.node, lost, kill=True)
-        await self._load_anew(record, stage)
+        await self._load_anew(record, stage, dead)
 
     async def retire(self, record: Record) -> None:
         """Ends the runners whose place a spare took: they may be stopped and not gone."""
@@ -149,9 +150,23 @@ class Restorer:
         ready = [s for s in record.spares if s.stage == stage and s.status == "ready"]
         return ready[0] if ready else None
 
-    async def _load_anew(self, record: Record, stage: int) -> None:
+    async def _load_anew(self, record: Record, stage: int, dead: set[NodeId]) -> None:
+        """On one node after another: one that is lost may still count as alive for a while.
+
+        Those join `dead`, the nodes that this restoring has found to be so.
+        """
+        while True:
+            node = self._node_for(record, stage, dead)
+            try:
+                await self._load_on(node, record, stage)
+                return
+            except PeerLost as fault:
+                log.warning("stage %d of %s: %s", stage, record.id, fault.message)
+                dead.add(node)
+
+    def _node_for(self, record: Record, stage: int, dead: set[NodeId]) -> NodeId:
         held = record.holders() - {(record.plan.stages[stage].node, stage)}
-        view = self._facts.view(record.card.id)
+        view = without(self._facts.view(record.card.id), dead)
         mtp = record.specs[0].native_mtp
         stages, context = record.plan.stages, record.plan.context_length
         node = spare_node(record.card, view, stages, stage, held, context, mtp=mtp)
@@ -160,6 +175,10 @@ class Restorer:
                 f"stage {stage} of {record.card.id} is lost and no live node has room for its "
                 "layers; start a node, or free memory on one"
             )
+        return node
+
+    async def _load_on(self, node: NodeId, record: Record, stage: int) -> None:
+        stages = record.plan.stages
         record.plan = replace(record.plan, stages=_with_node(stages, stage, node))
 
         def progress(news: pb.LoadProgress) -> None:
@@ -226,6 +245,11 @@ class Restorer:
                 log.info("stage %d of %s went with its node: %s", stage, record.id, fault.message)
         if endpoint is not None:
             await self._stages.forget(endpoint)
+
+
+def without(view: ClusterView, dead: Collection[NodeId]) -> ClusterView:
+    """The view less nodes that it shows although they are lost."""
+    return replace(view, nodes=tuple(node for node in view.nodes if node.id not in dead))
 
 
 def _with_node(

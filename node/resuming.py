@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .records import Record
 
 MAX_BARREN = 3
 """Losses in a row, without a new token between them, that an answer outlives."""
@@ -53,12 +52,12 @@ class AnswerLog:
     def resumes(self) -> int:
         return self.attempt - 1
 
-    def runs_on(self, record: Record) -> None:
+    def runs_on(self, placed: pb.Placed) -> None:
         """An attempt begins there."""
-        kernels = record.kernels()
+        kernels = tuple(placed.kernels)
         self.exact = self.exact and self._kernels in (None, kernels)
         self._kernels = kernels
-        runners = tuple((stage.node, stage.ready.pid) for stage in record.endpoints)
+        runners = tuple((NodeId(stage.node), stage.ready.pid) for stage in placed.stages)
         self._as_it_was, self._runners = runners == self._runners, runners
         self._flowing_since = None
 

@@ -1,12 +1,22 @@
-"""The head's watch over stages: those that ended elsewhere, that have to move, that nobody uses."""
+"""The head's watch over stages: those that ended elsewhere, that have to move, that nobody uses.
 
-import asyncio
-import contextlib
+Beginning and end of this node's time as the head are seen here too: placements that the last head
+held are adopted, and left to the next one.
+"""
+
 import logging
+from collections.abc import Iterable
 
-from ..placement.errors import PlacementNotFound
+from ..placement.errors import ExoNodeError
+from ..placement.ids import ModelId, NodeId
+from ..proto import peer_pb2 as pb
+from .claims import Claims
 from .cluster import Cluster
+from .events import EventLog
+from .held import Held, Near, Told, record_of
 from .placements import Placements
+from .stages import Facts
+from .wishes import Wishes, wish_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -16,28 +26,95 @@ WATCH_S = 1.0
 class StageWatch:
     """Compares what heartbeats say of stages with what placements expect of them."""
 
-    def __init__(self, cluster: Cluster, placements: Placements) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        placements: Placements,
+        claims: Claims,
+        held: Held,
+        wishes: Wishes,
+        facts: Facts,
+        events: EventLog,
+        near: Near,
+    ) -> None:
         self._cluster = cluster
         self._placements = placements
+        self._claims = claims
+        self._held = held
+        self._wishes = wishes
+        self._facts = facts
+        self._events = events
+        self._near = near
 
     async def run(self) -> None:
-        """Looks every WATCH_S until it is cancelled."""
+        """Looks every WATCH_S, and when the head changes, until it is cancelled."""
         while True:
-            await asyncio.sleep(WATCH_S)
-            if self._cluster.head in (None, self._cluster.self_id):
-                await self._look()
-            else:
-                await self._hand_over()
+            await self.look()
+            await self._cluster.heed(WATCH_S)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """During an election nothing is done: the old head may be the new one."""
+        head = self._cluster.head
+        if head == self._cluster.self_id:
+            for told in self._held.take(self._cluster.leads).values():
+                await self._take_over(told)
+            self._claims.lead()
+            await self._tend()
+        elif head is not None:
+            self._claims.let_go()
+            await self._placements.let_go()
+
+    async def _take_over(self, told: Told) -> None:
+        """The next head goes on with what that one held. Of two placements of a model, as after a
+        partition, this node's stays; the other's answers run to their end."""
+        for held in told.placements:
+            await self._adopt(held)
+        for asked in told.wishes:
+            model, wish = ModelId(asked.model), wish_from_wire(asked)
+            if not self._wishes.asked(model):
+                self._wishes.note(model, wish)
+            elif self._wishes.of(model).options != wish.options:
+                text = f"what was asked of {model} at a head that is none now does not hold here"
+                self._events.add("superseded", f"{text}; ask again if it should", model=model)
+
+    async def _adopt(self, held: pb.HeldPlacement) -> None:
+        model = ModelId(held.model)
+        try:
+            card, _ = await self._facts.card(model)
+            record = record_of(held, card, self._near)
+        except ExoNodeError as fault:
+            log.warning("%s of %s cannot be gone on with: %s", held.placement, model, fault)
+            return
+        if record is None:
+            log.warning("%s of %s cannot be gone on with: its stages", held.placement, model)
+            return
+        if not self._placements.adopt(record):
+            text = f"{held.placement} of {model} was placed at a head that is none now, and this "
+            text += "one has a placement of its own; answers on it run to their end"
+            self._events.add("superseded", text, model=model, placement=held.placement)
+            return
+        for node in {endpoint.node for endpoint in record.endpoints} | {
+            spare.node for spare in record.spares
+        }:
+            if not self._cluster.is_live(node):
+                self._placements.lost_node(node, "its node went with the last head's time")
+
+    async def _tend(self) -> None:
         self._find_ended()
         self._placements.tend()
         for node in self._cluster.draining():
             self._placements.move_off(node)
-        await self._placements.sweep(
+        await self._placements.sweep(self._idle())
+
+    def _idle(self) -> Iterable[tuple[NodeId, str, int]]:
+        """Stages that no request uses and that no other head holds."""
+        return (
             (member.id, stage.placement, stage.stage)
             for member in self._cluster.members()
             for stage in member.stages
+            if not stage.live_requests
+            and stage.status != "loading"
+            and not self._held.names(stage.placement)
         )
 
     def _find_ended(self) -> None:
@@ -46,14 +123,3 @@ class StageWatch:
             for placement, stage in self._cluster.missing_stages(expected):
                 why = "its runner ended on the other node"
                 self._placements.lost_runner(node, placement, stage, why)
-
-    async def _hand_over(self) -> None:
-        """Another node is the head and places models anew: what this one placed is in its way."""
-        for record in self._placements.records:
-            if record.status != "loading":
-                log.info(
-                    "unloading %s: node %s is the head now", record.card.id, self._cluster.head
-                )
-                # Gone already, where its answers took a while to end.
-                with contextlib.suppress(PlacementNotFound):
-                    await self._placements.remove(record.id)

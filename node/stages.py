@@ -47,6 +47,10 @@ class Stages(Protocol):
         """Closes what leads to a runner that is gone."""
         ...
 
+    def near(self, stage: Endpoint) -> Endpoint:
+        """A runner that another node was told of, at the address that is quickest from here."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:

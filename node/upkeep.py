@@ -41,6 +41,10 @@ class Upkeep:
         # The loop holds tasks weakly; these must live to their end.
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def look_over(self, record: Record, silent: Callable[[Record, Sequence[int]], None]) -> None:
+        """Asks every stage of an adopted placement for a sign; `silent` hears of those without."""
+        self._keep(self._look_over(record, silent))
+
     def fill(self, record: Record) -> None:
         """Ends what was replaced and loads the spares that are missing, after what is urgent."""
         if record.retired or record.spares_wanted:
@@ -92,9 +96,17 @@ class Upkeep:
                 log.info("%s", fault.message)
 
     async def close(self) -> None:
+        """Of what it began; it may begin anew."""
+        self._moving.clear()
         for task in self._tasks:
             task.cancel()
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look_over(
+        self, record: Record, silent: Callable[[Record, Sequence[int]], None]
+    ) -> None:
+        if record.status == "ready" and (lost := await self._restorer.lost_stages(record)):
+            silent(record, lost)
 
     async def _fill(self, record: Record) -> None:
         await self._restorer.retire(record)

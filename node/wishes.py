@@ -29,14 +29,19 @@ class Wishes:
 
     def told(self) -> list[pb.Wish]:
         """For the head's heartbeats."""
-        return [_to_wire(model, wish) for model, wish in self._by_model.items()]
+        return [wish_to_wire(model, wish) for model, wish in self._by_model.items()]
+
+    def asked(self, model: ModelId) -> bool:
+        """Whether somebody asked for it."""
+        return model in self._by_model
 
     def learn(self, told: Iterable[pb.Wish]) -> None:
         """The head told this, and nothing else holds."""
-        self._by_model = {ModelId(wish.model): _from_wire(wish) for wish in told}
+        self._by_model = {ModelId(wish.model): wish_from_wire(wish) for wish in told}
 
 
-def _to_wire(model: ModelId, wish: Wish) -> pb.Wish:
+def wish_to_wire(model: ModelId, wish: Wish) -> pb.Wish:
+    """See `wish_from_wire`."""
     options = wish.options
     return pb.Wish(
         model=model,
@@ -50,7 +55,8 @@ def _to_wire(model: ModelId, wish: Wish) -> pb.Wish:
     )
 
 
-def _from_wire(told: pb.Wish) -> Wish:
+def wish_from_wire(told: pb.Wish) -> Wish:
+    """What is not named is not asked for."""
     options = PlanOptions(
         min_nodes=max(1, told.min_nodes),
         max_nodes=told.max_nodes or None,

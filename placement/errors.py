@@ -10,7 +10,8 @@
     ├── ModelLoading              the model is being loaded or downloaded          503
     ├── InsufficientMemory        no allowed set of nodes can hold the model       503
     ├── PeerLost                  a node or runner ended while it was needed       503
-    │   └── StateLost             nobody is gone, but what rebuilds a stage is     503
+    │   ├── StateLost             nobody is gone, but what rebuilds a stage is     503
+    │   └── HeadGone              the node that was asked is the head no longer    503
     ├── LoadFailed                a runner could not load its stage                503
     ├── NumericError              the model gave NaN or infinity                   500
     ├── InvalidCard               a model card breaks the schema
@@ -77,6 +78,10 @@ class PeerLost(ExoNodeError):
 
 class StateLost(PeerLost):
     code = "state_lost"
+
+
+class HeadGone(PeerLost):
+    code = "head_gone"
 
 
 class LoadFailed(ExoNodeError):

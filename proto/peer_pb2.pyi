@@ -105,6 +105,7 @@ class Heartbeat(_message.Message):
     HEAD_FOR_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     WISHES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     incarnation: _builtins.int
@@ -141,6 +142,10 @@ class Heartbeat(_message.Message):
     def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wish]:
         """of the head only: what was asked of its placements"""
 
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPlacement]:
+        """of the head only: the next one goes on with them"""
+
     def __init__(
         self,
         *,
@@ -158,14 +163,161 @@ class Heartbeat(_message.Message):
         head_for_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         wishes: _abc.Iterable[Global___Wish] | None = ...,
+        held: _abc.Iterable[Global___HeldPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views", "wishes", b"wishes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "held", b"held", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views", "wishes", b"wishes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class HeldPlacement(_message.Message):
+    """A placement as its head holds it: enough for the next head to go on with its runners."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ChipsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    SPARES_FIELD_NUMBER: _builtins.int
+    WISH_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    CHIPS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    model: _builtins.str
+    connections: _builtins.int
+    """how often its stages were connected"""
+    reason: _builtins.str
+    """why these nodes"""
+    runner_up: _builtins.str
+    """empty: there was none"""
+    moved: _builtins.str
+    """what losses have changed about that; empty: nothing"""
+    score: _builtins.float
+    """seconds a token, predicted"""
+    mtp_off_reason: _builtins.str
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldStage]:
+        """in order"""
+
+    @_builtins.property
+    def spares(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSpare]:
+        """those that wait"""
+
+    @_builtins.property
+    def wish(self) -> Global___Wish: ...
+    @_builtins.property
+    def chips(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by node: what resumed answers compare"""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        model: _builtins.str = ...,
+        stages: _abc.Iterable[Global___HeldStage] | None = ...,
+        spares: _abc.Iterable[Global___HeldSpare] | None = ...,
+        wish: Global___Wish | None = ...,
+        connections: _builtins.int = ...,
+        chips: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        runner_up: _builtins.str = ...,
+        moved: _builtins.str = ...,
+        score: _builtins.float = ...,
+        mtp_off_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wish", b"wish"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chips", b"chips", "connections", b"connections", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages", "wish", b"wish"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldPlacement: _TypeAlias = HeldPlacement  # noqa: Y015
+
+@_typing.final
+class HeldStage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    @_builtins.property
+    def spec(self) -> Global___StageSpec: ...
+    @_builtins.property
+    def ready(self) -> Global___LoadReady: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        spec: Global___StageSpec | None = ...,
+        ready: Global___LoadReady | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldStage: _TypeAlias = HeldStage  # noqa: Y015
+
+@_typing.final
+class HeldSpare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    node: _builtins.str
+    follows: _builtins.bool
+    """it is sent copies of what the stage holds"""
+    @_builtins.property
+    def ready(self) -> Global___LoadReady: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        node: _builtins.str = ...,
+        ready: Global___LoadReady | None = ...,
+        follows: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follows", b"follows", "node", b"node", "ready", b"ready", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldSpare: _TypeAlias = HeldSpare  # noqa: Y015
 
 @_typing.final
 class Wish(_message.Message):
@@ -959,6 +1111,296 @@ class JoinRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class AcquireRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_POLICY_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
+    HOLDING_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    request: _builtins.str
+    num_draft_tokens: _builtins.int
+    """as the request has it"""
+    draft_policy: _builtins.str
+    """as the request has it: "fixed", "adaptive" or empty"""
+    holding: _builtins.str
+    """the placement that the answer runs on: another head gave it. Or empty"""
+    @_builtins.property
+    def resumes(self) -> Global___Resumption:
+        """absent: the answer has not begun"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        request: _builtins.str = ...,
+        num_draft_tokens: _builtins.int | None = ...,
+        draft_policy: _builtins.str = ...,
+        resumes: Global___Resumption | None = ...,
+        holding: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "draft_policy", b"draft_policy", "holding", b"holding", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_tokens) -> _WhichOneofReturnType__num_draft_tokens | None: ...
+
+Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
+
+@_typing.final
+class Resumption(_message.Message):
+    """An answer whose attempt was lost. It has its turn already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    why: _builtins.str
+    rounds: _builtins.int
+    """that were handed out"""
+    attempt: _builtins.int
+    """the one that follows"""
+    broken: _builtins.str
+    """the placement that lost it; empty: nothing of it is lost"""
+    connections: _builtins.int
+    """of that placement, when the attempt began"""
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """its stages that do not answer, as far as that is known"""
+
+    def __init__(
+        self,
+        *,
+        why: _builtins.str = ...,
+        rounds: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        broken: _builtins.str = ...,
+        connections: _builtins.int = ...,
+        gone: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "broken", b"broken", "connections", b"connections", "gone", b"gone", "rounds", b"rounds", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
+
+@_typing.final
+class AcquireEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting(self) -> Global___Waiting:
+        """the first event always: the model is known and the request allowed"""
+
+    @_builtins.property
+    def placed(self) -> Global___Placed:
+        """the last one"""
+
+    def __init__(
+        self,
+        *,
+        waiting: Global___Waiting | None = ...,
+        placed: Global___Placed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "placed", b"placed", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "placed", b"placed", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["waiting", "placed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___AcquireEvent: _TypeAlias = AcquireEvent  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.str
+    def __init__(
+        self,
+        *,
+        step: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class Placed(_message.Message):
+    """A placement that is ready, and what the head says of this request on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SamplingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    HEAD_LOADED_FIELD_NUMBER: _builtins.int
+    HEAD_REASON_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    DRAFTING_REASON_FIELD_NUMBER: _builtins.int
+    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    connections: _builtins.int
+    """how often the stages were connected"""
+    head_loaded: _builtins.bool
+    """the native MTP head"""
+    head_reason: _builtins.str
+    """why not"""
+    num_draft_tokens: _builtins.int
+    adaptive_draft: _builtins.bool
+    drafting_reason: _builtins.str
+    """why no drafts are made"""
+    async_draft_eval: _builtins.bool
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedStage]:
+        """in order; the first one's runner is the generator"""
+
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what computes each layer, and the dtype"""
+
+    @_builtins.property
+    def sampling(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """the card's defaults, by the request's field"""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        stages: _abc.Iterable[Global___PlacedStage] | None = ...,
+        connections: _builtins.int = ...,
+        kernels: _abc.Iterable[_builtins.str] | None = ...,
+        head_loaded: _builtins.bool = ...,
+        head_reason: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
+        adaptive_draft: _builtins.bool = ...,
+        drafting_reason: _builtins.str = ...,
+        async_draft_eval: _builtins.bool = ...,
+        sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "connections", b"connections", "drafting_reason", b"drafting_reason", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placed: _TypeAlias = Placed  # noqa: Y015
+
+@_typing.final
+class PlacedStage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    first_layer: _builtins.int
+    end_layer: _builtins.int
+    """exclusive"""
+    @_builtins.property
+    def ready(self) -> Global___LoadReady: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+        ready: Global___LoadReady | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "first_layer", b"first_layer", "node", b"node", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedStage: _TypeAlias = PlacedStage  # noqa: Y015
+
+@_typing.final
+class AttemptReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    SPEAKS_FIELD_NUMBER: _builtins.int
+    WELL_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    speaks: _builtins.bool
+    """a resumed answer gives tokens again"""
+    well: _builtins.bool
+    """the answer ended, or went well for long: the placement works"""
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        speaks: _builtins.bool = ...,
+        well: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "speaks", b"speaks", "well", b"well"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttemptReport: _TypeAlias = AttemptReport  # noqa: Y015
+
+@_typing.final
+class ReportReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportReply: _TypeAlias = ReportReply  # noqa: Y015
 
 @_typing.final
 class StageSpec(_message.Message):

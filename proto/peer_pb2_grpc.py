@@ -250,6 +250,16 @@ class ControlStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.HttpRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.HttpChunk.FromString,
                 _registered_method=True)
+        self.Acquire = channel.unary_stream(
+                '/exo_node.v1.Control/Acquire',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.AcquireRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.AcquireEvent.FromString,
+                _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/exo_node.v1.Control/Report',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.AttemptReport.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.ReportReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -277,6 +287,21 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Acquire(self, request, context):
+        """An answer's claim on its model's placement, made at the head by the node whose client asked.
+        The stream stays open while the answer runs: its end is the end of the claim.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Report(self, request, context):
+        """How the answer fares on what it acquired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -294,6 +319,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Http,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.HttpRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.HttpChunk.SerializeToString,
+            ),
+            'Acquire': grpc.unary_stream_rpc_method_handler(
+                    servicer.Acquire,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.AcquireRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.AcquireEvent.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.AttemptReport.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.ReportReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -379,6 +414,60 @@ class Control:
             '/exo_node.v1.Control/Http',
             exo__node_dot_proto_dot_peer__pb2.HttpRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.HttpChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Acquire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/exo_node.v1.Control/Acquire',
+            exo__node_dot_proto_dot_peer__pb2.AcquireRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.AcquireEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Control/Report',
+            exo__node_dot_proto_dot_peer__pb2.AttemptReport.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.ReportReply.FromString,
             options,
             channel_credentials,
             insecure,

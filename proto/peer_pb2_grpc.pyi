@@ -75,6 +75,12 @@ class ControlStub:
     UnloadStage: _aio.UnaryUnaryMultiCallable[_peer_pb2.UnloadStageRequest, _peer_pb2.UnloadStageReply]
     Http: _aio.UnaryStreamMultiCallable[_peer_pb2.HttpRequest, _peer_pb2.HttpChunk]
     """One HTTP request that only the head may answer, forwarded by another node."""
+    Acquire: _aio.UnaryStreamMultiCallable[_peer_pb2.AcquireRequest, _peer_pb2.AcquireEvent]
+    """An answer's claim on its model's placement, made at the head by the node whose client asked.
+    The stream stays open while the answer runs: its end is the end of the claim.
+    """
+    Report: _aio.UnaryUnaryMultiCallable[_peer_pb2.AttemptReport, _peer_pb2.ReportReply]
+    """How the answer fares on what it acquired."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------- control"""
@@ -101,6 +107,24 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_peer_pb2.HttpRequest, _abc.AsyncIterator[_peer_pb2.HttpChunk]],
     ) -> _abc.AsyncIterator[_peer_pb2.HttpChunk]:
         """One HTTP request that only the head may answer, forwarded by another node."""
+
+    @_abc_1.abstractmethod
+    def Acquire(
+        self,
+        request: _peer_pb2.AcquireRequest,
+        context: _aio.ServicerContext[_peer_pb2.AcquireRequest, _abc.AsyncIterator[_peer_pb2.AcquireEvent]],
+    ) -> _abc.AsyncIterator[_peer_pb2.AcquireEvent]:
+        """An answer's claim on its model's placement, made at the head by the node whose client asked.
+        The stream stays open while the answer runs: its end is the end of the claim.
+        """
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _peer_pb2.AttemptReport,
+        context: _aio.ServicerContext[_peer_pb2.AttemptReport, _abc.Awaitable[_peer_pb2.ReportReply]],
+    ) -> _abc.Awaitable[_peer_pb2.ReportReply]:
+        """How the answer fares on what it acquired."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _aio.Server) -> None: ...
 

@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from exo_node.mtp.types import Sampling
-from exo_node.node.placements import Endpoint, StageSettings
+from exo_node.node.claims import Claims
+from exo_node.node.events import EventLog
+from exo_node.node.placements import Endpoint, Placements, StageSettings
 from exo_node.node.plan_request import PlacementBody, PlanBody
 from exo_node.node.requests import (
     Event,
@@ -100,11 +101,6 @@ class FakeChat:
         self.began.clear()
         self.closed.clear()
 
-    async def card_sampling(self, model: ModelId, given: Mapping[str, float | int]) -> Sampling:
-        if model not in self.scripts:
-            raise ModelNotFound(f"there is no model '{model}'", param="model")
-        return replace(Sampling(temperature=0.7, top_k=20), **given)
-
     def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         events = self._events(request)
         # Held, so that it ends by being closed and not by being forgotten.
@@ -112,6 +108,8 @@ class FakeChat:
         return events
 
     async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        if request.model not in self.scripts:
+            raise ModelNotFound(f"there is no model '{request.model}'", param="model")
         self.requests.append(request)
         self.began.set()
         try:
@@ -238,12 +236,15 @@ class FakeStages:
     async def forget(self, stage: Endpoint) -> None:
         pass
 
+    def near(self, stage: Endpoint) -> Endpoint:
+        return stage
+
 
 @dataclass
-class FakeGenerators:
+class FakeGenerators(FakeStages):
     """Runners that send `events`, then raise `fault` where there is one, else end or never do."""
 
-    events: Sequence[pb.GenerateEvent]
+    events: Sequence[pb.GenerateEvent] = ()
     fault: Exception | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list[pb.GenerateRequest])
     ends: bool = False
@@ -261,3 +262,21 @@ class FakeGenerators:
 
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
         pass
+
+
+class OneHead:
+    """`claim.Heads` of a cluster with one node, whose claims these are."""
+
+    def __init__(self, placements: Placements, facts: FakeFacts) -> None:
+        self.claims = Claims(placements, facts, EventLog(), leads=True)
+
+    async def head(self) -> NodeId:
+        return NODE
+
+    def acquire(
+        self, head: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        return self.claims.acquire(asked)
+
+    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+        self.claims.report(told)

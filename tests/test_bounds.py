@@ -21,6 +21,7 @@ from exo_node.node.cluster import Cluster
 from exo_node.node.cluster_wire import checked
 from exo_node.node.control_server import PROTOCOL
 from exo_node.node.events import EventLog
+from exo_node.node.held import Held
 from exo_node.node.standing import Standing
 from exo_node.node.wishes import Wishes
 from exo_node.placement.errors import ExoNodeError, InvalidRequest, PeerLost
@@ -140,6 +141,7 @@ class Node:
             events,
             Wishes(),
             Loops(events),
+            Held(),
         )
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:

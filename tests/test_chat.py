@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 
 import pytest
-from fakes import FakeFacts, FakeGenerators, FakeStages
+from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.node import chat as chat_module
@@ -54,9 +54,9 @@ def answered(
     """The events of the answer, and what the runner was asked."""
 
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
-        facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events), Totals()
+        facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
         placements = Placements(FakeStages(), facts)
-        chat = ChatService(placements, facts, generators, totals, Metrics(totals))
+        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals))
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -134,10 +134,12 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
 
 
 @dataclass
-class Attempts:
+class Attempts(FakeStages):
     """A generator's runner that plays one script a call; a fault at its end is raised."""
 
-    scripts: list[tuple[Sequence[pb.GenerateEvent], Exception | None]]
+    scripts: list[tuple[Sequence[pb.GenerateEvent], Exception | None]] = field(
+        default_factory=list[tuple[Sequence[pb.GenerateEvent], Exception | None]]
+    )
     requests: list[pb.GenerateRequest] = field(default_factory=list[pb.GenerateRequest])
 
     async def generate(
@@ -159,9 +161,9 @@ def resumed(
     request: GenerationRequest = REQUEST,
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
-        facts, generators, totals = FakeFacts(True), Attempts(list(scripts)), Totals()
+        facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
         placements = Placements(FakeStages(), facts)
-        chat = ChatService(placements, facts, generators, totals, Metrics(totals))
+        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals))
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -235,11 +237,11 @@ def test_what_the_runner_refuses_is_not_tried_again() -> None:
         _ = resumed(([STARTED], InvalidRequest("no", param="x")))
 
 
-class LostTogether(Attempts, FakeStages):
+class LostTogether(Attempts):
     """The stream breaks while a stage is asked for a sign, and that one gives none."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__()
         self.asked = asyncio.Event()
 
     async def generate(
@@ -268,7 +270,7 @@ def test_a_loss_that_shows_in_two_ways_is_one_loss(monkeypatch: pytest.MonkeyPat
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         facts, both, totals = FakeFacts(True), LostTogether(), Totals()
         placements = Placements(both, facts)
-        chat = ChatService(placements, facts, both, totals, Metrics(totals))
+        chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals))
         async with aclosing(chat.stream(REQUEST)) as stream:
             got = [event async for event in stream]
         await placements.close()

@@ -8,7 +8,7 @@ from contextlib import aclosing, nullcontext, suppress
 from typing import Any, get_args
 
 import pytest
-from fakes import FakeFacts, FakeGenerators, FakeStages
+from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
 from samples import PLAIN, Samples, of_demo, sampled, stats_of
@@ -303,7 +303,8 @@ def service(
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
     metrics, placements = Metrics(totals), Placements(stages, facts)
-    return ChatService(placements, facts, generators, totals, metrics), metrics, placements
+    chat = ChatService(OneHead(placements, facts), generators, totals, metrics)
+    return chat, metrics, placements
 
 
 def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
@@ -315,7 +316,9 @@ def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
 
     async def scenario() -> None:
         held = asyncio.Event()
-        chat, metrics, placements = service(FakeStages(held), FakeGenerators([STARTED, ENDED]))
+        chat, metrics, placements = service(
+            FakeStages(held), FakeGenerators(events=[STARTED, ENDED])
+        )
         async with aclosing(chat.stream(REQUEST)) as events:
             first = asyncio.ensure_future(anext(events))
             while not placements.records:
@@ -337,7 +340,7 @@ def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
 @pytest.mark.parametrize("leaves", ["by closing", "by cancellation"])
 def test_a_client_that_leaves_is_an_abort_with_the_tokens_it_got(leaves: str) -> None:
     async def scenario() -> None:
-        chat, metrics, placements = service(FakeStages(), FakeGenerators([STARTED, SPOKEN]))
+        chat, metrics, placements = service(FakeStages(), FakeGenerators(events=[STARTED, SPOKEN]))
         async with aclosing(chat.stream(REQUEST)) as events:
             assert isinstance(await anext(events), Started)
             assert isinstance(await anext(events), TextDelta)
@@ -358,7 +361,7 @@ def test_a_client_that_leaves_is_an_abort_with_the_tokens_it_got(leaves: str) ->
 
 def test_a_model_that_the_node_does_not_know_is_no_label() -> None:
     async def scenario() -> None:
-        chat, metrics, _ = service(FakeStages(), FakeGenerators([]))
+        chat, metrics, _ = service(FakeStages(), FakeGenerators(events=[]))
         unknown = GenerationRequest(RequestId("r"), ModelId("nope"), (), Sampling())
         with pytest.raises(ModelNotFound):
             _ = await anext(chat.stream(unknown))

@@ -208,7 +208,7 @@ def test_logprobs_and_draft_policy_reach_the_chat_service(
     assert (request.top_logprobs, request.draft_policy) == expected
 
 
-def test_the_request_reaches_the_chat_service_over_the_cards_sampling(node: Node) -> None:
+def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(node: Node) -> None:
     reply = node.chat_reply(
         messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": "u"}],
         temperature=0,
@@ -221,7 +221,8 @@ def test_the_request_reaches_the_chat_service_over_the_cards_sampling(node: Node
     )
     (request,) = node.chat.requests
     assert request.id == reply.headers["x-request-id"]
-    assert request.sampling == Sampling(temperature=0, top_k=20, min_p=0.25, seed=5)
+    assert request.sampling == Sampling(temperature=0, min_p=0.25, seed=5)
+    assert request.given == {"temperature", "min_p", "seed"}
     assert (request.stop, request.max_tokens, request.num_draft_tokens) == (("END",), 20, 0)
     assert request.messages == (
         {"role": "system", "content": "s"},

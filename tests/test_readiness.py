@@ -36,7 +36,7 @@ def play(
 ) -> None:
     async def run() -> None:
         placements = Placements(FakeStages(), FakeFacts())
-        generators = FakeGenerators(events, fault, ends=ends)
+        generators = FakeGenerators(events=events, fault=fault, ends=ends)
         asked = Asked(placements, generators, Readiness(placements, generators))
         asked.readiness = Readiness(placements, generators, lambda: asked.now)
         await scenario(asked)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.node.records import Endpoint, Record
+from exo_node.node.records import Endpoint, Record, placed_of
 from exo_node.node.resuming import MAX_BARREN, RESUME_WITHIN_S, STEADY_S, AnswerLog
 from exo_node.placement.cluster import ClusterView, NodeFacts, StageAssignment
 from exo_node.placement.cost import stage_bytes
@@ -92,7 +92,7 @@ def test_an_attempt_is_steady_once_it_has_given_tokens_for_a_while() -> None:
     answer = AnswerLog("r", clock)
     steady: list[bool] = []
     for _ in range(2):
-        answer.runs_on(placed)
+        answer.runs_on(placed_of(placed))
         answer.saw(delta(0, 1))
         steady.append(answer.steady)
         clock.now += STEADY_S
@@ -127,26 +127,26 @@ def record(*nodes: NodeId, chip: str = "Apple M3") -> Record:
 
 def test_a_resume_is_exact_where_the_same_chips_compute_every_layer() -> None:
     answer, placed = AnswerLog("r", Clock()), record(A, B)
-    answer.runs_on(placed)
+    answer.runs_on(placed_of(placed))
     placed.see(view(C))
     placed.move(1, Endpoint(C, pb.LoadReady()))
-    answer.runs_on(placed)
+    answer.runs_on(placed_of(placed))
     assert answer.exact
-    answer.runs_on(record(D))
+    answer.runs_on(placed_of(record(D)))
     assert answer.exact, "where the layers are cut does not change what computes them"
     placed.see(view(D, chip="Apple M1"))
     placed.move(1, Endpoint(D, pb.LoadReady()))
-    answer.runs_on(placed)
+    answer.runs_on(placed_of(placed))
     assert not answer.exact
-    answer.runs_on(record(A, B))
+    answer.runs_on(placed_of(record(A, B)))
     assert not answer.exact, "what was inexact once stays so"
 
 
 def test_a_resume_in_another_dtype_is_not_exact() -> None:
     answer, other = AnswerLog("r", Clock()), record(A)
-    answer.runs_on(record(A))
+    answer.runs_on(placed_of(record(A)))
     other.specs = [pb.StageSpec(dtype="bfloat16")]
-    answer.runs_on(other)
+    answer.runs_on(placed_of(other))
     assert not answer.exact
 
 
@@ -155,7 +155,7 @@ def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> N
     whole: list[bool] = []
     for node in (B, C, C):
         placed.move(1, Endpoint(node, pb.LoadReady()))
-        answer.runs_on(placed)
+        answer.runs_on(placed_of(placed))
         whole.append(answer.continues(pb.GenerateRequest()).rebuild_all)
         assert answer.lost()
     assert whole == [False, False, True], "what the first loss left is kept in the second"

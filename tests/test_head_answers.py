@@ -1,0 +1,158 @@
+"""Answers in progress when the head is killed, stopped or told to stop: none is lost."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from listening import Answer, ask, events
+from nodes import Node, eventually
+from test_head_change import Trio, agree, cluster
+
+from exo_node.node.upkeep import ORPHAN_S
+
+NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
+STORY = "Tell me a story."
+LASTS_S = 15.0
+"""Longer than an election, and than strays are kept, where this machine is not too fast."""
+MOST_TOKENS = 3000
+ENDS_WITHIN_S = 240.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    with ExitStack() as stack:
+        yield Trio(tmp_path_factory.mktemp("answers"), stack)
+
+
+@pytest.fixture
+def trio(nodes: Trio) -> Trio:
+    nodes.complete()
+    return nodes
+
+
+def own_id(running: Node) -> str:
+    return str(cluster(running)["self"])
+
+
+def place(door: Node, *on: Node, spares: int = 0) -> Any:
+    """On just these nodes, the generator first."""
+    body = {"model": "demo", "nodes": [own_id(n) for n in on], "spares": spares}
+    sizes = {"min_nodes": len(on), "max_nodes": len(on)}
+    reply = door.call("POST", "/v1/placements", {**body, **sizes})
+    assert reply.status == 200, reply
+    return reply.body
+
+
+def whole(answer: Answer, expected: list[int]) -> None:
+    assert answer.ended(ENDS_WITHIN_S)
+    assert answer.error == ""
+    assert answer.ids == expected
+
+
+@pytest.fixture(scope="module")
+def story(nodes: Trio) -> list[int]:
+    """The ids of a long answer that nothing disturbs; a placement's shape does not change them."""
+    nodes.complete()
+    door = nodes.head()
+    _ = place(door, door)
+    asked = time.monotonic()
+    first = ask(door, STORY, max_tokens=64, **NEVER_END)
+    assert first.ended(ENDS_WITHIN_S) and not first.error, first.error
+    rate = 64 / (time.monotonic() - asked)
+    answer = ask(door, STORY, max_tokens=min(MOST_TOKENS, int(LASTS_S * rate)), **NEVER_END)
+    assert answer.ended(ENDS_WITHIN_S) and not answer.error, answer.error
+    return answer.ids
+
+
+def begun(door: Node, count: int, story: list[int]) -> list[Answer]:
+    asked = {"max_tokens": len(story), **NEVER_END}
+    answers = [ask(door, STORY, **asked) for _ in range(count)]
+    for answer in answers:
+        assert answer.until(lambda a: len(a.ids) >= 20, ENDS_WITHIN_S), answer.error
+    return answers
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_killed_head_costs_answers_that_run_elsewhere_nothing(
+    trio: Trio, story: list[int], stages: int
+) -> None:
+    head, [door, other] = trio.head(), trio.others()
+    placed = place(door, *[other, door][:stages])
+    answers = begun(door, 2, story)
+    trio.kill(head)
+    survivors = list(trio.nodes.values())
+    eventually(lambda: agree(survivors), 20)
+    assert all(answer.ended_at is None for answer in answers), "they were to outlive the election"
+    for answer in answers:
+        whole(answer, story)
+        assert answer.stats.get("resumes", 0) == 0
+        assert not answer.commented("resuming")
+    [kept] = door.call("GET", "/v1/placements").body["data"]
+    assert (kept["id"], kept["status"]) == (placed["id"], "ready"), "the new head goes on with it"
+    assert "adopted" in [event["kind"] for event in events(trio.head())]
+
+
+def test_an_answer_whose_stage_is_lost_with_the_head_goes_on_at_the_next_one(
+    trio: Trio, story: list[int]
+) -> None:
+    head, [door, other] = trio.head(), trio.others()
+    _ = place(door, head, other)
+    [answer] = begun(door, 1, story)
+    trio.kill(head)
+    whole(answer, story)
+    assert answer.stats["resumes"] >= 1
+    assert answer.stats["resume_exact"] is True
+
+
+def test_drafting_answers_on_the_head_alone_outlive_it(trio: Trio, story: list[int]) -> None:
+    head, [door, _] = trio.head(), trio.others()
+    _ = place(door, head)
+    answers = begun(door, 2, story)
+    trio.kill(head)
+    for answer in answers:
+        whole(answer, story)
+        assert answer.stats["drafter_kind"] == "native_mtp"
+
+
+def test_a_head_that_is_told_to_stop_leaves_long_answers_alone(
+    trio: Trio, story: list[int]
+) -> None:
+    """Its own stage moves; those of others go on for longer than strays are kept."""
+    head, [door, other] = trio.head(), trio.others()
+    _ = place(door, other, door)
+    [answer] = begun(door, 1, story)
+    at = answer.arrivals[-1]
+    head.process.send_signal(signal.SIGTERM)
+    assert head.process.wait(60) == 0
+    del trio.nodes[head.data_dir.name]
+    whole(answer, story)
+    assert answer.stats.get("resumes", 0) == 0
+    assert answer.arrivals[-1] - at > ORPHAN_S, "the answer was too short to show anything"
+
+
+def test_a_stopped_head_wakes_as_a_follower_and_ends_nobodys_answer(
+    trio: Trio, story: list[int]
+) -> None:
+    head, [door, other] = trio.head(), trio.others()
+    _ = place(door, other, door)
+    answers = begun(door, 2, story)
+    head.process.send_signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: cluster(door)["head"] not in (None, own_id_of(head, trio)), 20)
+    finally:
+        head.process.send_signal(signal.SIGCONT)
+    for answer in answers:
+        whole(answer, story)
+        assert answer.stats.get("resumes", 0) == 0
+
+
+def own_id_of(running: Node, trio: Trio) -> str:
+    """Of a node that may be stopped."""
+    [door, *_] = [n for n in trio.nodes.values() if n is not running]
+    names = {n["name"]: n["id"] for n in cluster(door)["nodes"]}
+    return str(names[running.data_dir.name])
