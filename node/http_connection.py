@@ -39,6 +39,11 @@ class ConnectionLimits:
 class _OfClient(logging.LoggerAdapter[logging.Logger]):
     """uvicorn's lines with the address that caused them, which they leave out."""
 
+    @property
+    def level(self) -> int:
+        """uvicorn reads it when a connection ends."""
+        return self.logger.level
+
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
         client = (self.extra or {}).get("client") or "a local socket"
         return f"{msg} (from {client})", kwargs

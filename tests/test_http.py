@@ -223,6 +223,8 @@ def test_the_line_about_a_bad_head_names_who_sent_it(
         assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
     lines = [r.getMessage() for r in caplog.records if "Invalid HTTP" in r.getMessage()]
     assert lines == ["Invalid HTTP request received. (from 127.0.0.1)"]
+    assert shared.ask("GET", "/health/live").status == 200  # the connection's end is orderly
+    assert [r for r in caplog.records if r.exc_info] == []
 
 
 def test_a_head_may_have_32_kib(shared: Node) -> None:
