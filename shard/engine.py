@@ -181,7 +181,9 @@ class TextEngine:
         if not self._hold_rows():
             return
         if not self._fixed_rows:
-            self.identity = greedy_identity(forward, caches, self._vocabulary, self._max_k)
+            self.identity = greedy_identity(
+                forward, caches, self._vocabulary, self._max_k, self._context_length
+            )
         if not self._profile.costs.probed:
             ids = [(11 * i + 5) % self._vocabulary for i in range(PROMPT_ROWS)]
             costs = self.measure_costs(ids, self._max_k, PROBE_REPEATS)

@@ -58,6 +58,38 @@ def test_numbers_that_depend_on_the_row_count_are_near_tie(k: int, only: str) ->
     assert probe(model, k) == "near_tie"
 
 
+@pytest.mark.parametrize(
+    ("behind", "context_length", "identity"),
+    [
+        (1000, 8192, "near_tie"),
+        (4000, 8192, "near_tie"),
+        (5000, 8192, "bitwise"),
+        (4000, 4096, "bitwise"),
+        (1000, 1024, "bitwise"),
+        (20, 64, "near_tie"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
+    behind: int, context_length: int, identity: Identity, dtype: str
+) -> None:
+    """Attention on GPUs changes its kernels with the length of the context."""
+    model = taped_qwen(dtype)
+    plain = forward_of(model)
+
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        position = max(cache.offset for cache in caches if isinstance(cache, KVCache))
+        block = plain(tokens, caches, want=want)
+        if position < behind or tokens.shape[0] == 1:
+            return block
+        return Block(block.logits * 1.01, block.hidden)
+
+    def make_caches() -> list[Any]:
+        return with_tapes(model.make_cache())
+
+    assert greedy_identity(forward, make_caches, VOCABULARY, 2, context_length) == identity
+
+
 def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
     """Of a mixture of experts the router flips first."""
     model = taped_qwen(moe=True)
