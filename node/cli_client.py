@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..placement.errors import ExoNodeError
+from .local_token import TOKEN_HEADER, read_token
 from .log import escape_controls
 from .presence import find_running
 
@@ -40,11 +41,12 @@ class CallFailed(ExoNodeError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the node's API answers, and the key to show there."""
+    """Where the node's API answers, and the key and token to show there."""
 
     host: str
     port: int
     api_key: str | None = None
+    token: str | None = None
 
     def __str__(self) -> str:
         """`host:port`, brackets around IPv6."""
@@ -71,8 +73,9 @@ def locate(settings: "ClientSettings") -> Endpoint:
     Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
+    token = read_token(settings.data_dir)
     if settings.port is not None:
-        return Endpoint(_REACHABLE.get(settings.host, settings.host), settings.port, key)
+        return Endpoint(_REACHABLE.get(settings.host, settings.host), settings.port, key, token)
     running = find_running(settings.data_dir)
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
@@ -82,7 +85,7 @@ def locate(settings: "ClientSettings") -> Endpoint:
             exit_code=EXIT_TEMPORARY,
         )
     host = _REACHABLE.get(running.http_host, running.http_host)
-    return Endpoint(host, running.http_port, key)
+    return Endpoint(host, running.http_port, key, token)
 
 
 def no_node(what: str) -> CallFailed:
@@ -185,6 +188,8 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    if endpoint.token is not None:
+        headers[TOKEN_HEADER] = endpoint.token
     return headers
 
 

@@ -12,26 +12,30 @@ from .cli_flags import AsJson, DataDir, LocalPort, client_settings
 if TYPE_CHECKING:
     from .cli_client import Endpoint
 
-_Wanted = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CODE|NODE]", help="The six digits, or a name or id that asks."),
+_Digits = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DIGITS [NODE]",
+        help="The six digits that the new node shows; its name or id too where several ask.",
+    ),
+]
+_Asking = Annotated[
+    str | None, typer.Argument(metavar="[NODE]", help="A name or id that asks.", show_default=False)
 ]
 
 _REQUESTS: Final = "/v1/join/requests"
 _APPROVE_S: Final = 30.0
+_REKEY_S: Final = 120.0
 
 
 def add_join_commands(app: typer.Typer) -> None:
     """Adds this file's commands."""
-    for command in (nodes, approve, deny, join, key, leave):
+    for command in (nodes, approve, deny, join, key, leave, rekey, dashboard):
         _ = app.command()(command)
 
 
 def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List the cluster's nodes, and who asks to join.
-
-    Where digits are shown, they must be the same on both screens.
-    """
+    """List the cluster's nodes and who asks to join; on a new node, the digits that let it in."""
     from . import cli_client
 
     endpoint = cli_client.locate(client_settings(port, data_dir))
@@ -45,34 +49,27 @@ def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = Fa
     print(cli_output.nodes(cluster, joining))
 
 
-def approve(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
-    """Let a node into the cluster, once the digits on its screen are known.
+def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -> None:
+    """Let a new node into this cluster by the six digits that its own screen shows.
 
-    With the digits themselves nothing is asked: `exo-node approve 123 456`.
+    They may have a space within: `exo-node approve 123 456`.
     """
     from . import cli_client
-    from .join import parse_code
 
     endpoint = cli_client.locate(client_settings(port, data_dir))
-    text = " ".join(wanted or ())
-    request = _chosen(endpoint, text)
-    code = parse_code(text) or str(request["code"])
-    if parse_code(text) is None and not _confirmed(request):
-        raise ExoNodeError(
-            "nothing was approved; if the digits differ, somebody is between the two nodes: "
-            f"`exo-node deny {request['node']}`"
-        )
+    code, name = _digits_and_name(digits)
+    request = _chosen(endpoint, name)
     path = f"{_REQUESTS}/{request['id']}/approve"
     answer = cli_client.call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
     _note(f"{answer.get('name') or request['name']} is in the cluster")
 
 
-def deny(wanted: _Wanted = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
+def deny(node: _Asking = None, port: LocalPort = None, data_dir: DataDir = None) -> None:
     """Turn a node away that asks to join."""
     from . import cli_client
 
     endpoint = cli_client.locate(client_settings(port, data_dir))
-    request = _chosen(endpoint, " ".join(wanted or ()))
+    request = _chosen(endpoint, node or "")
     _ = cli_client.call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
     _note(f"{request['name']} was turned away")
 
@@ -150,34 +147,76 @@ def leave(
     _note(f"the node has left its cluster; the old key is kept as {aside.name}")
 
 
-def _chosen(endpoint: "Endpoint", text: str) -> Mapping[str, Any]:
-    """The request that the digits, the name or the id means. Raises InvalidRequest."""
+def rekey(
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="A node that stays out: its name or id. Repeatable."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
+    ] = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Give the cluster a new key, so that a lost machine is out of it.
+
+    All nodes that can be reached get it and start anew with it, but those of --without. Answers in
+    progress end first. Whoever is left out has to join again.
+    """
     from . import cli_client, cli_output
-    from .join import parse_code
+
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    left_out = without or []
+    if not yes:
+        question = cli_output.rekey_question(cli_client.call(endpoint, "/v1/cluster"), left_out)
+        if not sys.stdin.isatty():
+            raise InvalidRequest(f"{question} If so: add --yes", param="--yes")
+        _ = typer.confirm(question, abort=True, err=True)
+    body = {"without": left_out, "drop_absent": True}
+    answer = cli_client.call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)
+    _note(cli_output.rekeyed(answer))
+    if answer.get("missed"):
+        raise ExoNodeError("some nodes have the old key still")
+
+
+def dashboard(port: LocalPort = None, data_dir: DataDir = None) -> None:
+    """Print a link to the dashboard that lets this browser change things, once, for five minutes.
+
+    Other users of this machine reach the dashboard as well, and may look and chat there only.
+    """
+    from . import cli_client
+
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    ticket = cli_client.call(endpoint, "/v1/session/ticket", {})["ticket"]
+    print(f"http://{endpoint}/#login={ticket}")
+
+
+def _digits_and_name(words: list[str]) -> tuple[str, str]:
+    """The digits may be one word or two. Raises InvalidRequest."""
+    from .join import parse_code, refuse_malformed_code
+
+    for count in (1, 2):
+        if (code := parse_code("".join(words[:count]))) is not None:
+            return code, " ".join(words[count:])
+    raise refuse_malformed_code(" ".join(words))
+
+
+def _chosen(endpoint: "Endpoint", text: str) -> Mapping[str, Any]:
+    """The node that asks and that the name or id means, or the only one. Raises InvalidRequest.
+
+    Digits are tried with one node alone: each try tells a wrong one something of them.
+    """
+    from . import cli_client, cli_output
 
     pending: list[Mapping[str, Any]] = cli_client.call(endpoint, _REQUESTS).get("data", [])
-    code = parse_code(text)
-    if code is not None:
-        found = [request for request in pending if request.get("code") == code]
-    elif text:
-        found = [r for r in pending if r.get("name") == text or str(r.get("node")).startswith(text)]
-    else:
-        found = pending
+    found = [
+        r
+        for r in pending
+        if not text or r.get("name") == text or str(r.get("node")).startswith(text)
+    ]
     if len(found) == 1:
         return found[0]
-    raise InvalidRequest(cli_output.no_choice(text, code, pending, found), param="CODE")
-
-
-def _confirmed(request: Mapping[str, Any]) -> bool:
-    """Whether a person at the terminal says that the digits are the same."""
-    from . import cli_output
-
-    question = cli_output.question(request)
-    if not sys.stdin.isatty():
-        raise InvalidRequest(
-            f"{question} If so: `exo-node approve {request['code']}`", param="CODE"
-        )
-    return typer.confirm(question, default=False, err=True)
+    raise InvalidRequest(cli_output.no_choice(text, pending, found), param="NODE")
 
 
 def _asked_for() -> str:

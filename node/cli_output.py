@@ -46,55 +46,74 @@ def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
     rows = [(row[0], _text(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
     lines = table(header, rows)
     if pending := joining.get("data"):
-        heads = ("ASKS TO JOIN", "ID", "DIGITS", "CHIP", "FROM", "AT")
+        heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
         asking = [_asking_row(request) for request in pending]
-        compare = "compare the digits with those on its screen, then `exo-node approve DIGITS`"
-        lines += ["", *table(heads, asking), compare]
-    for asked in joining.get("asking", []):
-        code = spaced(_text(asked.get("code")))
-        whom = f"{_text(asked.get('name'))} ({_text(asked.get('address'))})"
-        lines += ["", f"this node asks {whom} to join, and shows {code}; approve it there"]
+        how = "type the six digits that its own screen shows: `exo-node approve DIGITS`"
+        lines += ["", *table(heads, asking), f"{how} NODE" if len(asking) > 1 else how]
+    lines += _own_asking(joining)
     if joining.get("open"):
         lines += ["", "OPEN: nodes with the same --open join without approval"]
     return _joined(lines)
 
 
-def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
-    told = [_text(request.get(name)) for name in ("chip", "address")]
-    at = request.get("at") or _NOTHING
-    return (
-        _text(request.get("name")),
-        _text(request.get("node")),
-        spaced(_text(request.get("code"))),
-        *told,
-        _text(at.get("name")),
+def _own_asking(joining: Mapping[str, Any]) -> list[str]:
+    """Of a new node: where it asks, and its digits."""
+    asked: list[Mapping[str, Any]] = joining.get("asking", [])
+    if not asked:
+        return []
+    whom = " and ".join(
+        f"{_text(each.get('name'))} ({_text(each.get('address'))})" for each in asked
     )
+    if (code := joining.get("digits")) is None:
+        return ["", f"this node asks {whom} to join; only its own user may see its digits"]
+    return [
+        "",
+        f"this node asks {whom} to join, and shows {spaced(_text(code))}",
+        f"run `exo-node approve {spaced(_text(code))}` on a node of your cluster",
+    ]
 
 
-def question(request: Mapping[str, Any]) -> str:
-    """What a person is asked before a node is let in."""
-    who = f"{_text(request.get('name'))} ({_text(request.get('chip'))}, {request.get('address')})"
-    return escape_controls(f"Does {who} show {spaced(_text(request.get('code')))}?")
+def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
+    at = request.get("at") or _NOTHING
+    told = [_text(request.get(name)) for name in ("name", "node", "chip", "address")]
+    return (*told, _text(at.get("name")))
 
 
 def no_choice(
-    text: str,
-    code: str | None,
-    pending: Sequence[Mapping[str, Any]],
-    found: Sequence[Mapping[str, Any]],
+    text: str, pending: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Why none of the requests was meant, and which there are."""
+    """Why a name, an id or nothing does not say which node is meant."""
     if not pending:
         return "no node asks to join this cluster"
-    listed = ", ".join(f"{_text(r.get('name'))} ({spaced(_text(r.get('code')))})" for r in pending)
-    if code is not None and not found:
-        return (
-            f"no node that asks to join shows {spaced(code)}, only {listed}; if the other screen "
-            "shows it, somebody is between the two nodes: approve nothing"
-        )
+    listed = ", ".join(f"{_text(r.get('name'))} ({_text(r.get('node'))})" for r in pending)
     if not text or found:
-        return f"say which node is meant, by its digits: {listed}"
+        return f"say which node is meant, by its name or id: {listed}"
     return f"'{text[:64]}' asks nothing; {listed} do"
+
+
+def rekey_question(cluster: Mapping[str, Any], without: Sequence[str]) -> str:
+    """What a person is asked before the cluster key is changed."""
+    others = [n for n in cluster.get("nodes", []) if not n.get("self")]
+    out = [n for n in others if _is_meant(n, without) or n.get("status") != "alive"]
+    stay = ", ".join(_text(n.get("name")) for n in others if n not in out) or "no other node"
+    left = ", ".join(f"{_text(n.get('name'))} ({_text(n.get('status'))})" for n in out) or "nobody"
+    return escape_controls(f"Give a new cluster key to this node and {stay}, and leave out {left}?")
+
+
+def _is_meant(node: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return any(node.get("name") == name or str(node.get("id")).startswith(name) for name in names)
+
+
+def rekeyed(answer: Mapping[str, Any]) -> str:
+    """What became of a new cluster key."""
+    kept = ", ".join(answer.get("kept", [])) or "no other node"
+    text = f"this node and {kept} start anew with the new cluster key"
+    if missed := answer.get("missed"):
+        text += (
+            f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "
+            "`exo-node key` prints here"
+        )
+    return text
 
 
 def models(entries: Sequence[Mapping[str, Any]]) -> str:

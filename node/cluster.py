@@ -186,13 +186,23 @@ class Cluster:
 
     def members(self) -> list[MemberFacts]:
         """Nodes that may take new work: alive, not suspect, not about to leave; this one first."""
-        may = self._standing.membership.alive() - self._standing.draining
-        others = [m.beat for node, m in self._members.items() if node in may]
         itself = MemberFacts(self._self_facts(), self._states())
         return [
             *([itself] if self.self_id not in self._standing.draining else []),
-            *(MemberFacts(beat.sender, beat.placements) for beat in others),
+            *self.others(),
         ]
+
+    def others(self) -> list[MemberFacts]:
+        """`members` without this node."""
+        may = self._standing.membership.alive() - self._standing.draining
+        beats = [m.beat for node, m in self._members.items() if node in may]
+        return [MemberFacts(beat.sender, beat.placements) for beat in beats]
+
+    def absent(self) -> list[MemberFacts]:
+        """Nodes that are known and not among `others`: dead, suspect or about to leave."""
+        here = {member.id for member in self.others()}
+        beats = [m.beat for node, m in self._members.items() if node not in here]
+        return [MemberFacts(beat.sender, beat.placements) for beat in beats]
 
     def draining(self) -> frozenset[NodeId]:
         """Nodes that are about to leave: what runs on them has to move, they take nothing new."""

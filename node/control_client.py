@@ -45,6 +45,7 @@ EXCHANGE_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 10.0
 PARK_TIMEOUT_S = 1.0
 REPORT_TIMEOUT_S = 2.0
+DECIDE_TIMEOUT_S = 25.0
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
@@ -134,6 +135,13 @@ class ControlClient:
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
         _ = await _reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
+
+    async def decide_join(
+        self, address: str, node: NodeId, decision: pb.JoinDecision
+    ) -> pb.JoinDecided:
+        """On a node that waits there to be let in. Raises what the other node's decision raises."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        return await _reply(stub.DecideJoin(decision, timeout=DECIDE_TIMEOUT_S), address)
 
     async def http(
         self, address: str, node: NodeId, request: pb.HttpRequest

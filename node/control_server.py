@@ -63,6 +63,10 @@ class NodeSide(Protocol):
 
     async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None: ...
 
+    async def decide_join(self, decision: pb.JoinDecision) -> pb.JoinDecided:
+        """What a person decided at another node on one that waits here."""
+        ...
+
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this head."""
         ...
@@ -180,6 +184,16 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
     ) -> pb.ReportReply:
         self._node.report(request)
         return pb.ReportReply()
+
+    async def DecideJoin(
+        self,
+        request: pb.JoinDecision,
+        context: "Context",
+    ) -> pb.JoinDecided:
+        try:
+            return await self._node.decide_join(request)
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
 
 
 async def _until_done(

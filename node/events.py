@@ -41,6 +41,7 @@ Kind: TypeAlias = Literal[
     "join_requested",
     "join_approved",
     "join_refused",
+    "rekeyed",
     "dropped",
 ]
 Fact: TypeAlias = str | int | float | bool | None

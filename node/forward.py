@@ -1,7 +1,7 @@
 """Requests about cluster state go to the head, whichever node they reach."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -128,9 +128,12 @@ def _is_local(scope: Scope) -> bool:
 
 
 async def answer_forwarded(
-    app: ASGIApp, request: pb.HttpRequest, host: str, api_key: str | None
+    app: ASGIApp, request: pb.HttpRequest, host: str, credentials: Mapping[str, str]
 ) -> AsyncIterator[pb.HttpChunk]:
-    """Runs a forwarded request through the head's own application; closing it disconnects."""
+    """Runs a forwarded request through the head's own application; closing it disconnects.
+
+    `credentials`: headers that the head's guard lets through.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=64)
     body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
@@ -142,7 +145,7 @@ async def answer_forwarded(
 
     async def run() -> None:
         try:
-            await app(_scope(request, host, api_key), receive, messages.put)
+            await app(_scope(request, host, credentials), receive, messages.put)
         finally:
             await messages.put(None)
 
@@ -191,13 +194,12 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _scope(request: pb.HttpRequest, host: str, api_key: str | None) -> dict[str, Any]:
+def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:
     path, _, query = request.path.partition("?")
     name, _, port = host.rpartition(":")
-    headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in request.headers.items()]
+    said = [*request.headers.items(), *credentials.items()]
+    headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in said]
     headers += [(b"host", host.encode()), (b"content-length", str(len(request.body)).encode())]
-    if api_key is not None:
-        headers.append((b"authorization", f"Bearer {api_key}".encode()))
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

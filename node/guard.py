@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..placement.errors import ExoNodeError
 from .http_errors import HttpFault, error_object, error_response, fault_of, internal_fault
+from .local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
 from .log import request_scope
+from .session_api import SESSION_PATH
 from .sse import data
 
 _LOG: Final = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT")
 _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
 _STATIC_PREFIX: Final = "/static/"
+_ANYBODYS_PATHS: Final = ("/v1/chat/completions", "/v1/cluster/profile", SESSION_PATH)
+"""What every user of the machine may POST to where there is no API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,14 @@ class Guard:
 
     `allowed_hosts` are names beside the loopback's and the address that was connected to: `name`
     with the port that was connected to, `name:port` as it stands. `api_key` None leaves all paths
-    open; otherwise only the page, its files and the health paths are.
+    open; otherwise only the page, its files and the health paths are. Where it is None, `token` is
+    what changes anything but a chat has to show; with neither, nothing has to be shown.
     """
 
     app: ASGIApp
     allowed_hosts: Collection[str] = ()
     api_key: str | None = field(default=None, repr=False)
+    token: LocalToken | None = field(default=None, repr=False)
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
 
@@ -80,6 +86,7 @@ class Guard:
             self._refused_host(scope, headers)
             or _refused_origin(scope, headers)
             or self._refused_key(scope["path"], headers)
+            or self._refused_token(scope, headers)
             or _refused_framing(headers)
             or self._refused_body(scope["method"], headers)
         )
@@ -120,6 +127,25 @@ class Guard:
         message = "this node wants its API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         challenge = (("WWW-Authenticate", "Bearer"),)
         return HttpFault(401, "invalid_api_key", message, headers=challenge)
+
+    def _refused_token(self, scope: Scope, headers: Headers) -> HttpFault | None:
+        """Other users of this machine reach its loopback; they may chat and look, and no more."""
+        trusted = self._is_trusted(headers)
+        scope.setdefault("state", {})["trusted"] = trusted
+        reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
+        if trusted or reads or scope["path"] in _ANYBODYS_PATHS:
+            return None
+        message = (
+            "this is for the node's own user: use the `exo-node` command, open the dashboard by "
+            f"the link that `exo-node dashboard` prints, or send the content of the data folder's "
+            f"{TOKEN_FILE} as '{TOKEN_HEADER}'"
+        )
+        return HttpFault(403, "local_token_required", message, TOKEN_HEADER)
+
+    def _is_trusted(self, headers: Headers) -> bool:
+        if self.token is None or self.api_key is not None:
+            return True  # an API key was shown, or the paths that need none change nothing
+        return self.token.is_shown(v.encode("latin-1") for v in headers.getlist(TOKEN_HEADER))
 
     def _refused_body(self, method: str, headers: Headers) -> HttpFault | None:
         if method not in _METHODS_WITH_BODY:

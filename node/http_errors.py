@@ -8,10 +8,12 @@ from typing import Any
 from starlette.responses import Response
 
 from ..placement.errors import (
+    DigitsDiffer,
     DownloadFailed,
     ExoNodeError,
     InsufficientMemory,
     InvalidRequest,
+    JoinRefused,
     JoinRequestNotFound,
     LoadFailed,
     ModelLoading,
@@ -24,9 +26,11 @@ from .strict_json import encode
 
 _STATUS: Mapping[type[ExoNodeError], int] = {
     InvalidRequest: 400,
+    DigitsDiffer: 400,
     ModelNotFound: 404,
     PlacementNotFound: 404,
     JoinRequestNotFound: 404,
+    JoinRefused: 409,
     QueueFull: 429,
     ModelLoading: 503,
     InsufficientMemory: 503,

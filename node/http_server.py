@@ -5,7 +5,7 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Collection, Generator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,12 +21,17 @@ from .events_api import EventsApi
 from .guard import Guard
 from .http_connection import ConnectionLimits, LimitedConnection
 from .http_errors import error_response, fault_of, internal_fault, unnamed_fault
-from .join_api import JoinApi, JoinOperations, NoJoining
+from .join_api import JoinApi
+from .local_token import LocalToken
 from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
 from .profile_api import Measurements, NoMeasurements, ProfileApi
 from .requests import Chat
+from .session_api import SessionApi
 from .sse import KEEP_ALIVE_S
+
+if TYPE_CHECKING:
+    from .join_operations import JoinOperations
 
 StaticFiles = Callable[[str], tuple[bytes, str] | None]
 """Content and content type of a path below the dashboard's folder, None where there is none."""
@@ -43,13 +48,14 @@ def build_app(
     static: StaticFiles,
     allowed_hosts: Collection[str] = (),
     api_key: str | None = None,
+    token: LocalToken | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     events: EventLog | None = None,
     measurements: Measurements | None = None,
-    joining: JoinOperations | None = None,
+    joining: "JoinOperations | None" = None,
 ) -> ASGIApp:
-    """The whole API and the dashboard behind the guard; see `Guard` for hosts and key.
+    """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and token.
 
     `between` wraps the API inside the guard: it sees allowed requests only. Without `events` the
     app has a log of its own, which stays empty.
@@ -59,7 +65,8 @@ def build_app(
         *OperationsApi(operations).routes(),
         *EventsApi(events or EventLog()).routes(),
         *ProfileApi(measurements or NoMeasurements()).routes(),
-        *JoinApi(joining or NoJoining()).routes(),
+        *(JoinApi(joining).routes() if joining is not None else ()),
+        *(SessionApi(token).routes() if token is not None else ()),
         *_static_routes(static),
     ]
     app = Starlette(
@@ -73,7 +80,7 @@ def build_app(
     )
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
-    return Guard(between(app), allowed_hosts=allowed_hosts, api_key=api_key)
+    return Guard(between(app), allowed_hosts=allowed_hosts, api_key=api_key, token=token)
 
 
 def _static_routes(static: StaticFiles) -> list[Route]:

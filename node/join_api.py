@@ -1,58 +1,21 @@
 """The part of the HTTP API for joining: every node answers it for itself, never the head for it."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..placement.errors import InvalidRequest, JoinRequestNotFound
+from ..placement.errors import InvalidRequest
 from .body_schema import StrictBody, read_body
 from .http_errors import JsonResponse
 from .setting_values import is_loopback
 
+if TYPE_CHECKING:
+    from .join_operations import JoinOperations
+
 JOIN_PREFIX = "/v1/join"
-
-Json = Mapping[str, Any]
-
-
-class JoinOperations(Protocol):
-    """What the HTTP layer needs of joining. Each method may raise an ExoNodeError."""
-
-    async def requests(self) -> Json:
-        """`{"object": "list", "data", "asking", "fresh", "open"}`."""
-        ...
-
-    async def approve(self, id_: str, code: str) -> Json:
-        """Raises JoinRequestNotFound; InvalidRequest for other digits than the node's."""
-        ...
-
-    async def deny(self, id_: str) -> Json: ...
-
-    async def take_key(self, text: str) -> Json: ...
-
-    async def leave(self) -> Json: ...
-
-
-class NoJoining:
-    """Of an app without a node: nobody asks, and nobody is asked."""
-
-    async def requests(self) -> Json:
-        return {"object": "list", "data": [], "asking": [], "fresh": False, "open": False}
-
-    async def approve(self, id_: str, code: str) -> Json:
-        raise JoinRequestNotFound("no node asks to join here", param="id")
-
-    async def deny(self, id_: str) -> Json:
-        raise JoinRequestNotFound("no node asks to join here", param="id")
-
-    async def take_key(self, text: str) -> Json:
-        raise InvalidRequest("there is no node that could take a key", param="key")
-
-    async def leave(self) -> Json:
-        raise InvalidRequest("there is no node that could leave", param="body")
 
 
 class ApproveBody(StrictBody):
@@ -67,10 +30,15 @@ class KeyBody(StrictBody):
     key: Annotated[str, Field(min_length=1, max_length=128)]
 
 
+class RekeyBody(StrictBody):
+    without: Annotated[list[str], Field(max_length=64, default_factory=list)]
+    drop_absent: bool = False
+
+
 class JoinApi:
     """The endpoints over a `JoinOperations`."""
 
-    def __init__(self, joining: JoinOperations) -> None:
+    def __init__(self, joining: "JoinOperations") -> None:
         self._joining = joining
 
     def routes(self) -> list[Route]:
@@ -79,11 +47,12 @@ class JoinApi:
             Route(f"{JOIN_PREFIX}/requests/{{id}}/approve", self.approve, methods=["POST"]),
             Route(f"{JOIN_PREFIX}/requests/{{id}}/deny", self.deny, methods=["POST"]),
             Route(f"{JOIN_PREFIX}/key", self.take_key, methods=["POST"]),
+            Route(f"{JOIN_PREFIX}/rekey", self.rekey, methods=["POST"]),
             Route(f"{JOIN_PREFIX}/leave", self.leave, methods=["POST"]),
         ]
 
-    async def requests(self, _: Request) -> Response:
-        return JsonResponse(await self._joining.requests())
+    async def requests(self, request: Request) -> Response:
+        return JsonResponse(self._joining.requests(trusted=request.state.trusted))
 
     async def approve(self, request: Request) -> Response:
         body = await read_body(request, ApproveBody)
@@ -106,3 +75,7 @@ class JoinApi:
     async def leave(self, request: Request) -> Response:
         _ = await read_body(request, EmptyBody)
         return JsonResponse(await self._joining.leave())
+
+    async def rekey(self, request: Request) -> Response:
+        body = await read_body(request, RekeyBody)
+        return JsonResponse(await self._joining.rekey(body.without, drop_absent=body.drop_absent))

@@ -1,28 +1,25 @@
-"""The requests to join that wait for a person, and the limits on them. Pure: time is an argument.
+"""Which nodes wait to be let in, and the limits on attempts. Pure: time is an argument.
 
-The limits are part of the security. Whoever sits between two nodes makes an attempt with each, and
-may hold what it got with one against many tries with the other: of TRIES codes there and SHOWN here
-in the ten minutes that a request lives, one pair is the same with a chance of 1 in 3900.
+Nothing is revealed to a node that waits, and nothing by it, until a person typed digits. So the
+waiting need bounds on memory alone; attempts are bounded where they are begun by the other side,
+which is at the joiner.
 """
 
-from collections import deque
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
-from ..placement.errors import InvalidRequest, JoinRequestNotFound
-from .join import Party, Reason, spaced
+from ..placement.errors import JoinRequestNotFound
+from .join import Party
 
-PENDING_S = 600.0
-MAX_PENDING = 16
-MAX_PENDING_PER_ADDRESS = 8
-TRIES = 32
-"""Within PENDING_S, by all; each is a nonce of this node's that was revealed to one who asks."""
-TRIES_PER_ADDRESS = 16
-SHOWN = 8
-"""Nonces that a node which asks reveals within PENDING_S, to all clusters that it asks: each is a
-code for whoever gets it, also where nobody sees it."""
-
-Outcome = Literal["approved"] | Reason
+MAX_PENDING: Final = 16
+BURST: Final = 8
+"""Attempts in a row, from all addresses; as many as are left come back one by one."""
+BURST_OF_ONE: Final = 4
+"""Of these, from one address."""
+REFILL_S: Final = 30.0
+REFILL_OF_ONE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,90 +30,96 @@ class Request:
     party: Party
     address: str
     """The IP address that it asks from."""
-    code: str
-    expires: float
+
+
+def crowding(sources: Sequence[str]) -> int:
+    """Which of several callers has to go for another one: the oldest of those from the address
+    with the most, so that a crowd from one address keeps nobody else out."""
+    counts = Counter(sources)
+    most = max(counts.values())
+    return next(index for index, source in enumerate(sources) if counts[source] == most)
+
+
+class Bucket:
+    """Lets `burst` through at once, then one every `refill_s`."""
+
+    def __init__(self, burst: int, refill_s: float) -> None:
+        self._burst = burst
+        self._refill_s = refill_s
+        self._left = float(burst)
+        self._at = 0.0
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until one may pass; 0: now."""
+        left = min(self._burst, self._left + (now - self._at) / self._refill_s)
+        return 0.0 if left >= 1 else (1 - left) * self._refill_s
+
+    def take(self, now: float) -> None:
+        """One passes."""
+        left = self._left + max(0.0, now - self._at) / self._refill_s
+        self._left = min(self._burst, left) - 1
+        self._at = now
+
+    def is_full(self, now: float) -> bool:
+        return self._left + (now - self._at) / self._refill_s >= self._burst
 
 
 class Attempts:
-    """Counts what began within the last PENDING_S seconds."""
+    """Bounds how often others may try to know this node's digits: each try is one in a million."""
 
-    def __init__(self, most: int, most_from_one: int) -> None:
-        self._most = most
-        self._most_from_one = most_from_one
-        self._begun: deque[tuple[float, str]] = deque()
+    def __init__(self) -> None:
+        self._all = Bucket(BURST, REFILL_S)
+        self._of_one: dict[str, Bucket] = {}
 
-    def admits(self, source: str, now: float) -> bool:
-        """Whether another one may begin; counts it if so."""
-        while self._begun and self._begun[0][0] <= now - PENDING_S:
-            _ = self._begun.popleft()
-        from_one = [other for _, other in self._begun].count(source)
-        if len(self._begun) >= self._most or from_one >= self._most_from_one:
-            return False
-        self._begun.append((now, source))
-        return True
+    def wait_s(self, source: str, now: float) -> float:
+        """Seconds until another attempt from there may begin; 0: it begins, and counts."""
+        self._of_one = {s: b for s, b in self._of_one.items() if not b.is_full(now)}
+        one = self._of_one.get(source) or Bucket(BURST_OF_ONE, REFILL_OF_ONE_S)
+        wait = max(self._all.wait_s(now), one.wait_s(now))
+        if wait == 0:
+            self._all.take(now)
+            one.take(now)
+            self._of_one[source] = one
+        return wait
 
 
 class Desk:
-    """One node's waiting requests. Who decides one learns it as the return value, once."""
+    """One node's waiting requests, oldest first."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Request] = {}
-        self._tries = Attempts(TRIES, TRIES_PER_ADDRESS)
 
-    def admits(self, address: str, now: float) -> bool:
-        """Whether another attempt from there may begin; counts it if so."""
-        waiting = [request.address for request in self._pending.values()]
-        if len(waiting) >= MAX_PENDING or waiting.count(address) >= MAX_PENDING_PER_ADDRESS:
-            return False
-        return self._tries.admits(address, now)
+    def add(self, request: Request) -> list[str]:
+        """Returns the ids of requests that had to go: the same node's last one, and one more where
+        there are too many."""
+        pending = self._pending
+        gone = [old.id for old in pending.values() if old.party.node == request.party.node]
+        for id_ in gone:
+            del pending[id_]
+        if len(pending) >= MAX_PENDING:
+            crowd = list(pending.values())
+            victim = crowd[crowding([each.address for each in crowd])].id
+            del pending[victim]
+            gone.append(victim)
+        pending[request.id] = request
+        return gone
 
-    def add(self, id_: str, party: Party, address: str, code: str, now: float) -> Request:
-        """A node asks again only when its last request is gone, so an older one is dropped."""
-        for old in [r for r in self._pending.values() if r.party.node == party.node]:
-            del self._pending[old.id]
-        request = Request(id_, party, address, code, now + PENDING_S)
-        self._pending[id_] = request
+    def pending(self) -> list[Request]:
+        """Oldest first."""
+        return list(self._pending.values())
+
+    def get(self, id_: str) -> Request:
+        """Raises JoinRequestNotFound."""
+        if (request := self._pending.get(id_)) is None:
+            raise not_found()
         return request
 
-    def pending(self, now: float) -> list[Request]:
-        """Those that may still be approved, oldest first."""
-        return [request for request in self._pending.values() if request.expires > now]
-
-    def is_pending(self, id_: str, now: float) -> bool:
-        request = self._pending.get(id_)
-        return request is not None and request.expires > now
-
-    def approve(self, id_: str, code: str, now: float) -> Outcome:
-        """`approved` where the digits are the request's; else the request is over: one try each.
-
-        Raises JoinRequestNotFound.
-        """
-        request = self._take(id_, now)
-        return "approved" if request.code == code else "wrong_code"
-
-    def deny(self, id_: str, now: float) -> Outcome:
-        """Raises JoinRequestNotFound."""
-        _ = self._take(id_, now)
-        return "denied"
-
-    def withdraw(self, id_: str) -> None:
-        """Its connection ended, or its time did; an unknown id is one that was decided."""
+    def remove(self, id_: str) -> None:
+        """It was decided, or its connection ended; an unknown id is one that was decided."""
         _ = self._pending.pop(id_, None)
 
-    def _take(self, id_: str, now: float) -> Request:
-        request = self._pending.pop(id_, None)
-        if request is None or request.expires <= now:
-            raise JoinRequestNotFound(
-                "no node asks to join under that id any more; `exo-node nodes` lists who does",
-                param="id",
-            )
-        return request
 
-
-def wrong_code(name: str, code: str) -> InvalidRequest:
-    """What the person who gave it is told."""
-    return InvalidRequest(
-        f"{name} does not show {spaced(code)}, so it was refused; it asks again with new digits. "
-        "If its screen did show these, somebody is between the two nodes",
-        param="code",
+def not_found() -> JoinRequestNotFound:
+    return JoinRequestNotFound(
+        "no node asks to join under that id any more; `exo-node nodes` lists who does", param="id"
     )

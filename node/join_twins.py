@@ -4,15 +4,23 @@ A node that was restarted looks the same at first: another life under the same i
 another address. The difference is that the earlier process still answers, so it is asked.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ..placement.errors import DuplicateIdentity, PeerLost, Untrusted
+from ..placement.errors import DuplicateIdentity, ExoNodeError, PeerLost, Untrusted
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .background import background
+from .control_client import Channels, ControlClient
+from .control_server import PROTOCOL
+from .ending import Ending
+
+log = logging.getLogger(__name__)
+_BORN: Final = time.monotonic()
 
 FRESH_S: Final = 10.0
 """A node that was not heard for so long is not asked: whoever comes under its id is it."""
@@ -113,3 +121,84 @@ class Twins:
             f"node {self._self_id} runs already: the process at {where} is a second one with its "
             "data folder; remove node.key from the copy and start it again"
         )
+
+
+class WatchedClient(ControlClient):
+    """Heartbeats go through here, so that a second process with a known id is noticed."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        node: NodeId,
+        life: int,
+        facts: Callable[[], pb.NodeFacts],
+        ending: Ending,
+    ) -> None:
+        """`facts`: of this node, whose process has that `life`."""
+        super().__init__(channels)
+        self._node = node
+        self._life = life
+        self._facts = facts
+        self._ending = ending
+        self._twins = Twins(node, life, uptime_ms, self.life_at, ending.give_up)
+        self._last: pb.Heartbeat | None = None
+        self._meetings: set[asyncio.Task[None]] = set()
+
+    def check(self, beat: pb.Heartbeat) -> None:
+        """See `Twins.check`."""
+        self._twins.check(beat)
+
+    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
+        self._last = beat
+        try:
+            reply = await super().exchange(address, node, beat)
+        except DuplicateIdentity as fault:
+            self._ending.give_up(fault)
+            raise
+        self._twins.check(reply)
+        if reply.sender.id != self._node:
+            self._ending.was_accepted()
+        return reply
+
+    async def life_at(self, address: str, node: NodeId) -> int | None:
+        """The life of the process that answers there under that id; None where nobody does."""
+        try:
+            return (await super().exchange(address, node, self._last or self._greeting())).life
+        except ExoNodeError:
+            return None  # whatever it is, it is no node of this cluster that answers
+
+    def meet(self, address: str) -> None:
+        """A process announces this node's own id there: whichever is younger gives up."""
+        task = background(self._meet(address), "meeting a twin")
+        self._meetings.add(task)
+        task.add_done_callback(self._meetings.discard)
+
+    async def close(self) -> None:
+        tasks = list(self._meetings)
+        for task in tasks:
+            _ = task.cancel()
+        _ = await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _meet(self, address: str) -> None:
+        try:
+            _ = await self.exchange(address, self._node, self._greeting())
+        except PeerLost:
+            log.debug("nobody answers at %s, which announces this node's id", address)
+        except ExoNodeError as fault:
+            log.warning("%s: %s", address, fault.message)
+
+    def _greeting(self) -> pb.Heartbeat:
+        return pb.Heartbeat(protocol=PROTOCOL, sender=self._facts(), life=self._life)
+
+
+def uptime_ms() -> int:
+    """Of this process."""
+    return round(1000 * (time.monotonic() - _BORN))
+
+
+def duplicate(node: NodeId) -> str:
+    """What the second process with an id is told."""
+    return (
+        f"another process with the node id {node} runs already; if the data folder of this one is "
+        "a copy, remove node.key from it and start it again"
+    )

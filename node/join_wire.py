@@ -5,6 +5,7 @@ and that what is sent on the connection is read by that side alone.
 """
 
 import asyncio
+import hmac
 import re
 import ssl
 import tempfile
@@ -15,10 +16,21 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from ..placement.errors import ExoNodeError, JoinRefused, PeerLost, Untrusted
+from ..placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ..proto import peer_pb2 as pb
-from .join import Handshake, Party, Reason
-from .trust import Credentials, JoinHint, Proven, join_hint, proven_by
+from .join import NONCE_BYTES, Party, Reason
+from .trust import (
+    ClusterKey,
+    Credentials,
+    JoinHint,
+    Proven,
+    cluster_fingerprint,
+    join_hint,
+    parse_cluster_key,
+    proven_by,
+    vouch,
+    vouched_cluster,
+)
 
 FRAME_BYTES: Final = 16 * 1024
 CONNECT_S: Final = 5.0
@@ -28,7 +40,6 @@ WAITING_EVERY_S: Final = 2.0
 SILENCE_S: Final = 10.0
 """Without a sign of life for so long, the other side is gone."""
 
-_CLUSTER: Final = re.compile(r"[0-9a-f]{16}")
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 # What the alert or fault of a handshake says of the other side, for a person.
 _HANDSHAKE: Final = (
@@ -41,13 +52,15 @@ _HANDSHAKE: Final = (
 
 
 class Refusal(JoinRefused):
-    """The other side's last frame, or this side's."""
+    """Why a node is not let in, or does not want to be: the last frame of a connection."""
 
-    def __init__(self, reason: Reason | str, message: str, instead: str = "") -> None:
-        """`instead`: another join port to ask."""
+    def __init__(self, reason: Reason | str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        self.instead = instead
+
+
+class Refused(Refusal):
+    """By the other side."""
 
 
 def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -82,6 +95,7 @@ class Line:
         found: ssl.SSLObject = writer.get_extra_info("ssl_object")
         self.peer: Proven = proven_by(found.getpeercert(binary_form=True) or b"")
         self.address: str = writer.get_extra_info("peername")[0]
+        self._due: int | None = None
 
     async def send(self, frame: pb.JoinFrame) -> None:
         """Raises PeerLost."""
@@ -93,11 +107,11 @@ class Line:
         except (OSError, TimeoutError) as fault:
             raise _gone(self.address) from fault
 
-    async def receive(self, wanted: str, within_s: float = ANSWER_S) -> pb.JoinFrame:
+    async def receive(self, wanted: str, within_s: float | None = ANSWER_S) -> pb.JoinFrame:
         """The next frame that is no sign of life; it must be a `wanted` one.
 
         Raises Refusal where the other side refuses, PeerLost where it is gone, Untrusted where it
-        sends something else.
+        sends something else. `within_s` None: as long as there are signs of life.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -113,10 +127,13 @@ class Line:
         """The next frame of any kind but a refusal. Raises as `receive`."""
         try:
             async with asyncio.timeout(within_s):
-                size = int.from_bytes(await self._reader.readexactly(4), "big")
-                if size > FRAME_BYTES:
+                # Whoever waits here may be cancelled between the two and read on later.
+                if self._due is None:
+                    self._due = int.from_bytes(await self._reader.readexactly(4), "big")
+                if (size := self._due) > FRAME_BYTES:
                     raise Untrusted(f"{self.address} sent a frame of {size} bytes to the join port")
                 body = await self._reader.readexactly(size)
+                self._due = None
         except ssl.SSLError as fault:
             raise Untrusted(f"{self.address}: {_of_handshake(fault)}") from fault
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as fault:
@@ -127,15 +144,12 @@ class Line:
             raise Untrusted(f"{self.address} sent bytes that are no frame") from fault
         if frame.WhichOneof("frame") == "refused":
             refused = frame.refused
-            instead = refused.instead if _ADDRESS.fullmatch(refused.instead) else ""
-            raise Refusal(refused.reason[:32], refused.message[:500], instead)
+            raise Refused(refused.reason[:32], refused.message[:500])
         return frame
 
     async def refuse(self, refusal: Refusal) -> None:
         """The last frame, if the other side is still there to read it."""
-        frame = pb.JoinRefused(
-            reason=refusal.reason, message=refusal.message, instead=refusal.instead
-        )
+        frame = pb.JoinRefused(reason=refusal.reason, message=refusal.message)
         try:
             await self.send(pb.JoinFrame(refused=frame))
         except PeerLost:
@@ -212,9 +226,9 @@ async def ask_for_hint(address: str) -> JoinHint | None:
     return None if certificate is None else join_hint(certificate)
 
 
-def hello(handshake: Handshake) -> pb.JoinFrame:
-    """This side's first frame."""
-    own = handshake.own
+def hello(own: Party, cluster: ClusterKey) -> pb.JoinFrame:
+    """This side's first frame; `cluster` proves which one it is of."""
+    authority, voucher = vouch(cluster, own.public_key)
     return pb.JoinFrame(
         hello=pb.JoinHello(
             protocol=own.protocol,
@@ -225,8 +239,10 @@ def hello(handshake: Handshake) -> pb.JoinFrame:
             address=own.address,
             fresh=own.fresh,
             open=own.open,
-            commitment=handshake.commitment,
+            nonce=own.nonce,
             join_port=own.join_port,
+            authority=authority,
+            voucher=voucher,
         )
     )
 
@@ -235,8 +251,10 @@ def party_of(said: pb.JoinHello, proven: Proven) -> Party:
     """The other side; its texts are bounded and printable. Raises Untrusted."""
     texts = (said.name, said.chip, said.version)
     plain = all(text.isprintable() and len(text.encode()) <= 128 for text in texts)
-    if not plain or not _CLUSTER.fullmatch(said.cluster) or not _ADDRESS.fullmatch(said.address):
+    if not plain or not _ADDRESS.fullmatch(said.address) or len(said.nonce) != NONCE_BYTES:
         raise Untrusted(f"node {proven.node} describes itself in a way that exo-node does not")
+    if vouched_cluster(said.authority, said.voucher, proven.public_key) != said.cluster:
+        raise Untrusted(f"node {proven.node} does not prove that it is of cluster {said.cluster!r}")
     return Party(
         node=proven.node,
         public_key=proven.public_key,
@@ -248,8 +266,21 @@ def party_of(said: pb.JoinHello, proven: Proven) -> Party:
         address=said.address,
         fresh=said.fresh,
         open=said.open,
+        nonce=said.nonce,
         join_port=said.join_port if said.join_port <= 65535 else 0,
     )
+
+
+def key_of(approver: Party, text: str) -> ClusterKey:
+    """The key, which must be that of the cluster that was asked. Raises Untrusted."""
+    wrong = Untrusted(f"{approver.name} sent a key that is not its cluster's")
+    try:
+        key = parse_cluster_key(text, "the approval")
+    except InvalidSettings:
+        raise wrong from None
+    if not hmac.compare_digest(cluster_fingerprint(key), approver.cluster):
+        raise wrong
+    return key
 
 
 def why_no_handshake(fault: Exception) -> str:

@@ -11,6 +11,7 @@ from ..proto import peer_pb2 as pb
 from .control_links import LinkClient
 from .hardware import Hardware
 from .interfaces import advertised_host, announced_addresses, own_interfaces
+from .join_state import About
 from .keyring import Keyring
 from .models import ModelLibrary
 from .profiling import Profiling, build_profiling
@@ -43,6 +44,11 @@ class LocalNode:
     @property
     def id(self) -> NodeId:
         return self.keyring.identity.node
+
+    def about(self) -> About:
+        """What this node tells nodes of other clusters."""
+        address = f"{self.host}:{self.grpc_port}"
+        return About(self._settings.name, self._hardware.chip[:100], self.version, address)
 
     def facts(self) -> pb.NodeFacts:
         """For heartbeats: a fresh message each time, which others may complete."""

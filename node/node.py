@@ -12,13 +12,13 @@ from .claims import Claims
 from .cluster_stages import ClusterStages
 from .control_links import LinkService
 from .control_server import ControlServer
+from .ending import Outcome
 from .events import EventLog
 from .facts import NodeFactsSource
 from .hardware import Hardware
 from .head_client import ClusterHead
 from .held import Held, held_of
 from .interfaces import LOOPBACK
-from .join_node import Outcome
 from .leaving import Leaving
 from .local_node import LocalNode
 from .local_stages import LocalStages
@@ -99,14 +99,13 @@ class Node:
     @property
     def outcome(self) -> asyncio.Future[Outcome]:
         """Done when the node has to end by itself."""
-        return self._peering.joining.outcome
+        return self._peering.ending.outcome
 
     async def start(self) -> None:
         """Listens and looks for peers. Raises InvalidSettings; it has to be closed then too."""
         peering, at_the_end = self._peering, self._stack.push_async_callback
         _ = at_the_end(self._supervisor.close)
-        _ = at_the_end(peering.channels.close)
-        _ = at_the_end(peering.joining.close)
+        _ = at_the_end(peering.close)
         _ = at_the_end(self._placements.close)
         await self._listen()
         peering.cluster.start()
@@ -119,7 +118,7 @@ class Node:
         reports = self._supervisor.reports
         self._local.profiling.start(peering.cluster.members, reports, self._loops)
         _ = at_the_end(self._local.profiling.close)
-        peering.joining.begin(peering.cluster, self._settings.peers)
+        peering.joining.begin(self._settings.peers)
         peering.search.start(self._peers)
         _ = at_the_end(peering.search.close)
 

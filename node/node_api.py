@@ -18,8 +18,10 @@ from .forward import HeadForwarder, answer_forwarded
 from .head_client import ClusterHead
 from .http_connection import ConnectionLimits
 from .http_server import HttpServer, build_app
+from .join_operations import JoinOperations
 from .leaving import Leaving
 from .local_node import LocalNode
+from .local_token import TOKEN_HEADER, LocalToken
 from .metrics import Metrics
 from .open_files import connections_within, soft_limit
 from .operations import NodeOperations
@@ -62,6 +64,7 @@ class NodeApi:
         self._leaving = leaving
         self._events = events
         self._loops = loops
+        self._token = LocalToken.load(settings.data_dir)
         self._app = self._build()
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
         self._server = HttpServer(self._app, limits=limits, grace_s=GRACE_S)
@@ -78,7 +81,13 @@ class NodeApi:
     def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this one as the head."""
         host = f"{self._settings.host}:{self._local.http_port}"
-        return answer_forwarded(self._app, request, host, self._api_key)
+        return answer_forwarded(self._app, request, host, self._credentials())
+
+    def _credentials(self) -> dict[str, str]:
+        """Headers with which this node calls its own application: the caller was checked there."""
+        if (key := self._api_key) is not None:
+            return {"authorization": f"Bearer {key}"}
+        return {TOKEN_HEADER: self._token.text}
 
     @property
     def _api_key(self) -> str | None:
@@ -95,10 +104,11 @@ class NodeApi:
             static=asset,
             allowed_hosts=_host_names(self._settings.host),
             api_key=self._api_key,
+            token=self._token,
             between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
             events=self._events,
             measurements=self._local.profiling,
-            joining=self._peering.joining.service,
+            joining=JoinOperations(self._peering.joining),
         )
 
     def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:

@@ -5,20 +5,20 @@ from collections.abc import Iterable
 from .background import Loops
 from .cluster import Cluster
 from .discovery import Announcement, Candidate, Discovery
-from .join_node import NodeJoining
+from .joining import Joining
 from .local_node import LocalNode
 from .settings import Settings
 
 
 class PeerSearch:
-    """Leads members of the cluster to `Cluster`, and whoever else is found to `NodeJoining`."""
+    """Leads members of the cluster to `Cluster`, and whoever else is found to `Joining`."""
 
     def __init__(
         self,
         settings: Settings,
         local: LocalNode,
         cluster: Cluster,
-        joining: NodeJoining,
+        joining: Joining,
         loops: Loops,
     ) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class PeerSearch:
             self._local.version,
             self._local.host,
             self._local.grpc_port,
-            self._joining.port,
+            self._joining.state.join_port,
         )
 
     def _found(self, candidate: Candidate) -> None:

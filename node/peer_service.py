@@ -6,7 +6,8 @@ from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .claims import Claims
 from .cluster import Cluster
-from .join_node import NodeJoining
+from .join_operations import JoinOperations
+from .joining import Joining
 from .local_stages import LocalStages
 from .stages import Progress
 
@@ -19,7 +20,7 @@ class PeerService:
 
     def __init__(
         self,
-        joining: NodeJoining,
+        joining: Joining,
         cluster: Cluster,
         stages: LocalStages,
         claims: Claims,
@@ -32,7 +33,7 @@ class PeerService:
         self._answer = answer
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """Raises what `NodeJoining.heard` raises, and the heartbeat counts for nothing."""
+        """Raises what `Joining.heard` raises, and the heartbeat counts for nothing."""
         self._joining.heard(beat)
         return self._cluster.heard(sender, beat)
 
@@ -41,6 +42,9 @@ class PeerService:
 
     async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None:
         await self._stages.unload(placement, stage, kill=kill)
+
+    async def decide_join(self, decision: pb.JoinDecision) -> pb.JoinDecided:
+        return await JoinOperations(self._joining).decide(decision)
 
     def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         return self._answer(request)

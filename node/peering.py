@@ -8,9 +8,13 @@ from ..proto import peer_pb2 as pb
 from .background import Loops
 from .cluster import Cluster
 from .control_client import Channels, RunnerClient
+from .ending import Ending
 from .events import EventLog
 from .held import Held
-from .join_node import NodeJoining
+from .join_operations import on_the_wire
+from .join_requests import Desk
+from .join_twins import WatchedClient, uptime_ms
+from .joining import Joining
 from .local_node import LocalNode
 from .peer_search import PeerSearch
 from .settings import Settings
@@ -41,13 +45,13 @@ class Peering:
         Raises InvalidSettings for a damaged term.
         """
         self._local = local
-        keys = local.keyring
-        standing = _standing(settings, local.id)
+        self._desk = Desk()
+        keys, standing = local.keyring, _standing(settings, local.id)
         self.channels = Channels(keys.credentials)
-        self.joining = NodeJoining(
-            keys.identity, keys.cluster, keys.folder, events, self._facts, open_name=settings.open
+        self.ending = Ending()
+        self.client = WatchedClient(
+            self.channels, local.id, standing.life, self._facts, self.ending
         )
-        self.client = self.joining.client(self.channels, standing.life)
         self.runners = RunnerClient(self.channels)
         self.cluster = Cluster(
             self._facts,
@@ -61,10 +65,30 @@ class Peering:
             loops,
             held,
         )
+        self.joining = Joining(
+            keys.identity,
+            keys.cluster,
+            keys.folder,
+            local.about,
+            self.cluster,
+            self.client,
+            self.ending,
+            events,
+            self._desk,
+            open_name=settings.open,
+        )
         self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)
 
+    async def close(self) -> None:
+        await self.joining.close()
+        await self.client.close()
+        await self.channels.close()
+
     def _facts(self) -> pb.NodeFacts:
-        return self.joining.tell(self._local.facts())
+        facts = self._local.facts()
+        facts.uptime_ms = uptime_ms()
+        facts.join_requests.extend(map(on_the_wire, self._desk.pending()))
+        return facts
 
 
 def _standing(settings: Settings, node: NodeId) -> Standing:

@@ -9,9 +9,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from ..placement.errors import InvalidSettings
+from .ending import Outcome, Rekeyed
 from .hardware import Hardware, detect_hardware
-from .join_node import Outcome
-from .joining import Rekeyed
 from .log import configure
 from .node import Node
 from .open_files import quiet_accepts, raise_limit

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -40,6 +40,7 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _VALID_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _VALID_TO = datetime.datetime(2049, 12, 31, tzinfo=datetime.UTC)
 _PEM = serialization.Encoding.PEM
+_VOUCHER = b"exo-node v1: a node of this cluster has the key "
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,25 @@ def join_hint(certificate: bytes) -> JoinHint | None:
 def proven_public_key(identity: Identity) -> bytes:
     """What `proven_by` finds in this node's own certificates."""
     return _public_der(identity.key.public_key())
+
+
+def vouch(cluster: ClusterKey, public_key: bytes) -> tuple[bytes, bytes]:
+    """(the cluster's public key, its signature): that who has `public_key` has the cluster's."""
+    authority = _authority_key(cluster)
+    signature = authority.sign(_VOUCHER + public_key, ec.ECDSA(hashes.SHA256()))
+    return _public_der(authority.public_key()), signature
+
+
+def vouched_cluster(authority: bytes, voucher: bytes, public_key: bytes) -> str:
+    """The fingerprint of the cluster whose key `vouch` was called with. Raises Untrusted."""
+    try:
+        key = serialization.load_der_public_key(authority)
+        if not isinstance(key, ec.EllipticCurvePublicKey) or _public_der(key) != authority:
+            raise ValueError
+        key.verify(voucher, _VOUCHER + public_key, ec.ECDSA(hashes.SHA256()))
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as fault:
+        raise Untrusted("the other node does not prove which cluster it is of") from fault
+    return hashlib.sha256(authority).hexdigest()[:16]
 
 
 def _proven(load: Callable[[bytes], x509.Certificate], encoded: bytes) -> Proven:

@@ -19,7 +19,8 @@
     ├── DownloadFailed            the hub could not be reached or refused
     ├── InvalidFrame              a tensor frame is not what the stage expects
     ├── JoinRequestNotFound       no node asks to join under that id              404
-    ├── JoinRefused               another node did not let this one in
+    ├── JoinRefused               a node did not let another one in               409
+    ├── DigitsDiffer              the digits of two nodes did not match          400
     ├── Untrusted                 a peer showed no certificate of this cluster
     │   └── DuplicateIdentity     another process with the same node id runs       exit 3
     └── InvalidSettings           a flag, variable or file of this node is wrong   exit 2
@@ -118,6 +119,10 @@ class DuplicateIdentity(Untrusted):
 
 class JoinRefused(ExoNodeError):
     code = "join_refused"
+
+
+class DigitsDiffer(ExoNodeError):
+    code = "digits_differ"
 
 
 class JoinRequestNotFound(ExoNodeError):

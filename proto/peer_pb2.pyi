@@ -839,56 +839,74 @@ class JoinFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
-    REVEAL_FIELD_NUMBER: _builtins.int
-    CONFIRM_FIELD_NUMBER: _builtins.int
+    ASK_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    COMMITMENT_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     APPROVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    REKEY_FIELD_NUMBER: _builtins.int
+    commitment: _builtins.bytes
+    """to one bit of the digits; the joiner, then the approver"""
+    opened: _builtins.bytes
+    """the nonce of that; the joiner, then the approver"""
+    proof: _builtins.bytes
+    """of --open's name; the joiner, then the approver"""
     @_builtins.property
     def hello(self) -> Global___JoinHello:
         """both, first"""
 
     @_builtins.property
-    def reveal(self) -> Global___JoinReveal:
-        """the joiner, then the approver"""
-
-    @_builtins.property
-    def confirm(self) -> Global___JoinConfirm:
-        """the joiner, once it shows the digits"""
+    def ask(self) -> Global___JoinAsk:
+        """the joiner"""
 
     @_builtins.property
     def waiting(self) -> Global___JoinWaiting:
-        """the approver before the joiner reveals; both, while a person decides"""
+        """both, while a person decides"""
+
+    @_builtins.property
+    def begin(self) -> Global___JoinBegin:
+        """the approver: digits were typed, or its half of --open's exchange"""
 
     @_builtins.property
     def approved(self) -> Global___JoinApproved:
-        """the approver"""
+        """the approver, once both proofs are complete"""
 
     @_builtins.property
     def stored(self) -> Global___JoinStored:
-        """the joiner, once it has the key on its disk"""
+        """the joiner, or a member that was sent a new key: it is on the disk"""
 
     @_builtins.property
     def refused(self) -> Global___JoinRefused:
         """either, last"""
 
+    @_builtins.property
+    def rekey(self) -> Global___JoinRekey:
+        """between members"""
+
     def __init__(
         self,
         *,
         hello: Global___JoinHello | None = ...,
-        reveal: Global___JoinReveal | None = ...,
-        confirm: Global___JoinConfirm | None = ...,
+        ask: Global___JoinAsk | None = ...,
         waiting: Global___JoinWaiting | None = ...,
+        begin: Global___JoinBegin | None = ...,
+        commitment: _builtins.bytes = ...,
+        opened: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
         approved: Global___JoinApproved | None = ...,
         stored: Global___JoinStored | None = ...,
         refused: Global___JoinRefused | None = ...,
+        rekey: Global___JoinRekey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "confirm", b"confirm", "frame", b"frame", "hello", b"hello", "refused", b"refused", "reveal", b"reveal", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "proof", b"proof", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "confirm", b"confirm", "frame", b"frame", "hello", b"hello", "refused", b"refused", "reveal", b"reveal", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "proof", b"proof", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reveal", "confirm", "waiting", "approved", "stored", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "ask", "waiting", "begin", "commitment", "opened", "proof", "approved", "stored", "refused", "rekey"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -906,8 +924,10 @@ class JoinHello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
-    COMMITMENT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     JOIN_PORT_FIELD_NUMBER: _builtins.int
+    AUTHORITY_FIELD_NUMBER: _builtins.int
+    VOUCHER_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     cluster: _builtins.str
@@ -921,10 +941,14 @@ class JoinHello(_message.Message):
     """alone and never approved: it may leave its cluster for another"""
     open: _builtins.bool
     """started with --open"""
-    commitment: _builtins.bytes
-    """SHA-256 over the sender's role, key and nonce"""
+    nonce: _builtins.bytes
+    """32 bytes: no two connections have the same transcript"""
     join_port: _builtins.int
     """the sender's own"""
+    authority: _builtins.bytes
+    """DER of the cluster's public key, whose hash `cluster` is"""
+    voucher: _builtins.bytes
+    """its signature over the sender's public key"""
     def __init__(
         self,
         *,
@@ -936,54 +960,56 @@ class JoinHello(_message.Message):
         address: _builtins.str = ...,
         fresh: _builtins.bool = ...,
         open: _builtins.bool = ...,
-        commitment: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
         join_port: _builtins.int = ...,
+        authority: _builtins.bytes = ...,
+        voucher: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chip", b"chip", "cluster", b"cluster", "commitment", b"commitment", "fresh", b"fresh", "join_port", b"join_port", "name", b"name", "open", b"open", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "authority", b"authority", "chip", b"chip", "cluster", b"cluster", "fresh", b"fresh", "join_port", b"join_port", "name", b"name", "nonce", b"nonce", "open", b"open", "protocol", b"protocol", "version", b"version", "voucher", b"voucher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinHello: _TypeAlias = JoinHello  # noqa: Y015
 
 @_typing.final
-class JoinReveal(_message.Message):
+class JoinAsk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NONCE_FIELD_NUMBER: _builtins.int
-    nonce: _builtins.bytes
+    SHARE_FIELD_NUMBER: _builtins.int
+    share: _builtins.bytes
     def __init__(
         self,
         *,
-        nonce: _builtins.bytes = ...,
+        share: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JoinReveal: _TypeAlias = JoinReveal  # noqa: Y015
+Global___JoinAsk: _TypeAlias = JoinAsk  # noqa: Y015
 
 @_typing.final
-class JoinConfirm(_message.Message):
+class JoinBegin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    OPEN_PROOF_FIELD_NUMBER: _builtins.int
-    open_proof: _builtins.bytes
+    SHARE_FIELD_NUMBER: _builtins.int
+    share: _builtins.bytes
     def __init__(
         self,
         *,
-        open_proof: _builtins.bytes = ...,
+        share: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_proof", b"open_proof"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JoinConfirm: _TypeAlias = JoinConfirm  # noqa: Y015
+Global___JoinBegin: _TypeAlias = JoinBegin  # noqa: Y015
 
 @_typing.final
 class JoinWaiting(_message.Message):
@@ -1007,7 +1033,7 @@ class JoinApproved(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """the cluster's; nothing else carries it"""
+    """the cluster's"""
     @_builtins.property
     def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of its nodes"""
@@ -1047,30 +1073,56 @@ class JoinRefused(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    INSTEAD_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """of `node/join.py`"""
     message: _builtins.str
-    instead: _builtins.str
-    """host:port of another join port to ask, or empty"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
-        instead: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instead", b"instead", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRefused: _TypeAlias = JoinRefused  # noqa: Y015
 
 @_typing.final
+class JoinRekey(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    ONLY_ASK_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """the cluster's new one"""
+    only_ask: _builtins.bool
+    """whether the node could take one; nothing is changed"""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of the nodes that get it"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        peers: _abc.Iterable[_builtins.str] | None = ...,
+        only_ask: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "only_ask", b"only_ask", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRekey: _TypeAlias = JoinRekey  # noqa: Y015
+
+@_typing.final
 class JoinRequest(_message.Message):
-    """A node that waits to be let in, as the members of the cluster tell each other."""
+    """A node that waits to be let in, as the members of the cluster tell each other: without digits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1080,8 +1132,6 @@ class JoinRequest(_message.Message):
     CHIP_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
-    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     node: _builtins.str
     name: _builtins.str
@@ -1089,9 +1139,6 @@ class JoinRequest(_message.Message):
     version: _builtins.str
     address: _builtins.str
     """that it asks from"""
-    code: _builtins.str
-    """the six digits"""
-    expires_in_s: _builtins.int
     def __init__(
         self,
         *,
@@ -1101,16 +1148,60 @@ class JoinRequest(_message.Message):
         chip: _builtins.str = ...,
         version: _builtins.str = ...,
         address: _builtins.str = ...,
-        code: _builtins.str = ...,
-        expires_in_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chip", b"chip", "code", b"code", "expires_in_s", b"expires_in_s", "id", b"id", "name", b"name", "node", b"node", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chip", b"chip", "id", b"id", "name", b"name", "node", b"node", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class JoinDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """of the JoinRequest"""
+    code: _builtins.str
+    """the digits that were typed; empty: it is denied"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        code: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinDecision: _TypeAlias = JoinDecision  # noqa: Y015
+
+@_typing.final
+class JoinDecided(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinDecided: _TypeAlias = JoinDecided  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):

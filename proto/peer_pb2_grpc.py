@@ -260,6 +260,11 @@ class ControlStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.AttemptReport.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.DecideJoin = channel.unary_unary(
+                '/exo_node.v1.Control/DecideJoin',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.JoinDecision.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.JoinDecided.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -302,6 +307,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DecideJoin(self, request, context):
+        """A person decided at another node on one that waits at this node to be let in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -329,6 +341,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.AttemptReport.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.ReportReply.SerializeToString,
+            ),
+            'DecideJoin': grpc.unary_unary_rpc_method_handler(
+                    servicer.DecideJoin,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.JoinDecision.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.JoinDecided.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -468,6 +485,33 @@ class Control:
             '/exo_node.v1.Control/Report',
             exo__node_dot_proto_dot_peer__pb2.AttemptReport.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecideJoin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Control/DecideJoin',
+            exo__node_dot_proto_dot_peer__pb2.JoinDecision.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.JoinDecided.FromString,
             options,
             channel_credentials,
             insecure,

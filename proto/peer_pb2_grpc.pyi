@@ -81,6 +81,8 @@ class ControlStub:
     """
     Report: _aio.UnaryUnaryMultiCallable[_peer_pb2.AttemptReport, _peer_pb2.ReportReply]
     """How the answer fares on what it acquired."""
+    DecideJoin: _aio.UnaryUnaryMultiCallable[_peer_pb2.JoinDecision, _peer_pb2.JoinDecided]
+    """A person decided at another node on one that waits at this node to be let in."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------- control"""
@@ -125,6 +127,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_peer_pb2.AttemptReport, _abc.Awaitable[_peer_pb2.ReportReply]],
     ) -> _abc.Awaitable[_peer_pb2.ReportReply]:
         """How the answer fares on what it acquired."""
+
+    @_abc_1.abstractmethod
+    def DecideJoin(
+        self,
+        request: _peer_pb2.JoinDecision,
+        context: _aio.ServicerContext[_peer_pb2.JoinDecision, _abc.Awaitable[_peer_pb2.JoinDecided]],
+    ) -> _abc.Awaitable[_peer_pb2.JoinDecided]:
+        """A person decided at another node on one that waits at this node to be let in."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _aio.Server) -> None: ...
 

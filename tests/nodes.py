@@ -52,6 +52,8 @@ class Node:
         connection = self.connect(self.port, timeout_s)
         try:
             headers = {"Content-Type": "application/json"} if raw is not None else {}
+            if (self.data_dir / "local.token").exists():
+                headers["X-Exo-Token"] = (self.data_dir / "local.token").read_text().strip()
             connection.request(method, path, raw, headers)
             response = connection.getresponse()
             text = response.read()

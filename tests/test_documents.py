@@ -6,6 +6,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import typer.main
@@ -20,6 +21,9 @@ from exo_node.node import settings
 from exo_node.node.cli import app
 from exo_node.node.guard import Guard
 from exo_node.node.http_server import build_app
+from exo_node.node.join_operations import JoinOperations
+from exo_node.node.joining import Joining
+from exo_node.node.local_token import LocalToken
 from exo_node.node.openai_schema import ChatBody
 from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
@@ -191,7 +195,8 @@ def test_the_readme_lists_every_endpoint() -> None:
     table = rows(text_of("README.md"), "API")
     listed = {cells[0].strip("`"): cells[1] for cells in table}
     assert {state for state in listed.values()} == {"yes", "no"}
-    guard = build_app(FakeChat(), FakeOperations(), static=no_files)
+    joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
+    guard = build_app(FakeChat(), FakeOperations(), static=no_files, joining=joining, token=token)
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)
     served = {

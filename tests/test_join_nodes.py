@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,33 +103,46 @@ def key_of(running: Node) -> str:
     return (running.data_dir / "cluster.key").read_text().strip()
 
 
-def asked(nodes: Sequence[Node]) -> tuple[Node, Node]:
-    """(the node that is asked, the one that asks) of two fresh ones, once the digits are there."""
-    eventually(lambda: any(waiting(n) for n in nodes), 20)
-    one, two = nodes
-    return (one, two) if waiting(one) else (two, one)
+def digits(running: Node) -> str | None:
+    """What the node shows to its own user."""
+    return joining(running).get("digits")
 
 
-# ---------------------------------------------------------------------------- by approval
+def asks_at(new: Node, member: Node) -> bool:
+    """Whether `new` waits at `member`, and shows digits for it."""
+    me = cluster(new)["self"]
+    return digits(new) is not None and any(request["node"] == me for request in waiting(member))
 
 
-def test_two_fresh_nodes_show_the_same_digits_and_become_one_cluster_that_answers(
+def typed(member: Node, new: Node) -> "subprocess.CompletedProcess[str]":
+    """What a person does: reads the new node's screen and types at a member."""
+    return exo_node(member, "approve", *spaced(digits(new) or "").split(), cluster(new)["self"])
+
+
+# ---------------------------------------------------------------------------- by digits
+
+
+def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers(
     tmp_path: Path,
 ) -> None:
     with fresh(tmp_path, ["a", "b"]) as nodes:
-        old, new = asked(nodes)
-        assert cluster(old)["self"] < cluster(new)["self"], "the smaller id founds"
-        [request], [ask] = waiting(old), joining(new)["asking"]
-        code = request["code"]
-        assert code == ask["code"] and request["node"] == cluster(new)["self"]
-        for each in (old, new):  # on both screens, in the log and in the table
-            assert spaced(code) in each.log.read_text()
-            assert spaced(code) in exo_node(each, "nodes").stdout
+        old, new = nodes
+        eventually(lambda: asks_at(new, old), 20)
+        code = digits(new)
+        assert code is not None
+        assert spaced(code) in new.log.read_text() and spaced(code) in exo_node(new, "nodes").stdout
+        for public in (joining(old)["data"], exo_node(old, "nodes").stdout, old.log.read_text()):
+            assert code not in str(public) and spaced(code) not in str(public)
+        assert code not in exo_node(new, "events", "--json").stdout
         port, other_key = new.port, key_of(new)
 
+        by_name = exo_node(old, "approve", "b")
+        assert by_name.returncode == 1 and "six digits" in by_name.stderr
         wrong = exo_node(old, "approve", str((int(code) + 1) % 10**6).zfill(6))
-        assert wrong.returncode == 1 and "approve nothing" in wrong.stderr
-        right = exo_node(old, "approve", *spaced(code).split())
+        assert wrong.returncode == 1 and "did not match" in wrong.stderr
+        eventually(lambda: "did not match" in new.log.read_text(), 10)
+        eventually(lambda: asks_at(new, old) and digits(new) != code, 10)
+        right = typed(old, new)
         assert (right.returncode, right.stdout) == (0, ""), right.stderr
         assert "is in the cluster" in right.stderr
 
@@ -139,18 +153,50 @@ def test_two_fresh_nodes_show_the_same_digits_and_become_one_cluster_that_answer
         [aside] = new.data_dir.glob("cluster.key.*")
         assert aside.read_text().strip() == other_key and aside.stat().st_mode & 0o777 == 0o600
         assert not joining(old)["fresh"] and not joining(new)["fresh"]
+        assert digits(old) is None and digits(new) is None
         assert new.chat("Who are you?")["choices"][0]["message"]["content"]
         paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings")
         for each in nodes:
             told = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
             told += [json.dumps(each.call("GET", path).body) for path in paths]
-            assert all(key not in text for text in told for key in (key_of(old), other_key))
+            token = (each.data_dir / "local.token").read_text().strip()
+            assert all(s not in text for text in told for s in (key_of(old), other_key, token))
             assert "Traceback" not in each.log.read_text()
+
+
+@pytest.mark.parametrize("with_owner", [False, True])
+def test_a_cluster_that_approves_everything_captures_nobody(
+    tmp_path: Path, with_owner: bool
+) -> None:
+    """C1: an established node calls the new one, and approves whatever asks, over and over."""
+    with ExitStack() as stack:
+        new = stack.enter_context(node(tmp_path / "new", QUIET))
+        before = key_of(new)
+        peer = ("--peer", f"127.0.0.1:{new.itself()['port']}")
+        evil_key, owners = {"EXO_CLUSTER_KEY": "a" * 32}, {"EXO_CLUSTER_KEY": "b" * 32}
+        evil = stack.enter_context(node(tmp_path / "evil", QUIET, *peer, env=evil_key))
+        eventually(lambda: waiting(evil), 15)
+        if with_owner:
+            home = stack.enter_context(node(tmp_path / "home", QUIET, *peer, env=owners))
+            eventually(lambda: asks_at(new, home), 15)
+        for attempt in range(6):
+            for request in waiting(evil):
+                code = request.get("code") or f"{attempt:06d}"
+                path = f"/v1/join/requests/{request['id']}/approve"
+                assert evil.call("POST", path, {"code": code}).status in (400, 404, 409, 503)
+        assert key_of(new) == before and alive(evil) == 1
+        assert "did not match" in new.log.read_text()
+        if with_owner:
+            eventually(lambda: asks_at(new, home), 60)
+            assert typed(home, new).returncode == 0
+            eventually(lambda: together([home, new]), 15)
+            assert key_of(new) == "b" * 32
 
 
 def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> None:
     with fresh(tmp_path, ["a", "b"]) as nodes:
-        old, new = asked(nodes)
+        old, new = nodes
+        eventually(lambda: asks_at(new, old), 20)
         before = key_of(new)
         done = exo_node(old, "deny", waiting(old)[0]["name"])
         assert done.returncode == 0, done.stderr
@@ -158,49 +204,144 @@ def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> No
         assert "a person refused it" in old.log.read_text()
         assert waiting(old) == [] and key_of(new) == before
         assert alive(old) == alive(new) == 1
-        nothing = exo_node(old, "approve")
+        nothing = exo_node(old, "approve", "123456")
         assert nothing.returncode == 1 and "no node asks" in nothing.stderr
 
 
-def test_any_member_approves_and_every_member_shows_the_request(tmp_path: Path) -> None:
+def test_the_digits_are_typed_at_any_member_and_every_member_shows_who_waits(
+    tmp_path: Path,
+) -> None:
     with fresh(tmp_path, ["a", "b"], env={"EXO_CLUSTER_KEY": "a" * 32}) as members:
         eventually(lambda: together(members), 15)
         peer = ("--peer", f"127.0.0.1:{members[0].itself()['port']}")
         with node(tmp_path / "c", QUIET, *peer) as new:
             eventually(lambda: all(joining(m)["data"] for m in members), 15)
             shown = [joining(m)["data"][0] for m in members]
-            assert shown[0]["code"] == shown[1]["code"] == joining(new)["asking"][0]["code"]
             assert [request["at"]["self"] for request in shown] == [True, False]
-            done = exo_node(members[1], "approve", shown[1]["code"])
+            wrong = exo_node(members[1], "approve", f"{(int(digits(new) or 0) + 1) % 10**6:06d}")
+            assert wrong.returncode == 1 and "did not match" in wrong.stderr
+            eventually(lambda: asks_at(new, members[0]), 15)
+            eventually(lambda: joining(members[1])["data"], 15)
+            done = typed(members[1], new)
             assert done.returncode == 0, done.stderr
             eventually(lambda: together([*members, new]), 15)
 
 
-@pytest.mark.parametrize("how", ["approvals", "open"])
+@pytest.mark.parametrize("how", ["digits", "open"])
 def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) -> None:
     flags = ("--open", "lab") if how == "open" else ()
-    for attempt in range(2 if how == "approvals" else 1):  # 50 times: `bench/joining.py`
-        with fresh(tmp_path / str(attempt), ["a", "b", "c"], *flags) as nodes:
+    with fresh(tmp_path, ["a", "b", "c"], *flags) as nodes:
+        if how == "digits":  # 50 times: `bench/joining.py`
+            founder, *others = nodes
+            for new in others:
+                eventually(lambda new=new: asks_at(new, founder), 20)
+                done = typed(founder, new)
+                assert done.returncode == 0, done.stderr
+        eventually(lambda: together(nodes), 40)
+        if how == "open":
+            assert any("OPEN" in n.log.read_text() for n in nodes)
 
-            def one_cluster(nodes: list[Node] = nodes) -> bool:
-                if how == "approvals":
-                    approve_all(nodes)
-                return together(nodes)
 
-            eventually(one_cluster, 40)
-            if how == "open":
-                assert any("OPEN" in n.log.read_text() for n in nodes)
+# -------------------------------------------------------------- other users of the machine
 
 
-def approve_all(nodes: Sequence[Node]) -> None:
-    """What a person does who looks at every screen: digits that two of them show are approved."""
-    shown = {ask["code"] for n in nodes for ask in joining(n)["asking"]}
-    for each in nodes:
-        for request in waiting(each):
-            if request["code"] in shown:
-                path = f"/v1/join/requests/{request['id']}/approve"
-                reply = each.call("POST", path, {"code": request["code"]})
-                assert reply.status in (200, 404), reply  # 404: it has just gone elsewhere
+def test_another_user_of_the_machine_may_chat_and_look_and_no_more(tmp_path: Path) -> None:
+    """L11: loopback without what the data folder holds."""
+    with fresh(tmp_path, ["a", "b"]) as nodes:
+        old, new = nodes
+        eventually(lambda: asks_at(new, old), 20)
+        [request] = waiting(old)
+        stranger = replace(new, data_dir=tmp_path)  # nothing of the node's is read there
+        other = replace(old, data_dir=tmp_path)
+        assert stranger.call("GET", "/v1/join/requests").body["digits"] is None
+        code = digits(new)
+        for method, path, body in (
+            ("POST", f"/v1/join/requests/{request['id']}/approve", {"code": code}),
+            ("POST", f"/v1/join/requests/{request['id']}/deny", {}),
+            ("POST", "/v1/join/key", {"key": "a" * 32}),
+            ("POST", "/v1/join/leave", {}),
+            ("POST", "/v1/join/rekey", {}),
+            ("POST", "/v1/session/ticket", {}),
+            ("POST", "/v1/placements", {"model": "demo"}),
+            ("DELETE", "/v1/placements/x", None),
+            ("PATCH", "/v1/settings", {"native_mtp_enabled": False}),
+        ):
+            reply = other.call(method, path, body)
+            assert reply.status == 403, (method, path, reply)
+            assert reply.body["error"]["code"] == "local_token_required"
+        assert other.chat("Who are you?", max_tokens=4)["choices"]
+        assert waiting(old) and alive(old) == 1
+        token = old.data_dir / "local.token"
+        assert token.stat().st_mode & 0o777 == 0o600
+        link = exo_node(old, "dashboard").stdout.strip()
+        ticket = link.partition("#login=")[2]
+        session = other.call("POST", "/v1/session", {"ticket": ticket}).body["session"]
+        assert session not in (token.read_text().strip(), ticket)
+        again = other.call("POST", "/v1/session", {"ticket": ticket})
+        assert again.status == 400 and "used before" in again.body["error"]["message"]
+
+
+# ------------------------------------------------------------------------------- a new key
+
+
+def test_rekey_puts_a_lost_machine_out_of_the_cluster_for_good(tmp_path: Path) -> None:
+    with fresh(tmp_path, ["a", "b", "c"]) as nodes:
+        one, two, lost = nodes
+        for new in (two, lost):
+            eventually(lambda new=new: asks_at(new, one), 20)
+            assert typed(one, new).returncode == 0
+        eventually(lambda: together(nodes), 30)
+        old_key = key_of(one)
+        unsure = exo_node(two, "rekey", "--without", "c")
+        assert unsure.returncode == 1 and "leave out c" in unsure.stderr
+        assert key_of(one) == old_key
+        nobody = exo_node(two, "rekey", "--yes", "--without", "d")
+        assert nobody.returncode == 1 and "means no other node" in nobody.stderr
+        done = exo_node(two, "rekey", "--yes", "--without", "c")
+        assert done.returncode == 0, done.stderr
+        assert "and a start anew" in done.stderr
+        eventually(lambda: together([one, two]), 30)
+        assert key_of(one) == key_of(two) != old_key == key_of(lost)
+        assert one.chat("Who are you?", max_tokens=4)["choices"]
+        # It comes back with all that it had, and is told nothing.
+        _ = lost.stop()
+        (lost.data_dir / "node.json").unlink(missing_ok=True)
+        peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
+        with node(tmp_path / "c", QUIET, *peer) as back:
+            eventually(lambda: "of this cluster" in back.log.read_text(), 20)
+            assert alive(back) == 1 and alive(one) == alive(two) == 2
+            assert key_of(back) == old_key
+
+
+def test_rekey_does_nothing_where_a_member_cannot_take_a_key(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        one = stack.enter_context(node(tmp_path / "a", QUIET))
+        peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
+        given = {"EXO_CLUSTER_KEY": key_of(one)}
+        two = stack.enter_context(node(tmp_path / "b", QUIET, *peer, env=given))
+        eventually(lambda: together([one, two]), 15)
+        before = key_of(one)
+        refused = exo_node(one, "rekey", "--yes")
+        assert refused.returncode == 1 and "EXO_CLUSTER_KEY" in refused.stderr
+        assert "nothing was changed" in refused.stderr
+        assert key_of(one) == before and together([one, two])
+
+
+def test_rekey_leaves_out_who_is_away_only_when_told_so(tmp_path: Path) -> None:
+    with fresh(tmp_path, ["a", "b"], env=None) as nodes:
+        one, two = nodes
+        eventually(lambda: asks_at(two, one), 20)
+        assert typed(one, two).returncode == 0
+        eventually(lambda: together(nodes), 30)
+        two.process.kill()
+        _ = two.process.wait()
+        eventually(lambda: alive(one) == 1, 20)
+        before = key_of(one)
+        reply = one.call("POST", "/v1/join/rekey", {})
+        assert reply.status == 409 and "b (" in reply.body["error"]["message"]
+        assert key_of(one) == before
+        assert exo_node(one, "rekey", "--yes").returncode == 0
+        eventually(lambda: key_of(one) != before, 10)
 
 
 # ------------------------------------------------------------------- by key, and out again

@@ -64,7 +64,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/cli_join.py",
         "node/cli_start.py",
     ),
-    "ssl": ("node/join_wire.py", "node/join_server.py", "node/join_client.py"),
+    "ssl": ("node/join_*.py",),
     "matplotlib": ("shard/bench_plot.py",),
     "starlette": ("node/*",),
     "prometheus_client": ("node/metrics.py",),
@@ -83,7 +83,9 @@ PURE = (
     "node/election.py",
     "node/standing.py",
     "node/join.py",
+    "node/join_open.py",
     "node/join_requests.py",
+    "node/told.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""

@@ -1,10 +1,25 @@
 /** The node's HTTP API: the key, JSON calls and their errors. */
 
 const KEY = "exo-node.api-key";
+const SESSION = "exo-node.session";
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 export const rememberKey = (key) => sessionStorage.setItem(KEY, key);
 export const forgetKey = () => sessionStorage.removeItem(KEY);
+
+/** The rights of the node's own user, of a link that `exo-node dashboard` printed: once. */
+export async function beginSession() {
+  const ticket = new URLSearchParams(location.hash.slice(1)).get("login");
+  if (!ticket) return "";
+  history.replaceState(null, "", location.pathname);
+  try {
+    const { session } = await call("POST", "/v1/session", { body: { ticket } });
+    localStorage.setItem(SESSION, session);
+    return "";
+  } catch (error) {
+    return error.message;
+  }
+}
 
 /** A refusal by the node (`status` is HTTP's), or no answer at all (`status` 0). */
 export class ApiError extends Error {
@@ -26,6 +41,8 @@ export function apiError(body, status) {
 export async function send(method, path, { body, signal } = {}) {
   const headers = { Accept: "application/json, text/event-stream" };
   if (body !== undefined) headers["Content-Type"] = "application/json";
+  const session = localStorage.getItem(SESSION);
+  if (session) headers["X-Exo-Token"] = session;
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
   let response;
   try {

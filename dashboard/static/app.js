@@ -1,6 +1,6 @@
 /** The page: header, connection banner, the four sections and the key prompt. */
 
-import { apiKey, forgetKey, rememberKey } from "./api.js";
+import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Cluster } from "./cluster.js";
 import { plural, short } from "./format.js";
@@ -11,7 +11,7 @@ import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.m
 
 const SECTIONS = ["Cluster", "Models", "Chat", "Settings"];
 
-function App() {
+function App({ refusal }) {
   const [{ data, errors, lost, locked }, refresh] = useNode();
   const nodes = data.cluster?.nodes ?? [];
   const models = data.models?.data;
@@ -34,6 +34,7 @@ function App() {
         What you see below is the last known state. Check that <code>exo-node start</code> is
         running on ${location.host}.</p>`}
     </div>
+    ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
     ${locked && html`<${KeyPrompt} onKey=${unlock} />`}
     <main hidden=${locked} class=${lost ? "stale" : ""}>
       <${Cluster}
@@ -101,4 +102,5 @@ function KeyPrompt({ onKey }) {
     </form>`;
 }
 
-render(html`<${App} />`, document.getElementById("app"));
+const refusal = await beginSession();
+render(html`<${App} refusal=${refusal} />`, document.getElementById("app"));

@@ -36,7 +36,7 @@ export function Cluster({ cluster, placements, joining, error, refresh }) {
       </ul>
       ${nodes.length === 1 && html`<p class="muted">
         This node is alone. To add another machine of this network, run ${" "}
-        <code>exo-node start</code> there: it asks to join, and both show the same digits.</p>`}
+        <code>exo-node start</code> there: it asks to join and shows six digits to type here.</p>`}
     </section>`;
 }
 

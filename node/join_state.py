@@ -1,0 +1,173 @@
+"""What both sides of joining share on one node: who it is, what it is doing, whom it told what."""
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ..placement.errors import DigitsDiffer, ExoNodeError, PeerLost
+from ..placement.ids import NodeId
+from .control_server import PROTOCOL
+from .ending import Ending
+from .events import EventLog
+from .facts import MemberFacts
+from .join import NONCE_BYTES, Party
+from .join_keys import KeyFolder
+from .join_twins import duplicate
+from .join_wire import Line, Refusal, Refused
+from .told import Told
+from .trust import ClusterKey, Identity, cluster_fingerprint, proven_public_key
+
+log = logging.getLogger(__name__)
+
+_QUIET: Final = ("not_yet", "busy")
+
+
+class Members(Protocol):
+    """What joining needs of `Cluster`."""
+
+    def others(self) -> list[MemberFacts]:
+        """Alive, without this node."""
+        ...
+
+    def absent(self) -> list[MemberFacts]:
+        """Known, and not alive."""
+        ...
+
+    def address(self, node: NodeId) -> str: ...
+
+    def dial(self, address: str, node: NodeId | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """This node as it describes itself to others."""
+
+    name: str
+    chip: str
+    version: str
+    address: str
+
+
+class JoinState:
+    """Mutable; used on the node's event loop only.
+
+    A node does one thing at a time: while it lets somebody in, its cluster is not left for another,
+    and while it is being let in, nobody is let into the cluster that it is about to leave.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        key: ClusterKey,
+        folder: KeyFolder,
+        about: Callable[[], About],
+        members: Members,
+        ending: Ending,
+        events: EventLog,
+        *,
+        open_name: str | None,
+    ) -> None:
+        self.node = identity.node
+        self.key = key
+        self.fingerprint = cluster_fingerprint(key)
+        self.folder = folder
+        self.members = members
+        self.ending = ending
+        self.events = events
+        self.open_name = open_name
+        self.founded = folder.is_fresh(self.fingerprint)
+        """Whether this node founded its cluster, and nobody was ever let in or met there."""
+        self.left = folder.left()
+        self.told = Told()
+        self.join_port = 0
+        self._public_key = proven_public_key(identity)
+        self._about = about
+        self._deed = ""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this node may leave its cluster for another: it founded it and is alone there."""
+        return self.founded and not self.members.others()
+
+    @contextmanager
+    def doing(self, deed: str) -> Generator[None]:
+        """Raises Refusal (`busy`) while another thing is done."""
+        if self._deed or self.ending.decided:
+            raise Refusal("busy", f"{self._about().name} {self._deed or 'restarts'}; try again")
+        self._deed = deed
+        try:
+            yield
+        finally:
+            self._deed = ""
+
+    def own(self) -> Party:
+        """As this node describes itself on one connection."""
+        about = self._about()
+        return Party(
+            node=self.node,
+            public_key=self._public_key,
+            cluster=self.fingerprint,
+            name=about.name,
+            chip=about.chip,
+            version=about.version,
+            protocol=PROTOCOL,
+            address=about.address,
+            fresh=self.fresh,
+            open=self.open_name is not None,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            join_port=self.join_port,
+        )
+
+    def unfit(self, other: Party) -> Refusal | None:
+        if other.protocol != PROTOCOL:
+            about = self._about()
+            return Refusal(
+                "protocol",
+                f"{about.name} speaks protocol {PROTOCOL} (exo-node {about.version}) and "
+                f"{other.name} {other.protocol} (exo-node {other.version}); install the same "
+                "version on both",
+            )
+        return Refusal("duplicate", duplicate(other.node)) if other.node == self.node else None
+
+    def met(self, other: Party, address: str) -> None:
+        if other.fresh or not self.told.is_new(other.cluster, other.node):
+            return
+        log.info(
+            "%s (%s) at %s is of another cluster (%s); to have both in one, run `exo-node leave` "
+            "on one of them, or give it the other's key (`exo-node join`)",
+            other.name,
+            other.node,
+            address,
+            other.cluster,
+        )
+
+    def refused(self, who: str, refusal: Refusal) -> None:
+        known = f"{refusal.reason} {refusal.message}"
+        always = refusal.reason == "wrong_code"
+        if refusal.reason not in _QUIET and (self.told.is_new(who, known) or always):
+            text = f"{who}: {refusal.message}"
+            _ = self.events.add("join_refused", text, reason=refusal.reason)
+
+
+@asynccontextmanager
+async def refusals_told(line: Line) -> AsyncGenerator[None]:
+    """What this side refuses is the last thing that the other one hears."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Refusal as refusal:
+        await line.refuse(refusal)
+        raise
+    except DigitsDiffer as fault:
+        refusal = Refusal("wrong_code", fault.message)
+        await line.refuse(refusal)
+        raise refusal from fault
+    except PeerLost:
+        raise
+    except ExoNodeError as fault:
+        await line.refuse(Refusal("malformed", fault.message))
+        raise

@@ -1,0 +1,250 @@
+"""Nodes that are nothing but their joining, over real sockets; and those who attack it."""
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from exo_node.node.ending import Ending, Rekeyed
+from exo_node.node.events import EventLog
+from exo_node.node.facts import MemberFacts
+from exo_node.node.join import Party
+from exo_node.node.join_keys import KeyFolder
+from exo_node.node.join_requests import Desk, Request
+from exo_node.node.join_state import About
+from exo_node.node.join_twins import WatchedClient
+from exo_node.node.join_wire import Line, connected, hello, party_of, tls_contexts
+from exo_node.node.joining import Joining
+from exo_node.node.trust import (
+    ClusterKey,
+    Identity,
+    cluster_fingerprint,
+    join_credentials,
+    load_or_create_identity,
+    proven_public_key,
+)
+from exo_node.placement.ids import NodeId
+from exo_node.proto import peer_pb2 as pb
+
+LOOPBACK = "127.0.0.1"
+WITHIN_S = 20.0
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(4 * WITHIN_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Company:
+    """`joining.Members` of a test: who else is in the cluster."""
+
+    here: list[MemberFacts] = field(default_factory=list[MemberFacts])
+    away: list[MemberFacts] = field(default_factory=list[MemberFacts])
+    dialled: list[str] = field(default_factory=list[str])
+    addresses: dict[str, str] = field(default_factory=dict[str, str])
+
+    def others(self) -> list[MemberFacts]:
+        return self.here
+
+    def absent(self) -> list[MemberFacts]:
+        return self.away
+
+    def address(self, node: NodeId) -> str:
+        return self.addresses[node]
+
+    def dial(self, address: str, node: NodeId | None = None) -> None:
+        self.dialled.append(address)
+
+
+class NoHeartbeats:
+    """`WatchedClient` of a test: a life is told where a test says so."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, int] = {}
+        self.met: list[str] = []
+
+    def meet(self, address: str) -> None:
+        self.met.append(address)
+
+    async def life_at(self, address: str, node: NodeId) -> int | None:
+        return self.lives.get(node)
+
+
+@dataclass
+class Joiner:
+    """A node with its joining alone."""
+
+    joining: Joining
+    identity: Identity
+    key: ClusterKey
+    folder: KeyFolder
+    company: Company
+    heartbeats: NoHeartbeats
+    ending: Ending
+    events: EventLog
+    name: str
+
+    @property
+    def address(self) -> str:
+        """Of its join port."""
+        return f"{LOOPBACK}:{self.joining.state.join_port}"
+
+    def see(self, other: "Joiner | str") -> None:
+        """As if mDNS had told of that node."""
+        address = other if isinstance(other, str) else other.address
+        self.joining.asker.see(address)
+
+    @property
+    def code(self) -> str:
+        """What its screen shows."""
+        assert self.joining.asker.code is not None, f"{self.name} shows no digits"
+        return self.joining.asker.code
+
+    def waiting(self) -> list[Request]:
+        return self.joining.desk.pending()
+
+    def waits_of(self, other: "Joiner") -> Request:
+        return next(r for r in self.waiting() if r.party.node == other.identity.node)
+
+    def has_waiting(self, other: "Joiner") -> bool:
+        return any(r.party.node == other.identity.node for r in self.waiting())
+
+    async def let_in(self, other: "Joiner", code: str) -> Party:
+        return await self.joining.approver.let_in(self.waits_of(other).id, code)
+
+    @property
+    def key_on_disk(self) -> ClusterKey:
+        return self.folder.load()
+
+    @property
+    def joined(self) -> Rekeyed | None:
+        outcome = self.ending.outcome
+        return cast(Rekeyed, outcome.result()) if outcome.done() else None
+
+    def told(self, kind: str) -> list[str]:
+        """The sentences of its events of that kind."""
+        return [e.text for e in self.events._events if e.kind == kind]  # pyright: ignore[reportPrivateUsage]
+
+
+@asynccontextmanager
+async def joiner(
+    name: str = "node",
+    *,
+    fresh: bool = True,
+    open_name: str | None = None,
+    identity: Identity | None = None,
+    chip: str = "chip",
+) -> AsyncGenerator[Joiner]:
+    """Listens on a free port of the loopback and sees nobody yet."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = KeyFolder(Path(root))
+        key = folder.load()
+        if not fresh:
+            folder.establish()
+        own = identity or load_or_create_identity(Path(root))
+        company, heartbeats, ending, events = Company(), NoHeartbeats(), Ending(), EventLog()
+        made = Joining(
+            own,
+            key,
+            folder,
+            lambda: About(name, chip, "0.1.0", "127.0.0.1:9"),
+            company,
+            cast(WatchedClient, heartbeats),
+            ending,
+            events,
+            Desk(),
+            open_name=open_name,
+        )
+        _ = made.listen([LOOPBACK], 0)
+        made.begin([])
+        try:
+            yield Joiner(made, own, key, folder, company, heartbeats, ending, events, name)
+        finally:
+            await made.close()
+
+
+# ------------------------------------------------------------------------------- attackers
+
+
+class Impostor:
+    """Speaks the wire as a node of a cluster of its own, by hand: what it says is the test's."""
+
+    def __init__(self, *, fresh: bool = False, name: str = "impostor") -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.identity = load_or_create_identity(self.folder)
+        self.key = ClusterKey(secrets.token_bytes(20))
+        self.server_tls, self.client_tls = tls_contexts(
+            join_credentials(self.identity), self.folder
+        )
+        self.fresh = fresh
+        self.name = name
+        self.claims: str | None = None
+        """Another cluster's fingerprint, to say in place of its own."""
+
+    def party(self, **changed: Any) -> Party:
+        said: dict[str, Any] = {
+            "node": self.identity.node,
+            "public_key": proven_public_key(self.identity),
+            "cluster": self.claims or cluster_fingerprint(self.key),
+            "name": self.name,
+            "chip": "chip",
+            "version": "0.1.0",
+            "protocol": 1,
+            "address": "127.0.0.1:9",
+            "fresh": self.fresh,
+            "open": False,
+            "nonce": secrets.token_bytes(32),
+        }
+        return Party(**{**said, **changed})
+
+    @asynccontextmanager
+    async def calling(
+        self, address: str, **changed: Any
+    ) -> AsyncGenerator[tuple[Line, Party, Party]]:
+        """(a connection after both hellos, this party, the other)."""
+        async with connected(address, self.client_tls) as line:
+            own = self.party(**changed)
+            await line.send(hello(own, self.key))
+            yield line, own, party_of((await line.receive("hello")).hello, line.peer)
+
+    @asynccontextmanager
+    async def listening(
+        self, attend: Callable[[Line, Party, Party], Coroutine[Any, Any, None]]
+    ) -> AsyncGenerator[str]:
+        """The address of a join port where `attend` has each connection after both hellos."""
+
+        async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            line = Line(reader, writer)
+            try:
+                other = party_of((await line.receive("hello")).hello, line.peer)
+                own = self.party()
+                await line.send(hello(own, self.key))
+                await attend(line, own, other)
+            finally:
+                await line.close()
+
+        server = await asyncio.start_server(welcome, LOOPBACK, 0, ssl=self.server_tls)
+        try:
+            yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+
+async def asks(line: Line) -> None:
+    """The hearing side of a joiner's request, up to the point where a person would type."""
+    _ = await line.receive("ask")
+    await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
