@@ -1,6 +1,12 @@
 """Fresh nodes started at once in network namespaces, found by mDNS: always one cluster?
 
     python bench/joining.py [--runs 50] [--nodes 3] [--open] [--answer]
+    python bench/joining.py --capture 100
+
+The second form attacks instead, over real sockets of one process (`tests/captures.py`): a cluster
+that approves everything, heard of or calling by itself, with and without the owner's cluster; and
+somebody in the middle, who relays or guesses. It needs no root, and ends with status 1 where one
+node was captured, or a screen did not say that the digits did not match.
 
 Needs root, for the namespaces of `tests/namespaces.py`. In each run every node starts with an empty
 data folder; a "person" reads the digits of all nodes but the first and types them at the first,
@@ -10,19 +16,22 @@ with status 1 where a run was not good.
 """
 
 import argparse
+import asyncio
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 TESTS = str(Path(__file__).resolve().parents[1] / "tests")
 sys.path.insert(0, TESTS)
 
+from captures import Outcome, impostor_cluster, middle  # noqa: E402
 from namespaces import network, why_not  # noqa: E402
 from nodes import Node  # noqa: E402
 
@@ -35,7 +44,10 @@ def main() -> int:
     _ = parser.add_argument("--nodes", type=int, default=3)
     _ = parser.add_argument("--open", action="store_true", help="with --open instead of approvals")
     _ = parser.add_argument("--answer", action="store_true", help="each cluster answers once")
+    _ = parser.add_argument("--capture", type=int, help="attack as often instead")
     options = parser.parse_args()
+    if options.capture:
+        return attacks(options.capture)
     if (reason := why_not()) is not None:
         print(reason, file=sys.stderr)
         return 1
@@ -50,6 +62,34 @@ def main() -> int:
         middle = statistics.median(times)
         print(f"after the last was ready: median {middle:.1f} s, longest {max(times):.1f} s")
     return 0 if len(times) == options.runs else 1
+
+
+def attacks(count: int) -> int:
+    """`count` of each kind."""
+    kinds: dict[str, Callable[[], Coroutine[Any, Any, Outcome]]] = {
+        f"impostor, {'mDNS' if mdns else 'no mDNS'}, owner {'there' if owner else 'away'}": partial(
+            impostor_cluster, mdns=mdns, with_owner=owner
+        )
+        for mdns in (True, False)
+        for owner in (True, False)
+    }
+    kinds |= {
+        f"in the middle, {'relays' if relays else 'guesses'}": partial(middle, relays=relays)
+        for relays in (True, False)
+    }
+    fine = True
+    for name, attack in kinds.items():
+        outcomes = [asyncio.run(attack()) for _ in range(count)]
+        captured = sum(outcome.captured for outcome in outcomes)
+        told = sum(outcome.both_told for outcome in outcomes)
+        joined = sum(outcome.owner_joined is not False for outcome in outcomes)
+        print(
+            f"{name}: {captured} of {count} captured; both screens said so {told}; "
+            f"the owner got its node {joined}",
+            flush=True,
+        )
+        fine = fine and captured == 0 and told == joined == count
+    return 0 if fine else 1
 
 
 def one_run(count: int, *, is_open: bool, answers: bool) -> float | None:

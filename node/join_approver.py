@@ -162,9 +162,9 @@ class Approver:
 
     async def _let_in_by_digits(self, line: Line, own: Party, other: Party, code: str) -> None:
         with self._state.doing("lets another node in"):
-            self._use_up(code)
             await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
-            await prove_digits(line, "approver", transcript(other, own), code)
+            said = transcript(other, own)
+            await prove_digits(line, "approver", said, code, used=lambda: self._use_up(code))
             await self._hand_over(line, own, other)
 
     async def _let_in_by_name(self, line: Line, own: Party, other: Party, share: bytes) -> None:

@@ -1,6 +1,7 @@
 """The proofs of joining, driven over a connection: the 20 rounds, and the exchange of --open."""
 
 import secrets
+from collections.abc import Callable
 
 from ..placement.errors import DigitsDiffer, Untrusted
 from ..proto import peer_pb2 as pb
@@ -9,8 +10,17 @@ from .join_open import SECRET_BYTES, SameName
 from .join_wire import Line, Refused
 
 
-async def prove_digits(line: Line, role: Role, transcript: bytes, code: str) -> None:
+async def prove_digits(
+    line: Line,
+    role: Role,
+    transcript: bytes,
+    code: str,
+    *,
+    used: Callable[[], None] = lambda: None,
+) -> None:
     """Returns once both sides have proven every bit of the digits.
+
+    `used` is called before the first bit may be told.
 
     Raises DigitsDiffer, whichever side noticed, Untrusted, PeerLost and Refused.
     """
@@ -25,6 +35,7 @@ async def prove_digits(line: Line, role: Role, transcript: bytes, code: str) -> 
                 case "reveal":
                     await line.send(pb.JoinFrame(opened=passkey.reveal()))
                 case "check":
+                    used()
                     passkey.check((await line.receive("opened")).opened)
     except Refused as refused:
         if refused.reason == "wrong_code":

@@ -176,9 +176,10 @@ def test_a_cluster_that_approves_everything_captures_nobody(
         evil_key, owners = {"EXO_CLUSTER_KEY": "a" * 32}, {"EXO_CLUSTER_KEY": "b" * 32}
         evil = stack.enter_context(node(tmp_path / "evil", QUIET, *peer, env=evil_key))
         eventually(lambda: waiting(evil), 15)
+        home = None
         if with_owner:
             home = stack.enter_context(node(tmp_path / "home", QUIET, *peer, env=owners))
-            eventually(lambda: asks_at(new, home), 15)
+            eventually(lambda home=home: asks_at(new, home), 15)
         for attempt in range(6):
             for request in waiting(evil):
                 code = request.get("code") or f"{attempt:06d}"
@@ -186,10 +187,10 @@ def test_a_cluster_that_approves_everything_captures_nobody(
                 assert evil.call("POST", path, {"code": code}).status in (400, 404, 409, 503)
         assert key_of(new) == before and alive(evil) == 1
         assert "did not match" in new.log.read_text()
-        if with_owner:
-            eventually(lambda: asks_at(new, home), 60)
+        if home is not None:
+            eventually(lambda home=home: asks_at(new, home), 60)
             assert typed(home, new).returncode == 0
-            eventually(lambda: together([home, new]), 15)
+            eventually(lambda home=home: together([home, new]), 15)
             assert key_of(new) == "b" * 32
 
 
