@@ -18,8 +18,21 @@ from exo_node.node.trust import (
     server_credentials,
 )
 from exo_node.placement.errors import PeerLost
+from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
+
+
+class _Silent(peer_pb2_grpc.RunnerServicer):
+    """Hears every ping and answers none, as a runner that hangs."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+
+    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.RunnerState:
+        self.heard.set()
+        _ = await asyncio.Event().wait()
+        raise AssertionError("unreachable")
 
 
 class _Endless(peer_pb2_grpc.GeneratorServicer):
@@ -76,3 +89,27 @@ def test_an_answer_whose_runner_is_gone_is_a_lost_peer(tmp_path: Path, cut: str)
 def test_a_client_that_goes_away_is_a_cancellation(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(_during_an_answer(tmp_path, "client"))
+
+
+def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Path) -> None:
+    """Two answers on one runner that hangs: the first one's restoring drops the way to it."""
+
+    async def scenario() -> None:
+        key, identity = load_or_create_cluster_key(tmp_path), load_or_create_identity(tmp_path)
+        server, silent = grpc.aio.server(), _Silent()
+        peer_pb2_grpc.add_RunnerServicer_to_server(silent, server)
+        credentials = server_credentials(runner_credentials(identity.node, key))
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        await server.start()
+        channels = Channels(node_credentials(identity, key))
+        client = RunnerClient(channels)
+        endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
+        pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
+        _ = await asyncio.wait_for(silent.heard.wait(), 30)
+        await client.forget(endpoint)
+        with pytest.raises(PeerLost):
+            _ = await pinging
+        await channels.close()
+        await server.stop(grace=None)
+
+    asyncio.run(scenario())

@@ -340,6 +340,16 @@ def head(media_type: bytes) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
+def test_something_else_that_was_cancelled_is_a_defect_and_no_broken_connection() -> None:
+    """gRPC cancels the calls of a channel that is closed; the request was not cancelled."""
+
+    async def waits(_: Scope, _receive: Receive, _send: Send) -> None:
+        raise asyncio.CancelledError
+
+    reply = ask(Guard(waits))
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+
+
 def test_a_defect_is_a_500_that_tells_nothing_but_where_the_log_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

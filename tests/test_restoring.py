@@ -38,6 +38,8 @@ class Cluster:
     up: set[tuple[NodeId, int]] = field(default_factory=set[tuple[NodeId, int]])
     broken: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes on which every load fails."""
+    silent: set[NodeId] = field(default_factory=set[NodeId])
+    """Nodes that count as alive and are gone."""
     connected: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
     followed: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
     why_not: str = ""
@@ -48,6 +50,8 @@ class Cluster:
     ) -> pb.LoadReady:
         await asyncio.sleep(0)
         self.calls.append(f"load {spec.stage} on {node[0]}")
+        if node in self.silent:
+            raise PeerLost(f"{node} is gone")
         if node in self.broken or node not in self.nodes:
             raise LoadFailed(f"{node} cannot load")
         self.up.add((node, spec.stage))
@@ -168,6 +172,48 @@ def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
         assert [call for call in cluster.calls if call.startswith("load")] == ["load 1 on d"]
         assert cluster.calls[0] == f"kill 1 on {lost[0]}", "what hangs holds memory"
         assert [s.node for s in record.plan.stages] == [before[0], D, before[2]]
+
+    play(scenario)
+
+
+def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_too() -> None:
+    """The membership may show a dead node as alive for a while, with most memory left."""
+
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, THREE)
+        cluster.silent = {D}
+        lost = cluster.lose(record, 1)
+        cluster.silent.add(lost)
+        cluster.calls.clear()
+        placements.lost(record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record
+        loads = [call for call in cluster.calls if call.startswith("load")]
+        assert loads[0] == "load 1 on d"
+        assert record.status == "ready"
+        assert record.plan.stages[1].node not in cluster.silent
+
+    play(scenario)
+
+
+def test_the_only_other_machine_dies_and_the_head_takes_its_stage() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        record = await placements.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
+        gone = record.plan.stages[1].node
+        cluster.silent.add(gone)  # and it still counts as alive, with all its memory free
+        cluster.up.discard((gone, 1))
+        placements.broke(record.id, record.connections, "its stream broke")
+        assert await placements.ensure(DEMO) is record
+        assert {stage.node for stage in record.plan.stages} == {record.plan.stages[0].node}
+
+    play(scenario, nodes=[A, B])
+
+
+def test_a_model_is_planned_anew_without_a_node_that_is_found_to_be_gone() -> None:
+    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+        cluster.silent = {A, B}
+        record = await placements.ensure(DEMO)
+        assert record.status == "ready"
+        assert {stage.node for stage in record.plan.stages} <= {C, D}
 
     play(scenario)
 

@@ -1,0 +1,358 @@
+"""Claims on placements: turns by model, lost heads, and what the next head goes on with."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from fakes import NODE, FakeFacts, FakeStages
+from test_restoring import A, B, Cluster
+
+from exo_node.mtp.types import Sampling
+from exo_node.node import claim as claim_module
+from exo_node.node.claim import Claim
+from exo_node.node.claims import Claims
+from exo_node.node.events import EventLog
+from exo_node.node.held import Held, held_of, record_of
+from exo_node.node.placements import Placements
+from exo_node.node.records import Endpoint, Record
+from exo_node.node.requests import GenerationRequest
+from exo_node.node.turns import MAX_RUNNING, MAX_WAITING, Turns
+from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
+from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
+from exo_node.placement.library import packaged_cards
+from exo_node.placement.options import PlanOptions
+from exo_node.proto import peer_pb2 as pb
+
+DEMO, OTHER = ModelId("demo"), next(m for m in packaged_cards() if m != "demo")
+REQUEST = GenerationRequest(RequestId("r"), DEMO, ({"role": "user"},), Sampling())
+
+
+def asked(model: ModelId = DEMO, **more: str) -> pb.AcquireRequest:
+    return pb.AcquireRequest(model=model, request="r", **more)
+
+
+async def placed(events: AsyncGenerator[pb.AcquireEvent, None]) -> pb.Placed:
+    async for event in events:
+        if event.WhichOneof("event") == "placed":
+            return event.placed
+    raise AssertionError("the claim ended without a placement")
+
+
+@dataclass
+class SlowStages(FakeStages):
+    """Loads of one model never end."""
+
+    slow: ModelId = DEMO
+
+    async def load(
+        self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady:
+        if spec.model == self.slow:
+            _ = await asyncio.Event().wait()
+        return await super().load(node, spec, progress)
+
+
+def run(scenario: Callable[[Claims, Placements], Awaitable[None]], stages: FakeStages) -> None:
+    async def play() -> None:
+        facts, events = FakeFacts(), EventLog()
+        placements = Placements(stages, facts, events)
+        async with asyncio.timeout(20):
+            await scenario(Claims(placements, facts, events, leads=True), placements)
+            await placements.close()
+
+    asyncio.run(play())
+
+
+# -------------------------------------------------------------------------- turns
+
+
+def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -> None:
+    async def scenario(claims: Claims, _p: Placements) -> None:
+        waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        got = await asyncio.wait_for(placed(claims.acquire(asked(OTHER))), 5)
+        assert got.placement
+        for each in waiting:
+            _ = each.cancel()
+        _ = await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(scenario, SlowStages())
+
+
+def test_a_turn_comes_in_the_order_of_arrival_when_another_ends() -> None:
+    turns = Turns(running=2, waiting=2)
+    first, second, third, fourth = (turns.enter() for _ in range(4))
+    for turn in (first, second, third, fourth):
+        turns.ask(turn)
+    assert [t.runs for t in (first, second, third, fourth)] == [True, True, False, False]
+    with pytest.raises(QueueFull):
+        _ = turns.enter()
+    turns.leave(third)  # one that waits and goes away
+    turns.leave(first)
+    assert fourth.runs
+    turns.leave(second)
+    turns.leave(fourth)
+    assert turns.present == 0
+
+
+def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:
+    turns = Turns(running=1, waiting=1)
+    for turn in (turns.enter(), turns.enter()):
+        turns.ask(turn)
+    assert turns.enter(had=True).runs
+
+
+def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
+    async def scenario(claims: Claims, _p: Placements) -> None:
+        most = MAX_RUNNING + MAX_WAITING
+        waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(most)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(QueueFull):
+            _ = await placed(claims.acquire(asked()))
+        for each in waiting:
+            _ = each.cancel()
+        _ = await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(scenario, SlowStages())
+
+
+# -------------------------------------------------------------------------- heads
+
+
+def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
+    async def scenario(claims: Claims, placements: Placements) -> None:
+        events = claims.acquire(asked())
+        got = await placed(events)
+        record = placements.find(PlacementId(got.placement))
+        assert record is not None and record.active == 1
+        claims.let_go()
+        await placements.let_go()
+        with pytest.raises(HeadGone):
+            _ = await anext(events)
+        assert record.active == 0
+        assert placements.records == []
+
+    run(scenario, FakeStages())
+
+
+def test_so_does_one_that_waits_for_a_load() -> None:
+    async def scenario(claims: Claims, placements: Placements) -> None:
+        waiting = asyncio.ensure_future(placed(claims.acquire(asked())))
+        await asyncio.sleep(0.05)
+        claims.let_go()
+        await placements.let_go()
+        with pytest.raises(HeadGone):
+            _ = await waiting
+
+    run(scenario, SlowStages())
+
+
+@dataclass
+class TwoHeads:
+    """The first head is lost when `lost` is set; the second one then gives what it is told."""
+
+    answers: list[pb.AcquireEvent | Exception]
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[pb.AcquireRequest] = field(default_factory=list[pb.AcquireRequest])
+    closed: int = 0
+
+    async def head(self) -> NodeId:
+        return B if self.lost.is_set() else A
+
+    async def acquire(
+        self, head: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        seen = pb.AcquireRequest()
+        seen.CopyFrom(asked)
+        self.asked.append(seen)
+        try:
+            if head == A:
+                yield pb.AcquireEvent(waiting=pb.Waiting())
+                yield pb.AcquireEvent(placed=pb.Placed(placement="p"))
+                _ = await self.lost.wait()
+                raise HeadGone("it died")
+            for answer in self.answers:
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+            _ = await asyncio.Event().wait()
+        finally:
+            self.closed += 1
+
+    async def report(self, head: NodeId, told: pb.AttemptReport) -> None:
+        raise PeerLost("nobody listens")
+
+
+async def acquired(claim: Claim, resumes: pb.Resumption | None = None) -> pb.Placed:
+    async with aclosing(claim.acquire(resumes)) as news:
+        async for said in news:
+            if isinstance(said, pb.Placed):
+                return said
+    raise AssertionError("no placement")
+
+
+def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
+    async def scenario() -> None:
+        heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="p"))])
+        claim = Claim(heads, REQUEST)
+        assert (await acquired(claim)).placement == "p"
+        heads.lost.set()
+        async with asyncio.timeout(10):
+            while len(heads.asked) < 2:
+                await asyncio.sleep(0.01)
+        assert [each.holding for each in heads.asked] == ["", "p"]
+        await claim.close()
+        assert heads.closed == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
+    async def scenario() -> None:
+        heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
+        claim = Claim(heads, REQUEST)
+        _ = await acquired(claim)
+        heads.lost.set()
+        async with asyncio.timeout(10):
+            while heads.closed < 2:
+                await asyncio.sleep(0.01)
+        claim.tell(pb.AttemptReport(placement="p", well=True))
+        await claim.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
+    async def scenario() -> None:
+        heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
+        heads.lost.set()
+        claim = Claim(heads, REQUEST)
+        lost = pb.Resumption(why="gone", attempt=2, broken="p", connections=1, gone=[1])
+        assert (await acquired(claim, lost)).placement == "q"
+        assert heads.asked[0].resumes == lost
+        await claim.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_finds_no_head_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_module, "FRESH_WITHIN_S", 0.0)
+
+    async def scenario() -> None:
+        heads = TwoHeads([HeadGone("not the head")])
+        heads.lost.set()
+        with pytest.raises(PeerLost, match="no head that answers") as raised:
+            _ = await acquired(Claim(heads, REQUEST))
+        assert raised.value.code == "peer_lost"
+
+    asyncio.run(scenario())
+
+
+# ----------------------------------------------------------------------- adoption
+
+
+def over_the_wire(records: list[Record]) -> list[pb.HeldPlacement]:
+    return [pb.HeldPlacement.FromString(each.SerializeToString()) for each in held_of(records)]
+
+
+def same(stage: Endpoint) -> Endpoint:
+    return stage
+
+
+def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
+    async def scenario() -> None:
+        stages = Cluster()
+        old = Placements(stages, stages)
+        options = PlanOptions(min_nodes=3, max_nodes=3)
+        record = await old.place(DEMO, options, spares=1)
+        async with asyncio.timeout(5):
+            while [s.status for s in record.spares] != ["ready"] * 3:
+                await asyncio.sleep(0)
+        [told] = over_the_wire([record])
+        await old.let_go()
+        stages.calls.clear()
+        new = Placements(stages, stages)
+        adopted = record_of(told, packaged_cards()[DEMO], same)
+        assert adopted is not None
+        assert new.adopt(adopted)
+        assert await new.ensure(DEMO) is adopted
+        await asyncio.sleep(0.05)
+        assert adopted.status == "ready"
+        assert stages.calls == [], "nothing was loaded, nothing unloaded"
+        assert [e.node for e in adopted.endpoints] == [e.node for e in record.endpoints]
+        assert {(s.stage, s.node) for s in adopted.spares} == {
+            (s.stage, s.node) for s in record.spares
+        }
+        assert adopted.kernels() == record.kernels()
+        assert (adopted.options, adopted.spares_wanted) == (options, 1)
+        await new.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one() -> None:
+    async def scenario() -> None:
+        stages = Cluster()
+        old = Placements(stages, stages)
+        record = await old.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
+        [told] = over_the_wire([record])
+        _ = stages.lose(record, 1)
+        new = Placements(stages, stages)
+        adopted = record_of(told, packaged_cards()[DEMO], same)
+        assert adopted is not None and new.adopt(adopted)
+        async with asyncio.timeout(5):
+            while (adopted.endpoints[1].node, 1) not in stages.up or adopted.status != "ready":
+                await asyncio.sleep(0)
+        await new.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_stages_with_a_gap_make_no_placement(first: int) -> None:
+    specs = [pb.StageSpec(first_layer=0, end_layer=2), pb.StageSpec(first_layer=first, end_layer=9)]
+    told = pb.HeldPlacement(placement="p", model="demo")
+    told.stages.extend(pb.HeldStage(node="a", spec=spec) for spec in specs)
+    assert record_of(told, packaged_cards()[DEMO], same) is None
+
+
+def test_of_two_placements_of_a_model_the_heads_own_stays() -> None:
+    async def scenario() -> None:
+        stages = Cluster()
+        other, own = Placements(stages, stages), Placements(stages, stages)
+        [told] = over_the_wire([await other.place(DEMO, PlanOptions())])
+        kept = await own.place(DEMO, PlanOptions())
+        loser = record_of(told, packaged_cards()[DEMO], same)
+        assert loser is not None and not own.adopt(loser)
+        assert own.records == [kept]
+        await own.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_last_word_of_a_head_outlives_it_until_it_is_adopted() -> None:
+    held = Held()
+    beat = pb.Heartbeat(held=[pb.HeldPlacement(placement="p")])
+    held.learn(A, beat, only=True)
+    assert held.names("p")
+    assert held.take(lambda _: True) == {}, "it still leads"
+    assert [w.placements[0].placement for w in held.take(lambda _: False).values()] == ["p"]
+    assert not held.names("p")
+    held.learn(A, beat, only=True)
+    held.learn(B, pb.Heartbeat(), only=True)
+    assert not held.names("p"), "a newer head's word counts"
+
+
+def test_a_claim_keeps_its_placement_in_use() -> None:
+    async def scenario(claims: Claims, placements: Placements) -> None:
+        events = claims.acquire(asked())
+        got = await placed(events)
+        assert got.stages[0].node == NODE
+        [record] = placements.records
+        assert record.active == 1
+        await events.aclose()
+        assert record.active == 0
+
+    run(scenario, FakeStages())
