@@ -1,13 +1,17 @@
 """Random kills under answers of three stages with warm spares: are all tokens there, and how late?
 
     python bench/kills.py [--kills 200] [--seed 1] [--only NUMBER] [--spares 1]
+    python bench/kills.py --heads 100 [--tokens 256] [--seed 1] [--json FILE]
+    python bench/kills.py --pairs 20 [--tokens 256] [--json FILE]
 
-Four real nodes on loopback. Each trial asks a question, kills or stops a runner or a node at a
-random moment, and compares the answer's ids with those of an undisturbed one. Ends with status 1
-where anything was lost, repeated, too late or held too long.
+`--heads` kills, stops or hangs the head under four answers of other nodes, `--pairs` kills the
+larger of two machines. Without them each trial asks a question, kills or stops a runner or
+a node at a random moment, and compares the answer's ids with those of an undisturbed one.
+Ends with status 1 where anything was lost, repeated, too late or held too long.
 """
 
 import argparse
+import json
 import signal
 import statistics
 import sys
@@ -20,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import head_trials
 from laboratory import Laboratory, laboratory
 from listening import SILENCE_S, ask
 from trials import Outcome, Trial, attempt, questions, trials
@@ -31,7 +36,13 @@ def main() -> int:
     _ = parser.add_argument("--seed", type=int, default=1)
     _ = parser.add_argument("--only", type=int, help="the number of one trial, to repeat it")
     _ = parser.add_argument("--spares", type=int, default=1, help="warm runners of each stage")
+    _ = parser.add_argument("--heads", type=int, default=0, help="blows against the head")
+    _ = parser.add_argument("--pairs", type=int, default=0, help="losses of one of two machines")
+    _ = parser.add_argument("--tokens", type=int, default=256, help="of each answer then")
+    _ = parser.add_argument("--json", type=Path, help="where their outcomes are written")
     options = parser.parse_args()
+    if options.heads or options.pairs:
+        return _heads(options) if options.heads else _pairs(options)
     begun = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -47,6 +58,62 @@ def main() -> int:
     _report(outcomes)
     print(f"{time.monotonic() - begun:.0f} s in all, seed {options.seed}")
     return 1 if any(outcome.faults for outcome in outcomes) else 0
+
+
+def _heads(options: argparse.Namespace) -> int:
+    """Blows against the head; the exit status."""
+    outcomes: list[head_trials.Outcome] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        laboratory(Path(scratch), spares=options.spares) as lab,
+    ):
+        expected = head_trials.undisturbed(lab, options.tokens)
+        for blow in head_trials.blows(options.seed, options.heads, options.tokens):
+            outcome = head_trials.strike(lab, blow, options.tokens, expected)
+            outcomes.append(outcome)
+            _write(options.json, [each.describe() for each in outcomes])
+            told = "; ".join(outcome.faults) or "as undisturbed"
+            where = "stage lost" if blow.stage else "no stage"
+            print(
+                f"{blow.name:8} {blow.shape:11} {blow.how:13} {where:10} "
+                f"gap {outcome.gap_s:5.2f} s, {outcome.resumes} resumed, {outcome.hit} hit  {told}",
+                flush=True,
+            )
+            head_trials.vouch(lab)
+    for stage in (False, True):
+        gaps = sorted(each.gap_s for each in outcomes if each.blow.stage is stage)
+        if gaps:
+            what = "with a stage" if stage else "without one"
+            print(f"heads {what}: gap {statistics.median(gaps):.2f} s, {gaps[-1]:.2f} at most")
+    failed = sum(bool(each.faults) for each in outcomes)
+    print(f"{failed} of {len(outcomes)} failed")
+    return 1 if failed else 0
+
+
+def _pairs(options: argparse.Namespace) -> int:
+    """The larger of two machines is killed; the exit status."""
+    faults: list[str] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        laboratory(
+            Path(scratch), nodes=2, stages=2, spares=0, memory={"n0": "1GB", "n1": "2GB"}
+        ) as lab,
+    ):
+        expected = head_trials.undisturbed(lab, options.tokens)
+        for number in range(options.pairs):
+            fault = head_trials.lose_the_larger(lab, number, options.tokens, expected)
+            faults.append(fault)
+            _write(options.json, faults)
+            print(f"{number}: {fault or 'goes on'}", flush=True)
+            head_trials.vouch(lab)
+    failed = sum(map(bool, faults))
+    print(f"{failed} of {len(faults)} failed")
+    return 1 if failed else 0
+
+
+def _write(file: Path | None, outcomes: object) -> None:
+    if file is not None:
+        _ = file.write_text(json.dumps(outcomes, indent=1))
 
 
 def _run(lab: Laboratory, made: Iterator[Trial], kills: int) -> Iterator[Outcome]:

@@ -1,7 +1,7 @@
 """A cluster of real nodes on loopback to be broken: nodes and runners that end and come back."""
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,8 @@ class Laboratory:
     spares: int
     """Warm runners of each stage beside the one that works."""
     stages: int
+    memory: Mapping[str, str] = field(default_factory=dict[str, str])
+    """--memory-limit by folder: n0, n1, …"""
     load_s: float = 0.0
     """How long the first placement took: what a stage without a spare costs, at most."""
     collapsed: int = 0
@@ -60,7 +62,7 @@ class Laboratory:
         """As a node that answers names it."""
         return str(self._any().call("GET", "/v1/cluster", timeout_s=5).body["head"])
 
-    def place(self, **options: int) -> Any:
+    def place(self, **options: Any) -> Any:
         """Places the demo model, replacing what there was."""
         wanted = {"min_nodes": self.stages, "max_nodes": self.stages, "spares": self.spares}
         begun = time.monotonic()
@@ -94,16 +96,43 @@ class Laboratory:
         running = [*self.places(), *self.ready_spares()]
         return spared == expected and all(psutil.pid_exists(place.pid) for place in running)
 
-    def until_whole(self) -> float:
+    def nodes(self) -> list[Any]:
+        """As a node that answers shows them."""
+        return list(self._any().call("GET", "/v1/cluster", timeout_s=5).body["nodes"])
+
+    def until_spared(self) -> None:
+        eventually(self.is_whole, WHOLE_WITHIN_S)
+
+    def until_alive(self) -> None:
+        """Every node sees that every node is there."""
+
+        def all_see_all() -> bool:
+            return all(self._alive(kept.running) == len(self._kept) for kept in self._kept.values())
+
+        eventually(all_see_all, WHOLE_WITHIN_S)
+
+    def until_ended(self, node_id: str) -> None:
+        """A node that was killed or told to stop; returns at once for one that goes on."""
+        process = self.node(node_id).process
+        deadline = time.monotonic() + WHOLE_WITHIN_S
+        while process.poll() is None and self._stops(node_id) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _stops(self, node_id: str) -> bool:
+        shown = {node["id"]: node["status"] for node in self.nodes()}
+        return shown.get(node_id) != "alive"
+
+    def until_whole(self, *, together: bool = False) -> float:
         """Restarts the nodes that ended; the seconds until every stage and spare was there.
 
-        Where stages have moved together, they are then placed anew, each on a node of its own.
+        Where stages have moved together, they are then placed anew, each on a node of its own,
+        unless they may stay `together`.
         """
         begun = time.monotonic()
         self.restart()
         eventually(self.is_whole, WHOLE_WITHIN_S)
         took = time.monotonic() - begun
-        if len({place.node for place in self.places()}) < self.stages:
+        if not together and len({place.node for place in self.places()}) < self.stages:
             self.collapsed += 1
             _ = self.place()
             eventually(self.is_whole, WHOLE_WITHIN_S)
@@ -161,6 +190,8 @@ class Laboratory:
         key.chmod(0o600)
         dialled = [flag for peer in peers for flag in ("--peer", peer)]
         flags = ("--no-mdns", "--dtype", "float32", "--grpc-port", port, "--log-format", "human")
+        if limit := self.memory.get(folder.name):
+            flags += ("--memory-limit", limit)
         opened = node(folder, *flags, "--cluster-key-file", str(key), *dialled)
         running = opened.__enter__()
         own = running.itself()
@@ -184,10 +215,15 @@ class Laboratory:
 
 @contextmanager
 def laboratory(
-    root: Path, *, nodes: int = 4, stages: int = 3, spares: int = 1
+    root: Path,
+    *,
+    nodes: int = 4,
+    stages: int = 3,
+    spares: int = 1,
+    memory: Mapping[str, str] | None = None,
 ) -> Generator[Laboratory]:
     """Nodes with the demo model placed and its spares ready."""
-    lab = Laboratory(root, spares, stages)
+    lab = Laboratory(root, spares, stages, memory or {})
     try:
         lab.start(nodes)
         _ = lab.place()

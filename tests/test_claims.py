@@ -29,8 +29,8 @@ DEMO, OTHER = ModelId("demo"), next(m for m in packaged_cards() if m != "demo")
 REQUEST = GenerationRequest(RequestId("r"), DEMO, ({"role": "user"},), Sampling())
 
 
-def asked(model: ModelId = DEMO, **more: str) -> pb.AcquireRequest:
-    return pb.AcquireRequest(model=model, request="r", **more)
+def asked(model: ModelId = DEMO) -> pb.AcquireRequest:
+    return pb.AcquireRequest(model=model, request="r")
 
 
 async def placed(events: AsyncGenerator[pb.AcquireEvent, None]) -> pb.Placed:
