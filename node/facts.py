@@ -1,7 +1,7 @@
 """This node's facts, and what placing asks: views, cards, switches, dtypes."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ..placement.card import ModelCard
@@ -11,6 +11,7 @@ from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
 from ..proto import peer_pb2 as pb
 from .link_table import link_facts
+from .memory_ledger import Promised, left
 from .models import ModelLibrary
 from .placements import StageSettings
 from .switches import Switches
@@ -31,14 +32,22 @@ class MemberFacts:
     def id(self) -> NodeId:
         return NodeId(self.facts.id)
 
-    def for_planner(self, placing: ModelId) -> NodeFacts:
-        """Memory is what other models' stages leave, with the planner's headroom on theirs."""
+    def for_planner(
+        self, placing: ModelId, promises: Mapping[ModelId, int] | None = None
+    ) -> NodeFacts:
+        """Memory is what other models leave of it; `promises` is what they may take here."""
         f = self.facts
-        others = sum(s.weight_bytes + s.cache_bytes for s in self.stages if s.model != placing)
+        used: dict[ModelId, int] = {}
+        for stage in self.stages:
+            took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
+            model = ModelId(stage.model)
+            used[model] = used.get(model, 0) + took
+        others = {model: size for model, size in (promises or {}).items() if model != placing}
+        _ = used.pop(placing, None)
         return NodeFacts(
             id=self.id,
             name=f.name,
-            memory_bytes=max(0, f.memory_bytes - int(others * STAGE_HEADROOM)),
+            memory_bytes=left(f.memory_bytes, others, used),
             memory_bandwidth=f.memory_bandwidth,
             backend=f.backend,
             chip=f.chip,
@@ -77,10 +86,13 @@ class NodeFactsSource:
         self._head = head
         self._library = library
         self._switches = switches
+        self.promised: Callable[[], Promised] = dict
+        """What the placements of this node may take of others' memory; see `memory_ledger`."""
 
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
-        told = [member.for_planner(placing) for member in members]
+        promises = self.promised()
+        told = [m.for_planner(placing, promises.get(m.id)) for m in members]
         # A correction is its node's own: kin share what was probed only.
         known = zip(members, with_kin_profiles(told), strict=True)
         nodes = evened([member.at_work(node, placing) for member, node in known])

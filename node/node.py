@@ -22,6 +22,7 @@ from .interfaces import LOOPBACK
 from .leaving import Leaving
 from .local_node import LocalNode
 from .local_stages import LocalStages
+from .memory_ledger import promised
 from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import Peering
@@ -63,6 +64,7 @@ class Node:
             self._cluster_stages(),
         )
         self._placements = Placements(stages, facts, events, wishes, cluster.speak_up)
+        facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
         self._claims = Claims(self._placements, facts, events)
         self._watch = StageWatch(

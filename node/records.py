@@ -120,6 +120,8 @@ class Record:
     """For a person: what losses have changed about `plan`."""
     moved_at: float = float("-inf")
     """When that was, or a better place was last looked for, by the monotonic clock."""
+    unloaded: bool = False
+    """It holds nothing any more, and is promised nothing."""
     active: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -217,15 +217,18 @@ class Restorer:
 
     async def unload(self, record: Record) -> None:
         """Ends every runner of the placement, as far as its nodes are live."""
-        await self.drop_spares(record)
-        await self.retire(record)
-        endpoints = dict(enumerate(record.endpoints))
-        await asyncio.gather(
-            *(
-                self._end(record, number, stage.node, endpoints.get(number))
-                for number, stage in enumerate(record.plan.stages)
+        try:
+            await self.drop_spares(record)
+            await self.retire(record)
+            endpoints = dict(enumerate(record.endpoints))
+            await asyncio.gather(
+                *(
+                    self._end(record, number, stage.node, endpoints.get(number))
+                    for number, stage in enumerate(record.plan.stages)
+                )
             )
-        )
+        finally:
+            record.unloaded = True
 
     async def _end(
         self,
