@@ -81,13 +81,18 @@ class Channels:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = channel_credentials(credentials)
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
 
-    def to(self, address: str, name: str) -> grpc.aio.Channel:
-        """`address` is host:port; `name` is what the other side's certificate must carry."""
-        key = (address, name)
+    def to(self, address: str, name: str, *, beats: bool = False) -> grpc.aio.Channel:
+        """`address` is host:port; `name` is what the other side's certificate must carry.
+
+        `beats`: a connection for heartbeats alone, which no number of other calls can hold up.
+        """
+        key = (address, name, beats)
         if key not in self._channels:
             options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+            if beats:  # else gRPC shares one connection between channels to the same target
+                options.append(("grpc.use_local_subchannel_pool", 1))
             self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)
         return self._channels[key]
 
@@ -109,7 +114,8 @@ class ControlClient:
 
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
         """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
-        stub = peer_pb2_grpc.MembershipStub(self._channels.to(address, node_name(node)))
+        channel = self._channels.to(address, node_name(node), beats=True)
+        stub = peer_pb2_grpc.MembershipStub(channel)
         return await _reply(stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S), address)
 
     async def load(

@@ -113,6 +113,10 @@ class EventLog:
                 listener.end(self._dropped(event.sequence - 1))
         return event
 
+    @property
+    def listeners(self) -> int:
+        return len(self._listeners)
+
     def held(self, after: str | int | None = None) -> list[Event]:
         """The events after that id or sequence number, oldest first.
 

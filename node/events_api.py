@@ -10,13 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..placement.errors import InvalidRequest
+from ..placement.errors import InvalidRequest, QueueFull
 from .events import CAPACITY, Event, EventLog
 from .sse import EventStream, attended, comment
 from .strict_json import encode
 
 EVENTS_PATH: Final = "/v1/events"
 KEEP_ALIVE_S: Final = 15.0
+MAX_LISTENERS: Final = 128
 
 _ID: Final = re.compile(r"(?:[0-9a-f]{8}-)?[0-9]{1,15}")
 _SCOPES: Final = ("cluster", "node")
@@ -89,6 +90,11 @@ class EventsApi:
     async def events(self, request: Request) -> Response:
         last_id = request.headers.get("last-event-id")
         query = parse_query(request.query_params.multi_items(), last_id)
+        if query.follow and self._events.listeners >= MAX_LISTENERS:
+            raise QueueFull(
+                f"{MAX_LISTENERS} clients follow the events already; close one, or ask with "
+                "follow=0 now and then"
+            )
         return EventStream(self._frames(query, request))
 
     async def _frames(self, query: Query, request: Request) -> AsyncGenerator[bytes]:

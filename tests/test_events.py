@@ -301,3 +301,19 @@ def test_a_stream_that_ends_with_an_error_fails_the_command() -> None:
 
 def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
     assert "\x1b" not in line({"time": 0.0, "text": "\x1b[2Jdesk joined"})
+
+
+def test_one_listener_too_many_is_refused_and_told_how_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("exo_node.node.events_api.MAX_LISTENERS", 2)
+    with serving_fakes(events=log_of(1)) as node:
+        request = f"GET /v1/events HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n".encode()
+        with node.raw(request) as one, node.raw(request) as two:
+            for connection in (one, two):
+                while b"id: " not in connection.recv(65536):
+                    pass
+            fault = node.ask("GET", "/v1/events")
+            assert (fault.status, fault.error["code"]) == (429, "queue_full")
+            assert "follow=0" in fault.error["message"]
+            assert node.ask("GET", "/v1/events?follow=0").status == 200

@@ -1,0 +1,78 @@
+"""Heartbeats go on however many other calls a connection carries."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from exo_node.node.control_client import Channels, ControlClient
+from exo_node.node.control_server import SERVER_OPTIONS
+from exo_node.node.http_connection import ConnectionLimits
+from exo_node.node.trust import (
+    load_or_create_cluster_key,
+    load_or_create_identity,
+    node_credentials,
+    server_credentials,
+)
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+
+STREAMS = 4
+
+
+class _Node(peer_pb2_grpc.MembershipServicer, peer_pb2_grpc.ControlServicer):
+    """Answers heartbeats at once and forwarded requests never."""
+
+    async def Exchange(self, request: pb.Heartbeat, context: Any) -> pb.Heartbeat:
+        return pb.Heartbeat(protocol=request.protocol)
+
+    async def Http(self, request: pb.HttpRequest, context: Any) -> AsyncIterator[pb.HttpChunk]:
+        yield pb.HttpChunk()
+        _ = await asyncio.Event().wait()
+
+    async def LoadStage(self, request: pb.StageSpec, context: Any) -> AsyncIterator[pb.LoadEvent]:
+        raise NotImplementedError
+        yield
+
+    async def UnloadStage(self, request: Any, context: Any) -> pb.UnloadStageReply:
+        raise NotImplementedError
+
+
+def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        identity = load_or_create_identity(tmp_path)
+        credentials = node_credentials(identity, load_or_create_cluster_key(tmp_path))
+        server = grpc.aio.server(options=[("grpc.max_concurrent_streams", STREAMS)])
+        node = _Node()
+        peer_pb2_grpc.add_MembershipServicer_to_server(node, server)
+        peer_pb2_grpc.add_ControlServicer_to_server(node, server)
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
+        await server.start()
+        channels = Channels(credentials)
+        client, address = ControlClient(channels), f"127.0.0.1:{port}"
+
+        async def follow() -> None:
+            async for _ in client.http(address, identity.node, pb.HttpRequest()):
+                pass
+
+        streams = [asyncio.create_task(follow()) for _ in range(3 * STREAMS)]
+        await asyncio.sleep(0.5)
+        try:
+            beat = await client.exchange(address, identity.node, pb.Heartbeat(protocol=7))
+            assert beat.protocol == 7
+        finally:
+            for stream in streams:
+                _ = stream.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                _ = await asyncio.gather(*streams, return_exceptions=True)
+            await channels.close()
+            await server.stop(grace=None)
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_carries_every_request_that_http_may_forward() -> None:
+    assert dict(SERVER_OPTIONS)["grpc.max_concurrent_streams"] > ConnectionLimits().connections
