@@ -37,6 +37,13 @@ class _Node(peer_pb2_grpc.MembershipServicer, peer_pb2_grpc.ControlServicer):
         raise NotImplementedError
         yield
 
+    async def Acquire(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise NotImplementedError
+        yield
+
+    async def Report(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def UnloadStage(self, request: Any, context: Any) -> pb.UnloadStageReply:
         raise NotImplementedError
 
