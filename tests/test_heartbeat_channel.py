@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from exo_node.node.control_client import Channels, ControlClient
@@ -23,29 +24,26 @@ from exo_node.proto import peer_pb2_grpc
 STREAMS = 4
 
 
-class _Node(peer_pb2_grpc.MembershipServicer, peer_pb2_grpc.ControlServicer):
-    """Answers heartbeats at once and forwarded requests never."""
+class _Membership(peer_pb2_grpc.MembershipServicer):
+    """Answers heartbeats at once."""
 
     async def Exchange(self, request: pb.Heartbeat, context: Any) -> pb.Heartbeat:
         return pb.Heartbeat(protocol=request.protocol)
 
-    async def Http(self, request: pb.HttpRequest, context: Any) -> AsyncIterator[pb.HttpChunk]:
-        yield pb.HttpChunk()
-        _ = await asyncio.Event().wait()
 
-    async def LoadStage(self, request: pb.StageSpec, context: Any) -> AsyncIterator[pb.LoadEvent]:
-        raise NotImplementedError
-        yield
+async def _never_ends(request: pb.HttpRequest, context: Any) -> AsyncIterator[pb.HttpChunk]:
+    yield pb.HttpChunk()
+    _ = await asyncio.Event().wait()
 
-    async def Acquire(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        raise NotImplementedError
-        yield
 
-    async def Report(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    async def UnloadStage(self, request: Any, context: Any) -> pb.UnloadStageReply:
-        raise NotImplementedError
+def _http() -> grpc.GenericRpcHandler:
+    """Of the Control service, forwarded requests alone."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        _never_ends,  # pyright: ignore[reportArgumentType]
+        request_deserializer=pb.HttpRequest.FromString,
+        response_serializer=pb.HttpChunk.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("exo_node.v1.Control", {"Http": handler})
 
 
 def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> None:
@@ -53,9 +51,8 @@ def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> No
         identity = load_or_create_identity(tmp_path)
         credentials = node_credentials(identity, load_or_create_cluster_key(tmp_path))
         server = grpc.aio.server(options=[("grpc.max_concurrent_streams", STREAMS)])
-        node = _Node()
-        peer_pb2_grpc.add_MembershipServicer_to_server(node, server)
-        peer_pb2_grpc.add_ControlServicer_to_server(node, server)
+        peer_pb2_grpc.add_MembershipServicer_to_server(_Membership(), server)
+        server.add_generic_rpc_handlers((_http(),))
         port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
         await server.start()
         channels = Channels(credentials)
