@@ -9,6 +9,7 @@ from ..placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ..placement.correction import AtWork, corrected
 from ..placement.drafting import EnabledState
 from ..placement.ids import ModelId, NodeId
+from ..placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ..proto import peer_pb2 as pb
 from .link_table import link_facts
 from .memory_ledger import Promised, left
@@ -99,13 +100,18 @@ class NodeFactsSource:
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 
-    def split_refusal(self, model: ModelId) -> str:
-        """Why a model must run on one node, as the node said that checked its class; "" where none.
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        """Where a model must not be split, as the nodes said that checked it; the strictest.
 
-        A class that nobody has checked is checked when its first split is loaded.
+        A stage that nobody has checked is checked when it is first loaded.
         """
         told = (refusal for member in self._members() for refusal in member.facts.split_refusals)
-        return next((refusal.reason for refusal in told if refusal.model == model), "")
+        refusals = [
+            SplitRefusal(each.reason, frozenset(each.borders))
+            for each in told
+            if each.model == model
+        ]
+        return min(refusals, key=lambda each: len(each.borders), default=MAY_BE_SPLIT)
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""

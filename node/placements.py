@@ -258,7 +258,7 @@ class Placements:
                 log.warning("%s is planned anew: %s", model, fault)
                 return await self._replace(model, wish, lost | dead)
             self._failures.note(model)
-            if not refusal and self._facts.split_refusal(model):
+            if self._facts.split_refusal(model) != refusal:
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
                 return await self._replace(model, wish)

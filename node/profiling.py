@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..placement.errors import ExoNodeError, LoadFailed
 from ..placement.ids import NodeId
+from ..placement.split_refusal import SplitRefusal, refusal_in
 from ..proto import peer_pb2 as pb
 from .background import Loops
 from .control_links import LinkClient
@@ -21,8 +22,6 @@ from .records import Endpoint
 
 log = logging.getLogger(__name__)
 
-SPLIT_REFUSED: Final = "pipeline"
-"""The `param` of the LoadFailed of a runner whose model class did not pass its self-check."""
 MAX_REFUSALS: Final = 64
 SAVE_EVERY_S: Final = 30.0
 """What a node that is killed loses of its corrections, at most."""
@@ -59,7 +58,7 @@ class Profiling:
         self._profiles = profiles
         self._client = client
         self._working: dict[tuple[str, int], _Working] = {}
-        self._refusals: dict[str, str] = {}
+        self._refusals: dict[str, SplitRefusal] = {}
         self._members: Members = lambda: ()
         self._reports: Reports = lambda: ()
         self._prober = LinkProber(self._peers, self._busy, client.measure, source_address, clock)
@@ -96,7 +95,9 @@ class Profiling:
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
         refused = self._refusals.items()
-        facts.split_refusals.extend(pb.SplitRefusal(model=m, reason=r) for m, r in refused)
+        facts.split_refusals.extend(
+            pb.SplitRefusal(model=m, reason=r.reason, borders=sorted(r.borders)) for m, r in refused
+        )
         return facts
 
     def describe(
@@ -153,8 +154,8 @@ class Profiling:
         try:
             return await loading
         except LoadFailed as fault:
-            if fault.param == SPLIT_REFUSED:
-                self._refuse(model, fault.message)
+            if refusal := refusal_in(fault.param, fault.message):
+                self._refuse(model, refusal)
             raise
 
     def quickest(self, sender: NodeId, endpoint: Endpoint) -> Endpoint:
@@ -183,8 +184,8 @@ class Profiling:
             await asyncio.sleep(SAVE_EVERY_S)
             await asyncio.to_thread(self._profiles.save)
 
-    def _refuse(self, model: str, reason: str) -> None:
-        self._refusals[model] = reason
+    def _refuse(self, model: str, refusal: SplitRefusal) -> None:
+        self._refusals[model] = refusal
         while len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 

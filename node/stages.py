@@ -8,6 +8,7 @@ from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import EnabledState, HeadState, choose_drafting
 from ..placement.ids import ModelId, NodeId, PlacementId
+from ..placement.split_refusal import SplitRefusal
 from ..proto import peer_pb2 as pb
 from .records import Endpoint, Record
 
@@ -78,8 +79,8 @@ class Facts(Protocol):
         """The card, and the fingerprint of this node's files ("" where it has none)."""
         ...
 
-    def split_refusal(self, model: ModelId) -> str:
-        """Why the model must run on one node: its class failed its check; "" where none did."""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        """Where the model must not be split: a stage of its class failed its check there."""
         ...
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:

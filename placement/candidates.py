@@ -139,6 +139,7 @@ def _problem(task: Task, nodes: Sequence[NodeFacts]) -> Problem:
         least=max(2, bounds.least),
         most=bounds.most,
         required=(1 << len(nodes)) - 1 if bounds.pinned else 0,
+        split=bounds.split,
     )
 
 

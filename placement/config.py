@@ -28,7 +28,7 @@ LAYER_FIELDS = (
     "num_transformer_layers",
 )
 """A number's names in config.json, the usual one first: early publishers chose their own."""
-HIDDEN_FIELDS = ("hidden_size", "n_embd", "d_model", "model_dim")
+HIDDEN_FIELDS = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
 VOCABULARY_FIELDS = ("vocab_size", "num_vocab")
 HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
 _KV_HEAD_FIELDS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads")

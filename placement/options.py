@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from .card import ModelCard
@@ -9,6 +10,7 @@ from .cluster import ClusterView, NodeFacts
 from .errors import InsufficientMemory, InvalidRequest
 from .ids import NodeId
 from .search import MAX_NODES
+from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 DEFAULT_CONTEXT = 32768
 """Tokens of KV that a placement has room for when nobody asks: longer is a choice with a price."""
@@ -44,10 +46,13 @@ class Allowed:
     most: int
     context: int
     pinned: bool
+    split: SplitRefusal = MAY_BE_SPLIT
 
 
-def allowed(card: ModelCard, view: ClusterView, options: PlanOptions, refusal: str) -> Allowed:
-    """What `options` leave; `refusal` says why the model must not be split ("" where it may).
+def allowed(
+    card: ModelCard, view: ClusterView, options: PlanOptions, refusal: SplitRefusal
+) -> Allowed:
+    """What `options` leave; `refusal` says where the model must not be split.
 
     Raises InvalidRequest naming the field for what nothing can meet, and InsufficientMemory where
     no node is left.
@@ -55,11 +60,11 @@ def allowed(card: ModelCard, view: ClusterView, options: PlanOptions, refusal: s
     nodes = _nodes(card, view, options)
     pinned = bool(options.nodes or options.layers)
     least, most = (_pinned_sizes if pinned else _sizes)(card, len(nodes), options)
-    if refusal and least > 1:
+    if refusal.forbids and least > 1:
         field = "layers" if options.layers else "nodes" if options.nodes else "min_nodes"
         raise InvalidRequest(
-            f"{field} asks for {least} stages, and {card.id} runs on one node only: {refusal}; "
-            f"leave {field} out, or name one node",
+            f"{field} asks for {least} stages, and {card.id} runs on one node only: "
+            f"{refusal.reason}; leave {field} out, or name one node",
             param=field,
         )
     if least > MAX_NODES and not options.layers:
@@ -68,8 +73,15 @@ def allowed(card: ModelCard, view: ClusterView, options: PlanOptions, refusal: s
             "split by hand with layers",
             param="nodes" if options.nodes else "min_nodes",
         )
+    counts = [count for _, count in options.layers]
+    if not refusal.allows(counts):
+        raise InvalidRequest(
+            f"layers puts the ends of stages at {', '.join(map(str, accumulate(counts)))}, and "
+            f"{card.id} is not split so: {refusal}; choose others, or leave layers out",
+            param="layers",
+        )
     context = _context(card, options.context)
-    return Allowed(nodes, least, 1 if refusal else most, context, pinned)
+    return Allowed(nodes, least, 1 if refusal.forbids else most, context, pinned, refusal)
 
 
 def _nodes(card: ModelCard, view: ClusterView, options: PlanOptions) -> tuple[NodeFacts, ...]:

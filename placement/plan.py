@@ -11,6 +11,7 @@ from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
 from .reasons import drafting_reason, insufficient, mtp_off_reason, split_by_hand, why
+from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 __all__ = [
     "ASSUMED_MTP_SPEEDUP",
@@ -66,14 +67,14 @@ def plan(
     options: PlanOptions = ANY,
     *,
     native_mtp: bool = True,
-    pipeline_refusal: str = "",
+    pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Placement:
     """The placement that answers one request the fastest.
 
     Exact for the costs of `cost.py`, for up to 16 nodes that matter and layers alike; where it
     cannot be, `bound` says how far off it may be. `native_mtp` is False where the operator turned
-    it off, so that no memory is kept for the head; `pipeline_refusal` says why this model must not
-    be split. The same arguments give the same placement. Raises InsufficientMemory, and
+    it off, so that no memory is kept for the head; `pipeline_refusal` says where this model must
+    not be split. The same arguments give the same placement. Raises InsufficientMemory, and
     InvalidRequest for what nothing can meet.
     """
     return preview(
@@ -88,7 +89,7 @@ def seconds_now(card: ModelCard, view: ClusterView, stages: Sequence[StageAssign
     """
     if len(stages) > 1:
         return seconds_per_token(card, stages, view)
-    task = Task(card, view, allowed(card, view, ANY, ""), card.native_mtp is not None)
+    task = Task(card, view, allowed(card, view, ANY, MAY_BE_SPLIT), card.native_mtp is not None)
     return assigned(task, (view.node(stages[0].node),), [card.num_layers]).seconds
 
 
@@ -98,7 +99,7 @@ def preview(
     options: PlanOptions = ANY,
     *,
     native_mtp: bool = True,
-    pipeline_refusal: str = "",
+    pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Preview:
     """As `plan`, with the next best choice beside it."""
     bounds = allowed(card, view, options, pipeline_refusal)

@@ -7,6 +7,7 @@ from .candidates import Candidate, Task, assigned
 from .drafting import split_reason, undeclared_reason
 from .errors import InsufficientMemory
 from .options import PlanOptions
+from .split_refusal import SplitRefusal
 
 
 def why(
@@ -15,7 +16,7 @@ def why(
     ranked: Sequence[Candidate],
     bound: float,
     options: PlanOptions,
-    refusal: str,
+    refusal: SplitRefusal,
 ) -> str:
     """A sentence on the chosen candidate; `ranked` are all that were found, the best first."""
     if len(best.nodes) == 1:
@@ -23,7 +24,7 @@ def why(
     else:
         text = _why_split(task, best, ranked, options)
     if refusal:
-        text += f"; not split: {refusal}"
+        text += f"; not split{' elsewhere' if refusal.borders else ''}: {refusal}"
     if bound < best.seconds and not options.layers:
         text += f"; nothing can take less than {bound * 1000:.3g} ms, which may not be reachable"
     return text
@@ -121,7 +122,7 @@ def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
     return assigned(task, task.allowed.nodes, counts)
 
 
-def insufficient(task: Task, options: PlanOptions, refusal: str) -> InsufficientMemory:
+def insufficient(task: Task, options: PlanOptions, refusal: SplitRefusal) -> InsufficientMemory:
     """Why nothing fits, with what is needed and what there is."""
     nodes, most = task.allowed.nodes, task.allowed.most
     has = ", ".join(f"{node.name} has {_gigabytes_down(node.memory_bytes)}" for node in nodes)
@@ -134,7 +135,8 @@ def insufficient(task: Task, options: PlanOptions, refusal: str) -> Insufficient
         remedies.append(f"raise max_nodes = {options.max_nodes}")
     if options.exclude:
         remedies.append("exclude fewer nodes")
-    cannot = f" ({task.card.id} is not split: {refusal})" if refusal else ""
+    where = " elsewhere" if refusal.borders else ""
+    cannot = f" ({task.card.id} is not split{where}: {refusal})" if refusal else ""
     return InsufficientMemory(
         f"{task.card.id} needs {needed(task)}, and no set of {count} can hold it{cannot}: {has}; "
         f"{', '.join(remedies)} or choose a smaller quantisation"

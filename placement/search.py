@@ -3,8 +3,9 @@
 A pipeline's cost is a sum: its stages' layers, the generator's tail, and the hops round the ring.
 Where layers are alike, the first two depend on the set of nodes and on which of them generates, the
 hops on the order alone. So a set is weighed once: the fastest filled first (`filled`), in the
-cheapest cycle (`Tours`). Exact for up to MAX_NODES nodes. Where layers need unequal memory, a split
-may fit one order and not another; orders are then tried, and `Outcome.floor` says what is proven.
+cheapest cycle (`Tours`). Exact for up to MAX_NODES nodes. Where layers need unequal memory, or the
+model may be split at some layers only, a split may fit one order and not another; orders are then
+tried, and `Outcome.floor` says what is proven.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +15,7 @@ from itertools import accumulate, combinations, permutations
 
 from .cost import ModelSizes
 from .split import cheapest_split, filled, holds, most_layers
+from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 from .tour import UNREACHED, Tours, members
 
 MAX_NODES = 16
@@ -40,6 +42,8 @@ class Problem:
     """Stages: 2 <= least <= most <= layers."""
     required: int = 0
     """Nodes that must take part, as a bit mask."""
+    split: SplitRefusal = MAY_BE_SPLIT
+    """Where stages may meet."""
 
     def only(self, nodes: Sequence[int]) -> "Problem":
         """These nodes, renumbered in the order of `nodes`."""
@@ -285,8 +289,11 @@ class _Search:
         return self.problem.tail[generator] + stages
 
     def _route(self, nodes: tuple[int, ...], counts: Sequence[int], cost: int) -> Route | None:
-        """None where the caches of unlike layers do not fit where they come to lie."""
+        """None where the caches of unlike layers do not fit where they come to lie, and where the
+        model must not be split so."""
         p = self.problem
+        if not p.split.allows(counts):
+            return None
         if p.sizes.uniform or holds(p.sizes, [p.memory[i] for i in nodes], counts):
             return Route(nodes, tuple(counts), cost)
         return None
@@ -308,7 +315,7 @@ class _Search:
                 break
             self._tries += 1
             memory, layer = [p.memory[i] for i in order], [p.layer[i] for i in order]
-            counts = cheapest_split(p.sizes, memory, layer)
+            counts = cheapest_split(p.sizes, memory, layer, p.split)
             if counts is None:
                 continue
             cost = self._compute(order[0], order, counts) + hops

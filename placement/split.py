@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby
 
 from .cost import ModelSizes
+from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 
 def proportional_layers(total: int, weights: Sequence[int]) -> list[int]:
@@ -68,9 +69,12 @@ def holds(sizes: ModelSizes, memory: Sequence[int], counts: Sequence[int]) -> bo
 
 
 def cheapest_split(
-    sizes: ModelSizes, memory: Sequence[int], costs: Sequence[int]
+    sizes: ModelSizes,
+    memory: Sequence[int],
+    costs: Sequence[int],
+    refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> list[int] | None:
-    """The cheapest shares for nodes in this order where layers need unequal memory.
+    """The cheapest shares for nodes in this order where not every split fits.
 
     By dynamic programming over (stages, layers placed); None where nothing fits.
     """
@@ -89,7 +93,7 @@ def cheapest_split(
                 for at, done in enumerate(reached[first:end], first)
                 if done is not None
             ]
-            if starts:
+            if starts and refusal.may_end_at(end, layers):
                 following[end], choice[end] = min(starts)
         reached = following
         choices.append(choice)

@@ -754,17 +754,23 @@ class SplitRefusal(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    BORDERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     reason: _builtins.str
+    @_builtins.property
+    def borders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layers that stages may begin with; none: one node only"""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         reason: _builtins.str = ...,
+        borders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borders", b"borders", "model", b"model", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,8 +60,8 @@ class _InPlace(nn.Module):
 class _PassedOver(_InPlace):
     """In place of a layer that another stage owns."""
 
-    def __call__(self, x: mx.array, *_args: object, **_kwargs: object) -> Any:
-        return _handed(x, self._more)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _handed(_entering(args, kwargs), self._more)
 
 
 class _Watched(_InPlace):
@@ -70,16 +70,21 @@ class _Watched(_InPlace):
     The first one is called (nothing is computed), to see what layers of this model hand on.
     """
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handing: Handing = self._handing
         given = {id(value) for value in (*args, *kwargs.values())}
         took = frozenset(j for j, cache in enumerate(self._caches) if id(cache) in given)
         handing.taken.append((self._index, took))
         if self._index == 0:
-            out = self._layer(x, *args, **kwargs)
+            out = self._layer(*args, **kwargs)
             handing.more = len(cast("tuple[Any, ...]", out)) - 1 if isinstance(out, tuple) else -1
             return cast(Any, out)
-        return _handed(x, handing.more)
+        return _handed(_entering(args, kwargs), handing.more)
+
+
+def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+    """Hidden states come first, by position or (GPT-J) by a name of the class's own."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _handed(x: mx.array, more: int) -> Any:
@@ -89,12 +94,35 @@ def _handed(x: mx.array, more: int) -> Any:
 class _Tapped(_InPlace):
     """A layer whose input is what the slot holds (`enter`) or whose output goes there (`leave`)."""
 
-    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slot: Slot = self._slot
         enter, leave = self._ends
-        out = self._layer(slot.entering if enter else x, *args, **kwargs)
+        if enter and args:
+            args = (slot.entering, *args[1:])
+        elif enter:
+            kwargs = {**kwargs, next(iter(kwargs)): slot.entering}
+        out = self._layer(*args, **kwargs)
         if leave:
             slot.leaving = _hidden_of(out)
+        return out
+
+
+@dataclass(slots=True)
+class Notes:
+    """What went into and came out of layers of a whole model in one call, by layer."""
+
+    entered: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+    left: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+
+
+class _Noted(_InPlace):
+    """A layer whose input and output are noted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        notes: Notes = self._notes
+        out = self._layer(*args, **kwargs)
+        notes.entered[self._index] = _entering(args, kwargs)
+        notes.left[self._index] = _hidden_of(out)
         return out
 
 
@@ -104,8 +132,8 @@ class _Begun(_InPlace):
     Nothing else hides that time on a stage: it cannot build ahead of a hidden that is not there.
     """
 
-    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> Any:
-        out = self._layer(x, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._layer(*args, **kwargs)
         if self._slot.computes:
             mx.async_eval(_hidden_of(out))
         return out
@@ -124,6 +152,11 @@ def watched(
         _Watched(layer, _index=i, _handing=handing, _caches=caches)
         for i, layer in enumerate(layers)
     ]
+
+
+def noted(layers: Sequence[nn.Module], notes: Notes) -> list[nn.Module]:
+    """The layers as they are, which write `notes`."""
+    return [_Noted(layer, _index=i, _notes=notes) for i, layer in enumerate(layers)]
 
 
 def view(

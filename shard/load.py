@@ -58,9 +58,10 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
             "config.json or safetensors headers are not the same; download the same revision"
         )
     generator = spec.stage == 0
-    if generator and spec.num_stages > 1:
+    if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
-        require_splittable(checkpoint.config, spec.profile_folder)
+        first, end = spec.first_layer, spec.end_layer
+        require_splittable(checkpoint.config, first, end, spec.profile_folder)
     before = bytes_read()
     dtype = DTYPES[spec.dtype]
 

@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
-from ..placement.errors import ExoNodeError
+from ..placement.errors import ExoNodeError, LoadFailed
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from ..proto.bound_server import BoundNumbers
@@ -41,6 +41,7 @@ from .prompt_encoder import PromptEncoder
 from .runner_generator import GeneratorService
 from .runner_services import NextStage, RunnerService, StageService
 from .stage import StageWorker
+from .stage_model import MODEL_FAULTS, said
 from .standby import Follower, StandbyService
 from .wire import DTYPES
 
@@ -157,7 +158,8 @@ class Runner:
         ready = self._ready(loaded, addresses, watch)
         if self._spec.measure_layers:
             timing = self._compute.submit(lambda: self._layer_times(loaded))
-            ready.layers.CopyFrom(await asyncio.wrap_future(timing))
+            if (times := await asyncio.wrap_future(timing)) is not None:
+                ready.layers.CopyFrom(times)
         _ = watched.cancel()
         self._parent.send(pb.FromRunner(ready=ready))
         reporter = asyncio.create_task(self._report_state(watch))
@@ -246,16 +248,22 @@ class Runner:
             for host in hosts
         ]
 
-    def _layer_times(self, loaded: Loaded) -> pb.LayerTimes:
+    def _layer_times(self, loaded: Loaded) -> pb.LayerTimes | None:
+        """None of a model whose layers do not run without those before them: it is planned by
+        what the machine's memory can do, as one that was never loaded."""
         self._report(pb.LoadProgress(step="timing its layers"))
-        times = probe_layers(
-            loaded.model,
-            loaded.expected.hidden_size,
-            DTYPES[self._spec.dtype],
-            self._rows,
-            time.perf_counter,
-            tail=self._spec.stage == 0,
-        )
+        try:
+            times = probe_layers(
+                loaded.model,
+                loaded.expected.hidden_size,
+                DTYPES[self._spec.dtype],
+                self._rows,
+                time.perf_counter,
+                tail=self._spec.stage == 0,
+            )
+        except (LoadFailed, *MODEL_FAULTS) as fault:
+            log.info("the layers of %s cannot be timed alone: %s", self._spec.model, said(fault))
+            return None
         return pb.LayerTimes(model=self._spec.model, dtype=self._spec.dtype, **asdict(times))
 
     def _server_credentials(self) -> grpc.ServerCredentials:

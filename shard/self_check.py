@@ -1,38 +1,47 @@
-"""Whether a model class may be split over nodes: a small one of it, whole and as two stages.
+"""Whether a stage computes what its layers do in the whole model: tried on a small one.
 
-The small model has random weights and the real one's structure. Prompt chunks, single tokens, a
-block and, where the caches can, its rollback must give the same bits both ways. The first stage
-runs through the whole schedule before the second begins, as another process would see it: state
-that layers share beside the hidden states and their own caches is then not there.
+The small model has random weights, tiny sizes, and the real one's structure and number of layers,
+so that the very layers [first, end) are tried that are planned. It runs whole once, through prompt
+chunks, single tokens, a block and, where its caches can, a rollback. Then the stage runs alone on
+what entered its layers, every number that it must not need replaced by NaN, and must give the same
+bits: state that layers share beside hidden states and their own caches is then not there.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ..mtp.family import prepare
 from ..mtp.rollback import cache_arrays, can_roll_back, rollback
-from ..placement.errors import LoadFailed
+from ..placement.config import vocabulary_size
+from ..placement.errors import InvalidCard, LoadFailed
+from ..placement.split_refusal import SplitRefusal
 from .kept_file import write_whole
+from .layer_view import Notes
 from .small_config import small_config
-from .stage_model import MODEL_FAULTS, REFUSED, StageModel, known_type
+from .stage_model import MODEL_FAULTS, StageModel, known_type, said
 
 log = logging.getLogger(__name__)
 
-_SCHEDULE_VERSION: Final = 1
+_SCHEDULE_VERSION: Final = 2
 _MAX_NUMBERS: Final = 100_000_000
 _MAX_BYTES: Final = 1 << 16
+_MOST_IDS: Final = 251
+_FEW_STEPS: Final = 3
+"""Of the schedule: enough to tell which borders are worth planning."""
+_BORDERS_TRIED: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class _Step:
     back: int = 0
 
 
-_SCHEDULE: Final = (_Step(9), _Step(5), _Step(1), _Step(1), _Step(4, back=2), _Step(1), _Step(3))
+_SCHEDULE: Final = (_Step(9), _Step(3), _Step(1), _Step(4, back=2), _Step(1))
 """Two prompt chunks (longer together than a small window), tokens, a verify, and on from there."""
 
 
@@ -57,55 +66,178 @@ class _Stored(BaseModel):
     mlx_lm: str = Field(max_length=100)
     mlx: str = Field(max_length=100)
     schedule: int
+    first: int
+    end: int
     refusal: str = Field(max_length=2000)
     """Empty: it passed."""
+    borders: Annotated[tuple[int, ...], Strict(False)] = Field(max_length=_BORDERS_TRIED)
 
 
-def require_splittable(config: Mapping[str, Any], folder: str) -> None:
-    """Raises LoadFailed where the class of this config.json failed its check.
+def require_splittable(config: Mapping[str, Any], first: int, end: int, folder: str) -> None:
+    """Raises LoadFailed where a stage of layers [first, end) of this config.json failed its check.
 
-    The result is kept in `folder` ("": nowhere) for this structure, mlx-lm and MLX.
+    Its `param` says at which layers stages may begin, as far as was found. The result is kept in
+    `folder` ("": nowhere) for this structure, stage, mlx-lm and MLX.
     """
     small = small_config(config)
-    key = _key(small)
-    path = Path(folder) / f"split-{key.config[:32]}.json" if folder else None
+    key = _key(small, first, end)
+    path = Path(folder) / f"split-{key.config[:32]}-{first}-{end}.json" if folder else None
     known = _read(path, key) if path is not None else None
-    refusal = known.refusal if known is not None else split_fault(small)
-    if known is None and path is not None:
-        _write(path, key.model_copy(update={"refusal": refusal[:2000]}))
-    if refusal:
+    if known is None:
+        refusal, borders = stage_fault(json.dumps(small), first, end)
+        known = key.model_copy(update={"refusal": refusal[:2000], "borders": borders})
+        if path is not None:
+            _write(path, known)
+    if known.refusal:
+        refused = SplitRefusal(known.refusal, frozenset(known.borders))
+        remedy = "place it on one node" if refused.forbids else "other splits may do"
         raise LoadFailed(
-            f"models of the class {key.architecture} have not passed the check for splitting "
-            f"({refusal}), so this model cannot be split; place it on one node",
-            param=REFUSED,
+            f"layers {first} to {end - 1} of a {key.architecture} model cannot be a stage of their "
+            f"own ({known.refusal}); {remedy}",
+            param=refused.param,
         )
 
 
-def split_fault(small: Mapping[str, Any]) -> str:
-    """Why a model of this (small) config cannot be split, empty where it can. On MLX's thread."""
+@lru_cache(maxsize=64)
+def stage_fault(small: str, first: int, end: int) -> tuple[str, tuple[int, ...]]:
+    """Why layers [first, end) of a model of this (small) config cannot be a stage, and borders.
+
+    Empty where they can. The borders are some near the planned ones at which the model can be cut
+    in two; none where that would not help. On MLX's thread.
+    """
+    config = cast("dict[str, Any]", json.loads(small))
     try:
-        whole, parts = _build(small), _build(small)
-        _ = parts.update(whole.parameters())
-        wanted = _run_whole(whole)
-        if not all(mx.isfinite(logits).all().item() for logits in wanted):
-            return "its small model gives no finite numbers"
-        for at in _splits(len(cast(Any, whole).layers)):
-            if (step := _first_difference(wanted, _run_split(parts, at))) is not None:
-                return f"two stages that meet at layer {at} differ from the whole at step {step}"
-    except LoadFailed as fault:
-        return fault.message
-    except MODEL_FAULTS as fault:
-        return f"its small model cannot be run: {type(fault).__name__}: {fault}"
-    return ""
+        trial = Trial(small_model(config), min(_MOST_IDS, vocabulary_size(config)))
+        fault = trial.fault(first, end)
+        planned = {first, end} - {0, trial.layers}
+        borders = trial.borders_near(planned) if fault else ()
+        # A stage between borders that are good by themselves lacks something else.
+        return fault, () if planned <= set(borders) else borders
+    except (LoadFailed, InvalidCard) as refused:
+        return refused.message, ()
+    except MODEL_FAULTS as raised:
+        return f"its small model cannot be run: {said(raised)}", ()
 
 
-def _splits(layers: int) -> list[int]:
-    """In the middle, and where a stage has one layer and so none of the other kinds."""
-    return sorted({layers // 2, 1, layers - 1} - {0, layers})
+class Trial:
+    """A small model with random weights, and what it computed as a whole."""
+
+    def __init__(self, model: nn.Module, ids: int) -> None:
+        """`ids`: how many there are. Raises LoadFailed and what the model's class raises."""
+        self.model = model
+        self._ids = ids
+        self.layers = len(cast(Any, model).layers)
+        self._weights = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+        whole = StageModel(model, 0, self.layers)
+        self._takes_back = can_roll_back(whole.make_caches())
+        self._seen = _run(whole, _whole_step, _SCHEDULE, ids, self._takes_back)
+        if not all(mx.isfinite(step.logits).all().item() for step in self._seen):
+            raise LoadFailed("its small model gives no finite numbers")
+
+    def fault(self, first: int, end: int, steps: int = len(_SCHEDULE)) -> str:
+        """Why the stage [first, end) does not compute what its layers did; empty where it does."""
+        stage, seen = StageModel(self.model, first, end), iter(self._seen[:steps])
+        self._poison(first, end)
+        try:
+            step_of = partial(_stage_step, seen=seen)
+            _ = _run(stage, step_of, _SCHEDULE[:steps], self._ids, self._takes_back)
+        except _Differs as differs:
+            return str(differs)
+        except LoadFailed as refused:
+            return refused.message
+        except MODEL_FAULTS as raised:
+            return f"they need more than the hidden states of the layers before: {said(raised)}"
+        finally:
+            _ = self.model.update(tree_unflatten(self._weights))
+        return ""
+
+    def borders_near(self, planned: Collection[int]) -> tuple[int, ...]:
+        """Of the layers nearest to the planned ones, those at which the model can be cut in two."""
+        by_distance = sorted(
+            range(1, self.layers), key=lambda at: min(abs(at - each) for each in planned)
+        )
+        good = (
+            at
+            for at in by_distance[:_BORDERS_TRIED]
+            if not self.fault(0, at, _FEW_STEPS) and not self.fault(at, self.layers, _FEW_STEPS)
+        )
+        return tuple(sorted(good))
+
+    def _poison(self, first: int, end: int) -> None:
+        """NaN in all that the stage must not need: other layers, and the ends if it has none."""
+        layers = cast("list[nn.Module]", cast(Any, self.model).layers)
+        own = {id(value) for layer in layers[first:end] for value in _values(layer)}
+        inside = {id(value) for layer in layers for value in _values(layer)}
+        spared = own if first else own | {id(value) for _, value in self._weights} - inside
+        poisoned = [(n, v if id(v) in spared else _nan(v)) for n, v in self._weights]
+        _ = self.model.update(tree_unflatten(poisoned))
 
 
-def _build(small: Mapping[str, Any]) -> nn.Module:
-    config = {**small, "model_type": known_type(small["model_type"])}
+T = TypeVar("T")
+
+
+class _Differs(Exception):
+    """A stage gave other numbers than the whole model."""
+
+
+class _Seen(NamedTuple):
+    """One step of the whole model."""
+
+    notes: Notes
+    logits: mx.array
+
+
+def _run(
+    stage: StageModel,
+    step_of: Callable[[StageModel, mx.array, list[Any]], T],
+    schedule: Sequence[_Step],
+    ids: int,
+    takes_back: bool,
+) -> list[T]:
+    """What `step_of` gives for every step."""
+    caches = stage.make_caches()
+    own = stage.own_caches(caches)
+    found: list[T] = []
+    position = 0
+    for step in schedule:
+        found.append(step_of(stage, _tokens(position, step.rows, ids), caches))
+        mx.eval(cache_arrays(own))
+        if step.back and takes_back:
+            rollback(own, step.back)
+            position -= step.back
+        position += step.rows
+    return found
+
+
+def _whole_step(stage: StageModel, ids: mx.array, caches: list[Any]) -> _Seen:
+    logits, notes = stage.noted(ids, caches)
+    mx.eval(logits, list(notes.entered.values()), list(notes.left.values()))
+    return _Seen(notes, logits)
+
+
+def _stage_step(
+    stage: StageModel, ids: mx.array, caches: list[Any], *, seen: Iterator[_Seen]
+) -> None:
+    """Raises _Differs."""
+    notes, logits = next(seen)
+    entering = notes.entered[stage.first] if stage.first else None
+    _compare(stage.hidden(ids, entering, caches), notes.left[stage.end - 1], "hidden states")
+    if not stage.first:
+        last = notes.left[stage.num_layers - 1]
+        _compare(stage.logits(ids, last), logits, "logits")
+
+
+def _compare(found: mx.array, wanted: mx.array, what: str) -> None:
+    if mx.array_equal(found, wanted).item():
+        return
+    if mx.isfinite(found).all().item():
+        raise _Differs(f"their {what} alone differ from those in the whole model")
+    raise _Differs(f"their {what} depend on weights that other stages hold")
+
+
+def small_model(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
+    """With random weights that are a function of the config; `stock`: layers as mlx-lm has them."""
+    config = {**config, "model_type": known_type(config["model_type"])}
     model_class, arguments = _get_classes(config)
     model: nn.Module = model_class(arguments.from_dict(config))
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
@@ -113,8 +245,18 @@ def _build(small: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"it has {numbers} parameters however small its config.json is made")
     _ = model.update(tree_unflatten([(n, _noise(i, v)) for i, (n, v) in enumerate(flat)]))
     _ = model.eval()
-    prepare(model)
+    if not stock:
+        prepare(model)
     return model
+
+
+def _values(module: nn.Module) -> list[mx.array]:
+    return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
+
+
+def _nan(value: mx.array) -> mx.array:
+    floating = mx.issubdtype(value.dtype, mx.floating)
+    return mx.full(value.shape, float("nan"), value.dtype) if floating else value
 
 
 def _noise(index: int, value: mx.array) -> mx.array:
@@ -127,74 +269,11 @@ def _noise(index: int, value: mx.array) -> mx.array:
     return value.astype(mx.float32) + 0.1 * noise
 
 
-def _ids(position: int, rows: int) -> mx.array:
-    return mx.array([[(37 * i + 11) % 251 for i in range(position, position + rows)]])
+def _tokens(position: int, rows: int, ids: int) -> mx.array:
+    return mx.array([[(37 * i + 11) % ids for i in range(position, position + rows)]])
 
 
-def _run_whole(model: nn.Module) -> list[mx.array]:
-    """The logits of every step."""
-    caches = StageModel(model, 0, len(cast(Any, model).layers)).make_caches()
-    found: list[mx.array] = []
-    position = 0
-    for step in _SCHEDULE:
-        logits = cast(Any, model)(_ids(position, step.rows), cache=caches)
-        found.append(_done(logits, caches))
-        position += step.rows - _take_back(caches, step)
-    return found
-
-
-def _run_split(model: nn.Module, at: int) -> list[mx.array]:
-    layers = len(cast(Any, model).layers)
-    first, second = StageModel(model, 0, at), StageModel(model, at, layers)
-    takes_back = all(can_roll_back(s.own_caches(s.make_caches())) for s in (first, second))
-    between = _run_stage(first, [None] * len(_SCHEDULE), takes_back)
-    ended = _run_stage(second, between, takes_back)
-    found: list[mx.array] = []
-    position = 0
-    for step, hidden in zip(_SCHEDULE, ended, strict=True):
-        logits = first.logits(_ids(position, step.rows), hidden)
-        mx.eval(logits)
-        found.append(logits)
-        position += step.rows - (step.back if takes_back else 0)
-    return found
-
-
-def _run_stage(
-    stage: StageModel, entering: Sequence[mx.array | None], takes_back: bool
-) -> list[mx.array]:
-    """The hidden states that leave the stage at every step."""
-    caches = stage.make_caches()
-    own = stage.own_caches(caches)
-    found: list[mx.array] = []
-    position = 0
-    for step, hidden in zip(_SCHEDULE, entering, strict=True):
-        out = stage.hidden(_ids(position, step.rows), hidden, caches)
-        found.append(_done(out, own))
-        position += step.rows - (_take_back(own, step) if takes_back else 0)
-    return found
-
-
-def _take_back(caches: Sequence[object], step: _Step) -> int:
-    """How many rows were taken back: none where a cache of the model cannot."""
-    if not step.back or not can_roll_back(caches):
-        return 0
-    rollback(caches, step.back)
-    return step.back
-
-
-def _done(out: mx.array, caches: Sequence[object]) -> mx.array:
-    mx.eval(out, cache_arrays(caches))
-    return out
-
-
-def _first_difference(wanted: Sequence[mx.array], found: Sequence[mx.array]) -> int | None:
-    for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
-        if not mx.array_equal(one, other).item():
-            return number
-    return None
-
-
-def _key(small: Mapping[str, Any]) -> _Stored:
+def _key(small: Mapping[str, Any], first: int, end: int) -> _Stored:
     text = json.dumps(small, sort_keys=True)
     return _Stored(
         architecture=str(small.get("model_type", ""))[:200],
@@ -202,7 +281,10 @@ def _key(small: Mapping[str, Any]) -> _Stored:
         mlx_lm=version("mlx-lm"),
         mlx=version("mlx"),
         schedule=_SCHEDULE_VERSION,
+        first=first,
+        end=end,
         refusal="",
+        borders=(),
     )
 
 
@@ -218,7 +300,7 @@ def _read(path: Path, key: _Stored) -> _Stored | None:
         reason = "malformed" if isinstance(fault, ValidationError) else str(fault)
         log.warning("the result of a check in %s cannot be used: %s", path.name, reason)
         return None
-    return stored if stored.model_copy(update={"refusal": ""}) == key else None
+    return stored if stored.model_copy(update={"refusal": "", "borders": ()}) == key else None
 
 
 def _write(path: Path, result: _Stored) -> None:

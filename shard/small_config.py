@@ -4,22 +4,14 @@ Sizes become small; what decides how layers work together stays: which layers ar
 shared and routed experts, groups, windows, latent attention, tied embeddings, scalings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, TypeGuard, cast
 
-MAX_LAYERS: Final = 8
 HIDDEN: Final = 128
 HEADS: Final = 4
 HEAD_DIM: Final = 32
 """MLX's kernels for recurrent layers want multiples of 32."""
 
-_LAYERS: Final = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_transformer_layers",
-)
 _WINDOW: Final = 8  # shorter than what the check writes, so that it slides
 
 _MOST: Final[Mapping[str, int]] = {
@@ -84,12 +76,6 @@ _KEY_VALUE_HEADS: Final = (
     ("num_global_key_value_heads", "num_attention_heads"),
     ("linear_num_key_heads", "linear_num_value_heads"),
 )
-_DENSE_FIRST: Final = ("first_k_dense_replace", "num_dense_layers", "n_dense_layers")
-_PERIODS: Final = (
-    "full_attention_interval", "sliding_window_pattern", "attn_layer_period", "layer_group_size",
-    "interleave_moe_layer_step", "no_rope_layer_interval", "moe_layer_freq",
-)  # fmt: skip
-_SHARED_TAIL: Final = "num_kv_shared_layers"
 
 
 def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +95,6 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     small = {name: _size(name, value) for name, value in config.items()}
     _share_heads(config, small)
-    layers = next((config[name] for name in _LAYERS if _is_count(config.get(name))), 0)
-    if layers:
-        _fewer_layers(config, small, layers)
     scaling = config.get("rope_scaling")
     if isinstance(scaling, Mapping):
         small["rope_scaling"] = _fewer_factors(cast("Mapping[str, Any]", scaling), config)
@@ -135,24 +118,6 @@ def _share_heads(config: Mapping[str, Any], small: dict[str, Any]) -> None:
         small[keys] = HEADS if of_keys == of_values else min(of_keys, HEADS // 2)
 
 
-def _fewer_layers(config: Mapping[str, Any], small: dict[str, Any], layers: int) -> None:
-    kept = min(layers, MAX_LAYERS)
-    small |= {name: kept for name in _LAYERS if config.get(name) == layers}
-    lists = {
-        name: cast("Sequence[Any]", value)
-        for name, value in config.items()
-        if isinstance(value, list | str) and len(cast("Sequence[Any]", value)) == layers
-    }
-    first = _richest(list(lists.values()), layers, kept)
-    small |= {name: value[first : first + kept] for name, value in lists.items()}
-    for name, value in config.items():
-        if name not in lists and _lists_layers(value, layers):
-            small[name] = [index for index in value if index < kept]
-    _change(small, _DENSE_FIRST, lambda count: min(count, kept // 2))
-    _change(small, _PERIODS, lambda period: period if period <= kept else kept // 2)
-    _change(small, (_SHARED_TAIL,), lambda count: count * kept // layers)
-
-
 def _fewer_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """LongRoPE has a factor for each pair of rotated dimensions."""
     share = config.get("partial_rotary_factor")
@@ -161,31 +126,6 @@ def _fewer_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> dic
         name: value[:pairs] if name in ("long_factor", "short_factor") else value
         for name, value in scaling.items()
     }
-
-
-def _richest(lists: Sequence[Sequence[Any]], layers: int, kept: int) -> int:
-    """Where the run of `kept` layers with the most different kinds begins; the first of these.
-
-    A list with a value of its own for each layer names no kinds.
-    """
-    lists = [each for each in lists if len(set(map(repr, each))) <= kept]
-    kinds = [repr([each[index] for each in lists]) for index in range(layers)]
-    return max(range(layers - kept + 1), key=lambda at: (len(set(kinds[at : at + kept])), -at))
-
-
-def _lists_layers(value: object, layers: int) -> bool:
-    """Whether it reads as a list of layers by number, such as [0, 4, 8]."""
-    if not isinstance(value, list):
-        return False
-    items = cast("list[object]", value)
-    numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-    if len(numbers) != len(items):
-        return False
-    return numbers == sorted(set(numbers)) and all(0 <= n < layers for n in numbers)
-
-
-def _change(small: dict[str, Any], names: Sequence[str], new: Callable[[int], int]) -> None:
-    small |= {name: new(small[name]) for name in names if _is_count(small.get(name))}
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -27,10 +27,11 @@ from ..mtp.family import prepare
 from ..mtp.rollback import takes_tapes, with_tapes
 from ..mtp.weights import cast_parameters
 from ..placement.errors import InvalidCheckpoint, LoadFailed
+from ..placement.split_refusal import SplitRefusal
 from .layer_meter import LayerMeter
-from .layer_view import Handing, Slot, view, watched
+from .layer_view import Handing, Notes, Slot, noted, view, watched
 
-REFUSED: Final = "pipeline"
+REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
 MODEL_FAULTS = (
     ArithmeticError,
@@ -63,7 +64,7 @@ class StageModel:
         self.first = first
         self.end = end
         self._owner, self._key, self._layers = _find_layers(model)
-        self.num_layers = len(self._layers)
+        self.num_layers = len(cast(Any, model).layers)
         self._takes_tapes = takes_tapes(model)
         self.meter = LayerMeter()
         """What its forwards take: nothing, unless a runner puts one that measures here."""
@@ -96,6 +97,11 @@ class StageModel:
         leaving = self._slot.leaving
         assert leaving is not None
         return leaving
+
+    def noted(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, Notes]:
+        """The whole model's logits, and what went from layer to layer."""
+        notes = Notes()
+        return self._call(noted(self._layers, notes), tokens, None, caches), notes
 
     def check_splits(self, hidden_size: int) -> None:
         """Raises LoadFailed where hidden states are not all that goes from layer to layer.
@@ -184,7 +190,9 @@ class StageModel:
         return self._view(self.num_layers, self.num_layers)
 
     def _view(self, first: int, end: int) -> list[nn.Module]:
-        more = -1 if end - first == self.num_layers else self._handing.more
+        if end - first == self.num_layers:
+            return view(self._layers, 0, len(self._layers), self._slot, -1)
+        more = self._handing.more
         return view(self._layers, first, end, self._slot, more)
 
 
@@ -213,7 +221,7 @@ def load_whole_or_stage(
     if dtype is not None:
         cast_parameters(model, dtype)
     prepare(model)
-    layers = _find_layers(model)[2]
+    layers: list[nn.Module] = list(cast(Any, model).layers)
     if not 0 <= first < end <= len(layers):
         raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {len(layers)}")
     others = {id(p) for layer in layers for p in _parameters(layer)}

@@ -25,6 +25,7 @@ from exo_node.placement.drafting import EnabledState
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PlacementNotFound
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 Script = Callable[[], AsyncIterator[Event]]
@@ -196,8 +197,8 @@ class FakeFacts:
             raise ModelNotFound(f"there is no model '{model}'", param="model")
         return packaged_cards()[model], ""
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        return MAY_BE_SPLIT
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)

@@ -10,6 +10,7 @@ from exo_node.node.link_table import fastest, link_facts, nearest, reached_at, w
 from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.correction import FADE_S
 from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.split_refusal import SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -217,5 +218,12 @@ def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:
     assert view.node(A).profile is not None
     assert view.node(B).profile is None
     assert [link.round_trip_s for link in view.links] == [4e-4]
-    assert source.split_refusal(DEMO) == "it leaks"
-    assert source.split_refusal(ModelId("other")) == ""
+    assert source.split_refusal(DEMO) == SplitRefusal("it leaks")
+    assert not source.split_refusal(ModelId("other"))
+
+
+def test_of_what_nodes_say_of_a_split_the_strictest_holds() -> None:
+    told = members(CABLE, WIFI)
+    told[0].split_refusals.append(pb.SplitRefusal(model="demo", reason="a", borders=[4, 8]))
+    told[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="b", borders=[8]))
+    assert source_of(told).split_refusal(DEMO) == SplitRefusal("b", frozenset([8]))

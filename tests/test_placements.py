@@ -14,6 +14,7 @@ from exo_node.placement.drafting import EnabledState
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.plan import PlanOptions
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
@@ -65,8 +66,8 @@ class _Facts:
         await asyncio.sleep(0)
         return packaged_cards()[model], ""
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        return MAY_BE_SPLIT
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)

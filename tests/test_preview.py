@@ -13,6 +13,7 @@ from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan, preview
+from exo_node.placement.split_refusal import SplitRefusal, refusal_in
 
 MTP = {"default_k": 1, "max_k": 3}
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -134,11 +135,11 @@ def test_a_split_by_hand_that_does_not_fit_gives_the_figures() -> None:
 def test_a_model_that_must_not_be_split_runs_on_one_node_or_not_at_all() -> None:
     refusal = "its layers share a cache"
     view = cluster(400, 300, 60)
-    chosen = plan(card(), view, pipeline_refusal=refusal)
+    chosen = plan(card(), view, pipeline_refusal=SplitRefusal(refusal))
     assert len(chosen.stages) == 1
     assert chosen.reason.endswith(f"not split: {refusal}")
     with pytest.raises(InsufficientMemory, match=refusal):
-        plan(card(), cluster(100, 100), pipeline_refusal=refusal)
+        plan(card(), cluster(100, 100), pipeline_refusal=SplitRefusal(refusal))
     asked = [
         ("min_nodes", PlanOptions(min_nodes=2)),
         ("nodes", PlanOptions(nodes=(A, B))),
@@ -146,8 +147,59 @@ def test_a_model_that_must_not_be_split_runs_on_one_node_or_not_at_all() -> None
     ]
     for field, options in asked:
         with pytest.raises(InvalidRequest, match=f"one node only: {refusal}") as caught:
-            plan(card(), view, options, pipeline_refusal=refusal)
+            plan(card(), view, options, pipeline_refusal=SplitRefusal(refusal))
         assert caught.value.param == field
+
+
+def meeting_at(*borders: int) -> SplitRefusal:
+    return SplitRefusal("a window is shared", frozenset(borders))
+
+
+@pytest.mark.parametrize("border", [1, 3, 5, 7, 11])
+def test_stages_meet_only_where_the_model_may_be_split(border: int) -> None:
+    view = cluster(400, 300)
+    options = PlanOptions(min_nodes=2)
+    chosen = plan(card(), view, options, pipeline_refusal=meeting_at(border))
+    assert [stage.end_layer for stage in chosen.stages] == [border, 12]
+    assert f"not split elsewhere: a window is shared (stages may begin at layer {border})" in (
+        chosen.reason
+    )
+
+
+def test_three_stages_keep_to_the_borders_too() -> None:
+    options = PlanOptions(min_nodes=3)
+    view = cluster(400, 300, 300)
+    chosen = plan(card(), view, options, pipeline_refusal=meeting_at(2, 7))
+    assert [stage.end_layer for stage in chosen.stages] == [2, 7, 12]
+    with pytest.raises(InsufficientMemory, match="not split elsewhere: a window is shared"):
+        plan(card(), view, options, pipeline_refusal=meeting_at(7))
+
+
+def test_a_border_that_memory_forbids_is_not_taken() -> None:
+    view, options = cluster(400, 60), PlanOptions(min_nodes=2)
+    chosen = plan(card(), view, options, pipeline_refusal=meeting_at(6, 10))
+    assert [stage.end_layer for stage in chosen.stages] == [10, 12]
+    with pytest.raises(InsufficientMemory):
+        plan(card(), view, options, pipeline_refusal=meeting_at(6))
+
+
+def test_a_split_by_hand_at_another_border_is_refused_and_told_which_do() -> None:
+    view, options = cluster(400, 300), PlanOptions(layers=((A, 6), (B, 6)))
+    with pytest.raises(InvalidRequest, match=r"layers .* may begin at layer 4, 8") as caught:
+        plan(card(), view, options, pipeline_refusal=meeting_at(4, 8))
+    assert caught.value.param == "layers"
+    assert plan(card(), view, options, pipeline_refusal=meeting_at(6)).stages[0].end_layer == 6
+
+
+@pytest.mark.parametrize("borders", [(), (7,), (1, 2, 1023)])
+def test_a_refusal_survives_the_way_from_a_runner(borders: tuple[int, ...]) -> None:
+    refusal = meeting_at(*borders)
+    assert refusal_in(refusal.param, refusal.reason) == refusal
+
+
+@pytest.mark.parametrize("param", [None, "", "layers", "pipeline:", "pipeline:x", "pipeline:1,"])
+def test_another_errors_param_says_nothing_of_splitting(param: str | None) -> None:
+    assert not refusal_in(param, "no memory")
 
 
 def test_twins_that_measured_a_little_apart_share_evenly() -> None:

@@ -19,6 +19,7 @@ from exo_node.node.placements import Placements
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.plan import PlanOptions
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.self_check import require_splittable
 
@@ -147,9 +148,13 @@ def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: P
     """The kept result of a check stands in for a class that fails: the demo's passes."""
     config = json.loads((DEMO / "config.json").read_text())
     seeded = tmp_path / "seeded"
-    require_splittable(config, str(seeded))
+    require_splittable(config, 0, 1, str(seeded))
     [kept] = seeded.iterdir()
-    _ = kept.write_text(json.dumps(json.loads(kept.read_text()) | {"refusal": "it leaks state"}))
+    refused = json.loads(kept.read_text()) | {"refusal": "it leaks state"}
+    for end in range(1, 16):  # whatever the generator is given
+        _ = Path(str(kept).replace("-0-1.json", f"-0-{end}.json")).write_text(
+            json.dumps(refused | {"end": end})
+        )
 
     def refusing(folder: Path) -> Path:
         (folder / "profiles").mkdir(parents=True)
@@ -184,8 +189,8 @@ class RefusedOnce(FakeStages, FakeFacts):
             raise LoadFailed("it leaks", param="pipeline")
         return await super().load(node, spec, progress)
 
-    def split_refusal(self, model: ModelId) -> str:
-        return "it leaks" if self.loads else ""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        return SplitRefusal("it leaks") if self.loads else MAY_BE_SPLIT
 
 
 def test_a_model_that_turns_out_not_to_split_is_planned_anew_at_once() -> None:

@@ -21,6 +21,7 @@ from exo_node.placement.errors import LoadFailed, PeerLost
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.plan import PlanOptions, plan
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
@@ -91,8 +92,8 @@ class Cluster:
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView(tuple(NodeFacts(n, n[0], self.memory, 1e11) for n in self.nodes))
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        return MAY_BE_SPLIT
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         return packaged_cards()[model], ""

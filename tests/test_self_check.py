@@ -1,20 +1,24 @@
 """A class of models is split over nodes only after a small one of it gave the same bits split."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from engines import DEMO, load_quietly, spec
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import TransformerBlock
+from zoo import LAYERS, VOCABULARY, tiny_config
 
 from exo_node.placement.errors import LoadFailed
 from exo_node.shard import self_check
-from exo_node.shard.self_check import REFUSED, require_splittable, split_fault
+from exo_node.shard.self_check import Trial, require_splittable, small_model, stage_fault
 from exo_node.shard.small_config import small_config
+from exo_node.shard.stage_model import StageModel
 
 HEADERS = Path(__file__).parent / "headers"
 PLAIN: dict[str, Any] = {
@@ -83,9 +87,126 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def found(
+    config: Mapping[str, Any], first: int = 0, end: int = 1, layers: int = 0
+) -> tuple[str, tuple[int, ...]]:
+    """What the check says of a stage of this config, of so many layers only."""
+    return stage_fault(json.dumps(small_config(shorter(config, layers))), first, end)
+
+
+def shorter(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The first layers of it."""
+    if not layers:
+        return dict(config)
+    text: Mapping[str, Any] = config.get("text_config", config)
+    whole: int = text["num_hidden_layers"]
+    cut: dict[str, Any] = {
+        name: value[:layers]
+        if isinstance(value, list) and len(cast("Any", value)) == whole
+        else value
+        for name, value in text.items()
+    }
+    cut["num_hidden_layers"] = layers
+    return {**config, "text_config": cut} if "text_config" in config else cut
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_class_that_can_be_split_passes(kind: str) -> None:
-    assert split_fault(small_config(CONFIGS[kind])) == ""
+    for first, end in ((0, 3), (3, 5)):
+        assert found(CONFIGS[kind], first, end, layers=5) == ("", ())
+
+
+def test_a_stage_of_a_mixed_model_is_checked_as_it_is_planned() -> None:
+    """Ling's linear layers take their place in the text from an attention layer's cache."""
+    config = tiny_config("bailing_hybrid")
+    fault, borders = stage_fault(json.dumps(config), 0, 1)
+    assert "differ" in fault
+    assert borders == (3, 4, 5)
+    assert [stage_fault(json.dumps(config), a, b)[0] for a, b in ((0, 3), (3, 6), (2, 3))] == [
+        ""
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("gemma4_text", (1, 2, 3, 4, 5)),
+        ("gemma4 with shared keys", (1,)),
+        ("hunyuan with shared keys", (2, 4)),
+        ("olmo_hybrid", (1, 2, 3, 4, 5)),
+        ("baichuan_m1", (1, 2, 3, 4, 5)),
+        ("longcat_flash_ngram", (1, 2, 3, 4, 5)),
+        ("bailing_moe_linear", (3, 4, 5)),
+        ("gemma4 with inputs for each layer", ()),
+        ("talkie", ()),
+        ("rwkv7", ()),
+        ("gemma3n", ()),
+    ],
+)
+def test_each_border_is_judged_by_itself(name: str, good: tuple[int, ...]) -> None:
+    trial = Trial(small_model(tiny_config(name)), VOCABULARY)
+    assert trial.layers == LAYERS
+    assert trial.borders_near({3}) == good
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nanbeige in loops", "runs its layers more than once for a token"),
+        ("iquestloopcoder", "runs parts of its layers itself"),
+        ("talkie", "depend on weights that other stages hold"),
+        ("gemma4 with inputs for each layer", "depend on weights that other stages hold"),
+        ("rwkv7", "need more than the hidden states of the layers before"),
+    ],
+)
+def test_what_cannot_be_split_is_told_in_a_sentence(name: str, why: str) -> None:
+    for first, end in ((0, 3), (3, 6)):
+        with contextlib.suppress(LoadFailed):
+            require_splittable(tiny_config(name), first, end, "")
+    with pytest.raises(LoadFailed, match=why) as caught:
+        require_splittable(tiny_config(name), 3, 6, "")
+    assert caught.value.param == "pipeline"
+    assert caught.value.message.endswith("place it on one node")
+
+
+def test_a_refusal_names_the_borders_that_do() -> None:
+    with pytest.raises(LoadFailed, match="other splits may do") as caught:
+        require_splittable(tiny_config("gemma4 with shared keys"), 3, 6, "")
+    assert caught.value.param == "pipeline:1"
+
+
+def wrong_entry(stage: StageModel) -> None:
+    """The list of layers begins one too late."""
+    view = stage._body  # pyright: ignore[reportPrivateUsage]
+    stage.__dict__["_body"] = [*view[1:], view[0]]
+
+
+def wrong_mask(stage: StageModel) -> None:
+    """Masks take their offset from caches that nothing writes."""
+
+    def fresh() -> list[Any]:
+        return make_prompt_cache(stage.model)
+
+    stage.make_caches = fresh  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("damage", [wrong_entry, wrong_mask])
+def test_a_stage_that_is_cut_wrongly_does_not_pass(
+    damage: Callable[[StageModel], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Damaged(StageModel):
+        def __init__(self, model: Any, first: int, end: int) -> None:
+            super().__init__(model, first, end)
+            if first:
+                damage(self)
+
+    config = json.dumps(tiny_config("gemma3_text"))
+    stage_fault.cache_clear()
+    assert stage_fault(config, 1, 6) == ("", ())
+    stage_fault.cache_clear()
+    monkeypatch.setattr(self_check, "StageModel", Damaged)
+    assert stage_fault(config, 1, 6)[0]
+    stage_fault.cache_clear()
 
 
 def test_layers_that_read_an_earlier_layers_cache_do_not_pass() -> None:
@@ -118,7 +239,9 @@ def test_layers_that_read_an_earlier_layers_cache_do_not_pass() -> None:
         "rope_scaling": None,
         "query_pre_attn_scalar": 256,
     }
-    assert "differ" in split_fault(small_config({"model_type": "gemma3n", "text_config": text}))
+    fault, borders = found({"model_type": "gemma3n", "text_config": text}, 2, 4, layers=4)
+    assert fault
+    assert borders == ()
 
 
 def through_the_class(layer: Any, x: mx.array, out: mx.array) -> mx.array:
@@ -146,23 +269,26 @@ def test_a_class_whose_layers_share_state_aside_does_not_pass(
         return leak(self, x, stock(self, x, *args, **kwargs))
 
     monkeypatch.setattr(TransformerBlock, "__call__", leaking)
-    assert "differ" in split_fault(small_config(CONFIGS["llama"]))
+    stage_fault.cache_clear()
+    assert found(CONFIGS["llama"], 2, 4, layers=4)[0].startswith("their hidden states ")
+    stage_fault.cache_clear()
 
 
 def test_a_class_that_cannot_be_built_does_not_pass() -> None:
-    assert "nosuch" in split_fault(small_config(plain("nosuch")))
-    assert "cannot be run" in split_fault({"model_type": "llama"})
+    assert "nosuch" in found(plain("nosuch"))[0]
+    assert "cannot be run" in stage_fault('{"model_type": "llama"}', 0, 1)[0]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The classes that are checked from now on; `nosuch` fails, the others pass."""
     ran: list[str] = []
 
-    def check(small: Any) -> str:
-        ran.append(small["model_type"])
-        return "there is no class nosuch" if small["model_type"] == "nosuch" else ""
+    def check(small: str, _first: int, _end: int) -> tuple[str, tuple[int, ...]]:
+        kind = json.loads(small)["model_type"]
+        ran.append(kind)
+        return ("there is no class nosuch", (3, 4)) if kind == "nosuch" else ("", ())
 
-    monkeypatch.setattr(self_check, "split_fault", check)
+    monkeypatch.setattr(self_check, "stage_fault", check)
     return ran
 
 
@@ -170,18 +296,18 @@ def test_a_result_is_kept_for_the_structure_and_the_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = counted(monkeypatch)
-    bigger = CONFIGS["llama"] | {"hidden_size": 8192, "num_hidden_layers": 80}
+    bigger = CONFIGS["llama"] | {"hidden_size": 8192}
     for config in (CONFIGS["llama"], CONFIGS["llama"], bigger):
-        require_splittable(config, str(tmp_path))
+        require_splittable(config, 0, 4, str(tmp_path))
     assert ran == ["llama"], "sizes alone are no other structure"
-    require_splittable(CONFIGS["llama"] | {"layer_types": ["full_attention"] * 32}, str(tmp_path))
+    require_splittable(CONFIGS["llama"], 4, 32, str(tmp_path))
     assert len(ran) == 2
 
     def another(name: str) -> str:
         return f"another {name}"
 
     monkeypatch.setattr(self_check, "version", another)
-    require_splittable(CONFIGS["llama"], str(tmp_path))
+    require_splittable(CONFIGS["llama"], 0, 4, str(tmp_path))
     assert len(ran) == 3
 
 
@@ -190,9 +316,9 @@ def test_a_refusal_is_kept_and_says_what_to_do(
 ) -> None:
     ran = counted(monkeypatch)
     for _ in range(2):
-        with pytest.raises(LoadFailed, match="place it on one node") as caught:
-            require_splittable(plain("nosuch"), str(tmp_path))
-        assert caught.value.param == REFUSED
+        with pytest.raises(LoadFailed, match="other splits may do") as caught:
+            require_splittable(plain("nosuch"), 0, 4, str(tmp_path))
+        assert caught.value.param == "pipeline:3,4"
         assert "nosuch" in caught.value.message
     assert ran == ["nosuch"]
 
@@ -205,31 +331,31 @@ def test_a_file_that_says_nothing_is_checked_anew(
     content: str,
 ) -> None:
     ran = counted(monkeypatch)
-    require_splittable(CONFIGS["qwen3"], str(tmp_path))
+    require_splittable(CONFIGS["qwen3"], 0, 4, str(tmp_path))
     [file] = tmp_path.iterdir()
     _ = file.write_text(content)
     with caplog.at_level(logging.WARNING):
-        require_splittable(CONFIGS["qwen3"], str(tmp_path))
+        require_splittable(CONFIGS["qwen3"], 0, 4, str(tmp_path))
     assert ran == ["qwen3", "qwen3"]
     assert "cannot be used" in caplog.text
 
 
 def test_a_name_out_of_the_folder_stays_in_it(tmp_path: Path) -> None:
     with pytest.raises(LoadFailed):
-        require_splittable(plain("../../x"), str(tmp_path / "kept"))
+        require_splittable(plain("../../x"), 0, 4, str(tmp_path / "kept"))
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_the_generators_load_checks_the_class_of_a_split_and_of_nothing_else(
+def test_every_stages_load_checks_its_layers_and_a_whole_models_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = counted(monkeypatch)
     folder = str(tmp_path)
     _ = load_quietly(spec(profile_folder=folder))
-    _ = load_quietly(spec(first=8, stage=1, num_stages=2, profile_folder=folder))
     assert ran == []
+    _ = load_quietly(spec(first=8, stage=1, num_stages=2, profile_folder=folder))
     _ = load_quietly(spec(end=8, num_stages=2, profile_folder=folder))
-    assert ran == ["qwen3_5"]
+    assert ran == ["qwen3_5"] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -238,7 +364,8 @@ def test_the_check_leaves_the_process_as_it_was(dtype: str) -> None:
     wanted = mx.random.normal((4,)).tolist()
     mx.random.seed(7)
     before = mx.get_active_memory()
-    assert split_fault(small_config(CONFIGS["the demo"] | {"dtype": dtype})) == ""
+    stage_fault.cache_clear()
+    assert found(CONFIGS["the demo"] | {"dtype": dtype}, 4, 8) == ("", ())
     mx.random.seed(7)
     assert mx.random.normal((4,)).tolist() == wanted
     assert mx.get_active_memory() - before < 1 << 20

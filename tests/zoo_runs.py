@@ -1,0 +1,79 @@
+"""A tiny model of one class, decoded by mlx-lm, on one node and as two stages in this process."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from loopback import LoopbackLink
+from mlx import nn
+from mlx_lm.generate import generate_step
+from tables import EndAt
+from zoo import VOCABULARY
+
+from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.drafters import NoDrafter
+from exo_node.mtp.family import family_of
+from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.seams import Verifier
+from exo_node.mtp.types import Round, Sampling
+from exo_node.placement.config import hidden_size
+from exo_node.shard.frames import Expectation
+from exo_node.shard.local import FamilyTarget, LocalVerifier, WholeTarget
+from exo_node.shard.pipeline import PipelineVerifier
+from exo_node.shard.self_check import small_model
+from exo_node.shard.stage import StageWorker
+from exo_node.shard.stage_model import StageModel
+
+PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
+"""Longer than a window, and no multiple of a chunk."""
+TOKENS: Final = 5
+CHUNK: Final = 8
+
+
+def small(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
+    """Weights are a function of the config; `stock`: as mlx-lm has it, nothing of ours in it."""
+    mx.random.seed(0)  # biases begin as random numbers
+    model = small_model(config, stock=stock)
+    mx.eval(model.parameters())
+    return model
+
+
+def mlx_lms(model: nn.Module, tokens: int = TOKENS) -> list[int]:
+    """What `mlx_lm.generate` does for each token."""
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens)
+    return [int(cast(Any, token)) for token, _ in steps]
+
+
+def on_one_node(model: nn.Module, chunk: int = CHUNK, tokens: int = TOKENS) -> list[int]:
+    family = family_of(model)
+    target = WholeTarget(model) if family is None else FamilyTarget(family)
+    stage = StageModel(model, 0, len(cast(Any, model).layers))
+    return _ids(LocalVerifier(target, stage.make_caches()), chunk, tokens)
+
+
+def as_two_stages(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    at: int,
+    chunk: int = CHUNK,
+    tokens: int = TOKENS,
+) -> list[int]:
+    """Frames are cut, checked and joined as between two machines."""
+    layers = len(cast(Any, model).layers)
+    first, second = StageModel(model, 0, at), StageModel(model, at, layers)
+    expected = Expectation("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
+    worker = StageWorker(second, expected, time.monotonic)
+    link = LoopbackLink([worker], [expected])
+    return _ids(PipelineVerifier(first, link, "r", 1, "float32"), chunk, tokens)
+
+
+def _ids(verifier: Verifier, chunk: int, tokens: int) -> list[int]:
+    task = Task(PROMPT, tokens, chunk)
+    steps = Generation(task, verifier, NoDrafter(), Chooser(Sampling(), 0), EndAt()).steps()
+    rounds = [step for step in steps if isinstance(step, Round)]
+    return [token for each in rounds for token in each.tokens]
