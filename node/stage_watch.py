@@ -5,6 +5,7 @@ held are adopted, and left to the next one.
 """
 
 import logging
+import time
 from collections.abc import Iterable
 
 from ..placement.errors import ExoNodeError
@@ -21,6 +22,8 @@ from .wishes import Wishes, wish_from_wire
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+PAUSED_S = 3.0
+"""A process that did not look for longer was stopped, and may be the head no longer."""
 
 
 class StageWatch:
@@ -45,6 +48,7 @@ class StageWatch:
         self._facts = facts
         self._events = events
         self._near = near
+        self._looked_at = float("-inf")
 
     async def run(self) -> None:
         """Looks every WATCH_S, and when the head changes, until it is cancelled."""
@@ -59,7 +63,9 @@ class StageWatch:
             for told in self._held.take(self._cluster.leads).values():
                 await self._take_over(told)
             self._claims.lead()
-            await self._tend()
+            paused, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
+            if paused < PAUSED_S:
+                await self._tend()
         elif head is not None:
             self._claims.let_go()
             await self._placements.let_go()

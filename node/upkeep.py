@@ -105,8 +105,13 @@ class Upkeep:
     async def _look_over(
         self, record: Record, silent: Callable[[Record, Sequence[int]], None]
     ) -> None:
-        if record.status == "ready" and (lost := await self._restorer.lost_stages(record)):
-            silent(record, lost)
+        lost: Sequence[int] = ()
+        # Twice: an election is no quiet time, and a restoring interrupts the answers.
+        for _ in range(2):
+            lost = await self._restorer.lost_stages(record)
+            if record.status != "ready" or not lost:
+                return
+        silent(record, lost)
 
     async def _fill(self, record: Record) -> None:
         await self._restorer.retire(record)

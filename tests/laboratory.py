@@ -101,7 +101,7 @@ class Laboratory:
         return list(self._any().call("GET", "/v1/cluster", timeout_s=5).body["nodes"])
 
     def until_spared(self) -> None:
-        eventually(self.is_whole, WHOLE_WITHIN_S)
+        eventually(self.is_whole, 3 * WHOLE_WITHIN_S)
 
     def until_alive(self) -> None:
         """Every node sees that every node is there."""
