@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: start test check bench clean
+.PHONY: start test check bench bench-families clean
 
 # A node in the foreground: make start ARGS="--name desk"
 start: $(RUN_VENV)/.run
@@ -39,6 +39,10 @@ check: $(VENV)/.dev
 bench: $(RUN_VENV)/.run
 	$(RUN_VENV)/bin/python bench/decode.py $(ARGS)
 	$(RUN_VENV)/bin/python bench/footprint.py
+
+# Which of mlx-lm's model classes run here, on one node and split
+bench-families: $(VENV)/.dev
+	$(VENV)/bin/python bench/families.py --json bench/results/families.json --markdown bench/results/families.md $(ARGS)
 
 # What make and the tools made here, .venv among it
 clean:

@@ -1,0 +1,164 @@
+"""Which of mlx-lm's model classes run here: on one node, as two stages at every border, with drafts.
+
+    python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
+
+Each is a tiny model of random weights (`tests/zoo.py`). The ids must be those of `generate_step`,
+in chunks of two sizes; a border is good where both stages' own check passes (`shard/self_check.py`)
+and the ids of the two stages over frames are the whole model's. What mlx-lm itself cannot run on
+this machine is listed with its own reason. A class runs in a process of its own: some abort.
+"""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+CHUNKS = (8, 256)
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one class."""
+
+    name: str
+    caches: str = ""
+    one_node: str = ""
+    """"same" as `generate_step`, or what differs, by chunk."""
+    borders: str = ""
+    """At which two stages give the whole model's ids; of how many."""
+    why_not: str = ""
+    """At the first border that is refused."""
+    drafts: str = ""
+    mlx_lm: str = ""
+    """Why mlx-lm does not run it here."""
+
+
+def examine(name: str) -> Row:
+    from zoo import tiny_config
+    from zoo_runs import mlx_lms, on_one_node, small
+
+    from exo_node.mtp.family import family_of
+    from exo_node.shard.stage_model import MODEL_FAULTS
+
+    try:
+        config = tiny_config(name)
+        wanted = mlx_lms(small(config, stock=True))
+    except (*MODEL_FAULTS, AssertionError, NotImplementedError, SystemExit) as fault:
+        return Row(name, mlx_lm=f"{type(fault).__name__}: {_line(fault)}")
+    model = small(config)
+    ids = [on_one_node(model, chunk) for chunk in CHUNKS]
+    return Row(
+        name,
+        _caches(model),
+        " / ".join("same" if each == wanted else f"differs: {each} for {wanted}" for each in ids),
+        *_borders(model, config, ids[0]),
+        "can draft" if family_of(model) else "no draft head is implemented for it",
+    )
+
+
+def _borders(model: Any, config: dict[str, Any], wanted: Sequence[int]) -> tuple[str, str]:
+    from zoo_runs import as_two_stages
+
+    from exo_node.placement.errors import LoadFailed
+    from exo_node.shard.self_check import require_splittable
+
+    layers = len(model.layers)
+    good: list[int] = []
+    why_not = ""
+    for at in range(1, layers):
+        try:
+            require_splittable(config, 0, at, "")
+            require_splittable(config, at, layers, "")
+        except LoadFailed as fault:
+            why_not = why_not or f"at {at}: {_line(fault)}"
+            continue
+        if as_two_stages(model, config, at) == wanted:
+            good.append(at)
+        else:
+            why_not = why_not or f"at {at}: passed its check, and its ids differ"
+    return f"{', '.join(map(str, good)) or 'none'} of {layers - 1}", why_not
+
+
+def _caches(model: Any) -> str:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = cast("list[object]", make_prompt_cache(model))
+    return ", ".join(sorted({type(cache).__name__ for cache in caches}))
+
+
+def _line(fault: BaseException) -> str:
+    return (str(fault).splitlines() or [""])[0]
+
+
+def _child(name: str, sender: Any) -> None:
+    sender.send(examine(name))
+
+
+def alone(name: str) -> Row:
+    """In a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(name, sender))
+    child.start()
+    sender.close()
+    try:
+        row = receiver.recv() if receiver.poll(LIMIT_S) else Row(name, mlx_lm="no end in time")
+    except EOFError:
+        child.join()
+        row = Row(name, mlx_lm=f"its process ended with {child.exitcode}")
+    if child.is_alive():
+        child.terminate()
+    child.join()
+    return row
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if not row.mlx_lm]
+    head = "| class | caches | one node, chunks of 8 / 256 | two stages at | why not elsewhere | drafts |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r.name} | {r.caches} | {r.one_node} | {r.borders} | {r.why_not} | {r.drafts} |"
+        for r in ran
+    ]
+    lines += ["", "What mlx-lm does not run here, in its words:", ""]
+    lines += [f"- {row.name}: {row.mlx_lm}" for row in rows if row.mlx_lm]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    from zoo import classes
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    _ = parser.add_argument("classes", nargs="*")
+    _ = parser.add_argument("--json", type=Path)
+    _ = parser.add_argument("--markdown", type=Path)
+    asked = parser.parse_args()
+    rows: list[Row] = []
+    for name in asked.classes or classes():
+        rows.append(alone(name))
+        row = rows[-1]
+        print(
+            f"{name}: {row.mlx_lm or row.one_node + '; ' + row.borders} {row.why_not}", flush=True
+        )
+    versions = {name: version(name) for name in ("mlx", "mlx-lm", "exo-node")}
+    machine = {"machine": platform.machine(), "system": platform.system(), **versions}
+    if asked.json is not None:
+        found = {"versions": machine, "rows": [asdict(row) for row in rows]}
+        _ = asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.markdown is not None:
+        told = ", ".join(f"{name} {value}" for name, value in machine.items())
+        title = f"# Model classes\n\n`make bench-families`: {told}\n\n"
+        _ = asked.markdown.write_text(title + markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
