@@ -1,4 +1,4 @@
-"""Which of mlx-lm's model classes run here: on one node, as two stages at every border, with drafts.
+"""Which of mlx-lm's model classes run here: on one node, as two stages at every border, drafting.
 
     python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
 
@@ -52,7 +52,7 @@ def examine(name: str) -> Row:
     try:
         config = tiny_config(name)
         wanted = mlx_lms(small(config, stock=True))
-    except (*MODEL_FAULTS, AssertionError, NotImplementedError, SystemExit) as fault:
+    except (*MODEL_FAULTS, AssertionError, MemoryError, SystemExit) as fault:
         return Row(name, mlx_lm=f"{type(fault).__name__}: {_line(fault)}")
     model = small(config)
     ids = [on_one_node(model, chunk) for chunk in CHUNKS]
@@ -123,7 +123,8 @@ def alone(name: str) -> Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     ran = [row for row in rows if not row.mlx_lm]
-    head = "| class | caches | one node, chunks of 8 / 256 | two stages at | why not elsewhere | drafts |"
+    columns = ("class", "caches", "one node, chunks of 8 / 256", "two stages at")
+    head = f"| {' | '.join(columns)} | why not elsewhere | drafts |"
     lines = [head, "|---|---|---|---|---|---|"]
     lines += [
         f"| {r.name} | {r.caches} | {r.one_node} | {r.borders} | {r.why_not} | {r.drafts} |"
@@ -146,9 +147,8 @@ def main() -> None:
     for name in asked.classes or classes():
         rows.append(alone(name))
         row = rows[-1]
-        print(
-            f"{name}: {row.mlx_lm or row.one_node + '; ' + row.borders} {row.why_not}", flush=True
-        )
+        told = f"{row.one_node}; {row.borders} {row.why_not}"
+        print(f"{name}: {row.mlx_lm or told}", flush=True)
     versions = {name: version(name) for name in ("mlx", "mlx-lm", "exo-node")}
     machine = {"machine": platform.machine(), "system": platform.system(), **versions}
     if asked.json is not None:

@@ -20,7 +20,7 @@ _NAMES = (
     "nanbeige nemotron_h olmo2 olmo3 olmo_hybrid openelm phi phi3 phixtral plamo2 qwen2 qwen3 "
     "qwen3_5 qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 step3p5 "
 )
-CLASSES = _NAMES.split()
+CLASSES: list[str] = list(map(str, _NAMES.split()))
 TOKENS = 3
 
 
