@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: start test check bench bench-families clean
+.PHONY: start test test-gpu check bench bench-families clean
 
 # A node in the foreground: make start ARGS="--name desk"
 start: $(RUN_VENV)/.run
@@ -27,6 +27,10 @@ start: $(RUN_VENV)/.run
 # The tests, a process for each core, or some: make test ARGS="tests/test_plan.py -k fastest"
 test: $(VENV)/.dev
 	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The CUDA kernels on the GPU; elsewhere in an emulator on the CPU
+test-gpu: $(RUN_VENV)/.dev-gpu
+	@$(RUN_VENV)/bin/pytest tests/test_kernel_texts.py $(ARGS)
 
 # Style, types, and that the generated code fits proto/peer.proto
 check: $(VENV)/.dev
@@ -55,6 +59,10 @@ $(VENV)/.dev: $(PINS) $(VENV)/bin/python
 
 $(RUN_VENV)/.run: $(PINS) $(RUN_VENV)/bin/python
 	$(call install,$(RUN_VENV),$(RUN_EXTRAS))
+	@touch $@
+
+$(RUN_VENV)/.dev-gpu: $(RUN_VENV)/.run
+	$(call install,$(RUN_VENV),[$(if $(BACKEND),$(BACKEND)$(comma))dev])
 	@touch $@
 
 define install

@@ -2,6 +2,7 @@
 
     python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
         [--variants plain rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
+        [--kernels mlx]
 
 Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
 from that many first ids, `head` quantises the draft head to so many bits.
@@ -32,6 +33,8 @@ from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits, prepare
 from exo_node.mtp.fixed_rows import FixedRows
+from exo_node.mtp.kernels.install import Mode, install, used
+from exo_node.mtp.kernels.trial import Choice
 from exo_node.mtp.loop import Generation, Prefilled, Task
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
@@ -131,6 +134,7 @@ def main() -> None:
     _ = parser.add_argument("--repeats", type=int, default=30)
     _ = parser.add_argument("--prompt", type=int, default=2048)
     _ = parser.add_argument("--variants", nargs="+", type=Variant.parse, default=[Variant()])
+    _ = parser.add_argument("--kernels", choices=("auto", "mlx"), default="auto")
     options = parser.parse_args()
     info = mx.device_info()
     device = info.get("device_name") or info.get("architecture")
@@ -138,6 +142,8 @@ def main() -> None:
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
         subject = Subject(name, int(bits or 16), options.repeats, options.prompt)
+        for chosen in subject.choose(options.kernels):
+            print(chosen, flush=True)
         for variant in options.variants:
             print(json.dumps(subject.measure(variant)), flush=True)
         del subject
@@ -152,8 +158,17 @@ class Subject:
         self._model, self._family, self._head = _build(name, bits)
         self._target = FamilyTarget(self._family)
         self._ids = [(31 * i + 7) % 4000 for i in range(prompt)]
-        self._run(Variant(), self._head, 0, True)  # kernels are compiled at their first use
+        self._kernels: tuple[str, ...] = ()
+        self._first_plain, self._plain = 0.0, 0.0
+
+    def choose(self, mode: Mode) -> tuple[Choice, ...]:
+        """Puts kernels under the model as loading does, then measures plain decoding."""
+        parts: list[nn.Module] = [*self._model.layers, self._family.output, self._head]
+        chosen = install(parts, mode, time.perf_counter, print)
+        self._kernels = used(chosen)
+        self._run(Variant(), self._head, 0, True)  # MLX's kernels are compiled at their first use
         self._first_plain, self._plain = self._run(Variant(), self._head, 0, True)
+        return chosen
 
     def measure(self, variant: Variant) -> dict[str, Any]:
         """Costs in plain steps of the unpadded model, which speed-ups are against as well."""
@@ -165,6 +180,7 @@ class Subject:
             "shape": self._name,
             "bits": self._bits,
             "variant": asdict(variant),
+            "kernels": list(self._kernels),
             "weights_GB": round(weights / 1e9, 2),
             "prompt": len(self._ids),
             "plain_ms": round(self._plain * 1e3, 2),

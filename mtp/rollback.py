@@ -13,6 +13,8 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
+from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, recurrence_of
+
 MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
 
@@ -65,6 +67,9 @@ class TapedGatedDelta(nn.Module):
     conv1d: nn.Conv1d
     norm: Callable[[mx.array, mx.array], mx.array]
     out_proj: nn.Linear
+    kernel: GatedDelta | None = None
+    """What computes it in place of MLX's operations; `kernels.install` sets it and `fixed`."""
+    fixed: Layer
 
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""
@@ -77,6 +82,8 @@ class TapedGatedDelta(nn.Module):
         if not isinstance(cache, TapedCache):
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
+        if self.kernel is not None and mask is None and cache.lengths is None:
+            return self._by_kernel(inputs, cache, self.kernel)
         if rows == 1 or rows > MAX_TAPE_ROWS:
             before = list(cache.cache)
             out = stock(inputs, mask, cache)
@@ -122,6 +129,72 @@ class TapedGatedDelta(nn.Module):
         cache.advance(rows)
         return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
 
+    def _by_kernel(self, inputs: mx.array, cache: TapedCache, kernel: GatedDelta) -> mx.array:
+        batch, rows, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        before, state = cache[0], cache[1]
+        if before is None:
+            width = self.conv_kernel_size - 1
+            before = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
+            shape = (batch, self.num_v_heads, self.head_v_dim, self.head_k_dim)
+            state = mx.zeros(shape, dtype=mx.float32)
+        if rows > MAX_ROWS:
+            out = self._prompt_by_kernel(qkv, b, a, (before, state), cache, kernel)
+            out = self.norm(out, z)
+        else:
+            out, window, states = kernel.rows(qkv, z, b, a, before, self.fixed, state)
+            after = [before, state]
+
+            def restore(kept: int) -> list[mx.array | None]:
+                if kept == 0:
+                    return list(after)
+                return [_rows_of(window, kept, before.shape[1]), states[kept - 1]]
+
+            cache[0], cache[1] = restore(rows)
+            cache.record(rows, restore)
+        cache.advance(rows)
+        return self.out_proj(out.reshape(batch, rows, -1))
+
+    def _prompt_by_kernel(
+        self,
+        qkv: mx.array,
+        b: mx.array,
+        a: mx.array,
+        held: tuple[mx.array, mx.array],
+        cache: TapedCache,
+        kernel: GatedDelta,
+    ) -> mx.array:
+        """As `_taped`, before the norm."""
+        batch, rows, _ = qkv.shape
+        before, state = held
+        window = mx.concatenate([before, qkv], axis=1)
+        q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
+
+        def recur(upto: int) -> tuple[mx.array, mx.array]:
+            return recurrence_of(
+                kernel,
+                q[:, :upto],
+                k[:, :upto],
+                v[:, :upto],
+                a[:, :upto],
+                b[:, :upto],
+                self.fixed,
+                state,
+            )
+
+        def restore(kept: int) -> list[mx.array | None]:
+            if kept == 0:
+                return [before, state]
+            return [_rows_of(window, kept, before.shape[1]), recur(kept)[1]]
+
+        out, cache[1] = recur(rows)
+        cache[0] = _rows_of(window, rows, before.shape[1])
+        if rows > MAX_TAPE_ROWS:
+            cache.forget()
+        else:
+            cache.record(rows, restore)
+        return out
+
     def _split_heads(
         self, conv_out: mx.array, batch: int, rows: int
     ) -> tuple[mx.array, mx.array, mx.array]:
@@ -131,6 +204,11 @@ class TapedGatedDelta(nn.Module):
         v = v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
         q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
         return q, k, v
+
+
+def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
+    """A copy: a view would keep the whole of `window` in memory."""
+    return mx.contiguous(window[:, first : first + count])
 
 
 def takes_tapes(model: nn.Module) -> bool:

@@ -64,6 +64,7 @@ class StatsCollector:
         reason: str,
         resumes: int = 0,
         parked: bool = False,
+        kernels: tuple[str, ...] = (),
     ) -> GenerationStats:
         """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more."""
         first = self._last if self._first is None else self._first
@@ -93,6 +94,7 @@ class StatsCollector:
             time_to_first_token_s=to_first,
             peak_memory_bytes=mx.get_peak_memory(),
             resumes=resumes,
+            kernels=kernels,
         )
 
     def _extend_trace(self, k: int) -> None:

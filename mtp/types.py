@@ -106,7 +106,8 @@ class GenerationStats:
 
     `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
     order as (k, rounds in a row), its last TRACE_LENGTH entries. The two shares of acceptance are
-    of proposed drafts and of emitted tokens; None where there were none.
+    of proposed drafts and of emitted tokens; None where there were none. `kernels` names those of
+    our own that computed; none: all are MLX's.
     """
 
     drafter_kind: Literal["native_mtp", "none"]
@@ -131,3 +132,4 @@ class GenerationStats:
     peak_memory_bytes: int = 0
     resumes: int = 0
     resume_exact: bool = True
+    kernels: tuple[str, ...] = ()

@@ -119,6 +119,7 @@ def _spec(card: ModelCard, hardware: Hardware, settings: Settings) -> pb.StageSp
         draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
         mtp_hidden=mtp.hidden if mtp else "",
         memory_limit_bytes=settings.memory_limit or 0,
+        kernels=settings.kernels,
         mtp_off_reason=off,
     )
 

@@ -26,6 +26,7 @@ class LocalStages:
         self._supervisor = supervisor
         self._profile_folder = settings.data_dir / "profiles"
         self._memory_limit = settings.memory_limit or 0
+        self._kernels = settings.kernels
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         """Raises what fetching the model and starting its runner raise."""
@@ -42,6 +43,7 @@ class LocalStages:
         own.ClearField("listen")  # this node's own addresses follow; never a peer's choice
         own.profile_folder = str(self._profile_folder)
         own.memory_limit_bytes = self._memory_limit
+        own.kernels = self._kernels
         checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
         return await self._profiling.load(
             own, checkpoint.fingerprint, lambda: self._supervisor.load(own, progress)

@@ -37,6 +37,7 @@ from .setting_values import (
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["human", "json"]
+Kernels = Literal["auto", "mlx"]
 
 DEFAULT_PORT: Final = 52415
 DEFAULT_GRPC_PORT: Final = 52416
@@ -100,6 +101,7 @@ class Settings(BaseModel):
     native_mtp_adaptive: Switch | None = None
     native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
     load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
+    kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
 
 
 class ClientSettings(BaseModel):
@@ -144,6 +146,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
     "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
+    "kernels": _Source("EXO_KERNELS"),
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -300,7 +303,9 @@ _RUNNER_VARIABLES: Final = (
     "LANG",
     "LC_ALL",
     "LD_LIBRARY_PATH",
+    "PYTHONPATH",
     "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
 )
 
 

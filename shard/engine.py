@@ -98,6 +98,7 @@ class TextEngine:
         profile: Profile | None = None,
         copier: Copier | None = None,
         copies: Copies | None = None,
+        kernels: tuple[str, ...] = (),
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
@@ -105,6 +106,7 @@ class TextEngine:
         `draft_vocabulary`: only ids below it are drafted; 0: all.
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
         `copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was sent.
+        `kernels`: those of our own under the model, for the stats.
         """
         self._codec = codec
         self._stage = stage
@@ -124,6 +126,7 @@ class TextEngine:
         self._link = link
         self._copier = copier
         self._copies = copies
+        self._kernels = kernels
         self._clock = clock
         fed = head.hidden_kind if head is not None else None
         self._family = family_of(stage.model, fed) if link is None else None
@@ -240,6 +243,7 @@ class TextEngine:
                 reason=request.drafting_reason or self._head_parked,
                 resumes=request.attempt - 1,
                 parked=bool(self._head_parked),
+                kernels=self._kernels,
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         except PeerLost:

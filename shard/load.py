@@ -1,5 +1,6 @@
 """Loads what one stage's specification asks for, on the compute thread."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..mtp.family import Family, family_of
+from ..mtp.kernels.install import install
+from ..mtp.kernels.trial import Choice
 from ..mtp.rollback import fixed_kinds
 from ..mtp.weights import HeadSource, HeadUnusable, load_head
 from ..placement.config import hidden_size, vocabulary_size
@@ -43,6 +46,8 @@ class Loaded:
     checkpoint_bytes_read: int
     fingerprint: str
     """Of config.json and the safetensors headers."""
+    kernels: tuple[Choice, ...] = ()
+    """What computes the layers where MLX runs on CUDA, and why; empty elsewhere."""
 
 
 def load(spec: pb.StageSpec, report: Report) -> Loaded:
@@ -85,6 +90,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
         head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
     read = bytes_read() - before
+    kernels = _choose_kernels(spec, stage, head, report)
     return Loaded(
         model=stage,
         expected=expected,
@@ -96,7 +102,19 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         head_bytes=head_bytes,
         checkpoint_bytes_read=read,
         fingerprint=checkpoint.fingerprint,
+        kernels=kernels,
     )
+
+
+def _choose_kernels(
+    spec: pb.StageSpec, stage: StageModel, head: Any, report: Report
+) -> tuple[Choice, ...]:
+    """Before anything is probed or timed: a kernel's first use compiles it, which takes a while."""
+    parts: list[nn.Module] = stage.own_layers
+    family = family_of(stage.model) if spec.stage == 0 else None
+    parts += [part for part in (family.output if family else None, head) if part is not None]
+    mode = "mlx" if spec.kernels == "mlx" else "auto"
+    return install(parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step)))
 
 
 def _load_head(

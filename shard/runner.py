@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
+from ..mtp.kernels.install import used
 from ..placement.errors import ExoNodeError, LoadFailed
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
@@ -144,6 +145,8 @@ class Runner:
         loaded = await asyncio.wrap_future(loading)
         self._prompts.open(Path(self._spec.path))
         loaded.model.meter = self._meter
+        for choice in loaded.kernels:
+            log.info("kernels: %s", choice)
         credentials = grpc.ssl_channel_credentials(
             self._start.authority, self._start.private_key, self._start.certificate
         )
@@ -222,6 +225,7 @@ class Runner:
             profile=self._profile(loaded) if loaded.head is not None else None,
             copier=copier if ring is not None else None,
             copies=copies,
+            kernels=used(loaded.kernels),
         )
         self._report(pb.LoadProgress(step="warming up"))
         engine.probe()
@@ -233,7 +237,7 @@ class Runner:
             device=str(info.get("device_name", mx.default_device())),
             checkpoint=loaded.fingerprint,
             dtype=self._spec.dtype,
-            mlx=version("mlx"),
+            mlx=" ".join((version("mlx"), *used(loaded.kernels))),
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,
         )

@@ -70,6 +70,11 @@ class StageModel:
         """What its forwards take: nothing, unless a runner puts one that measures here."""
         self._slot = Slot()
 
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        """The layers that are computed here."""
+        return self._layers[self.first : self.end]
+
     def make_caches(self) -> list[Any]:
         """One request's caches, those of layers that other stages own among them.
 

@@ -72,6 +72,7 @@ FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
 def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
     """Loads the model as a runner would and checks it. Raises what loading raises."""
     # Seconds of imports: a request with a fault is told of at once.
+    from ..mtp.kernels.install import COMPILING
     from . import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
     from .load import load
     from .verify_subject import subject_of
@@ -79,7 +80,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
 
     begun = time.perf_counter()
     note(f"loading {spec.model}")
-    loaded = load(spec, lambda _: None)
+    loaded = load(spec, lambda news: note(news.step) if news.step == COMPILING else None)
     drafts = spec.max_draft_tokens if loaded.head is not None else 0
     k = min(request.k, drafts) if request.k and drafts else drafts
     subject = subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, k)
@@ -93,6 +94,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
         device=_device(request),
         model=_model(request, spec, loaded),
         settings={"max_k": subject.max_k, "prompts_from": source, **asdict(effort)},
+        kernels=tuple(str(choice) for choice in loaded.kernels),
         checks=checks,
         seconds=time.perf_counter() - begun,
     )

@@ -55,10 +55,13 @@ class Report:
     settings: Mapping[str, Any]
     checks: tuple[Check, ...]
     seconds: float
+    kernels: tuple[str, ...] = ()
+    """What computes the layers, and why; none: MLX's kernels alone."""
 
     @property
     def verdict(self) -> Verdict:
-        found = {check.finding for check in self.checks}
+        # The head's cache decides what is drafted, and no answer.
+        found = {c.finding for c in self.checks if c.name != "priming" or c.finding == "defect"}
         if "defect" in found:
             return "defect"
         return "near_tie" if "differs" in found else "exact"
@@ -87,6 +90,10 @@ def as_text(report: Report) -> str:
         head = f"{check.finding:8}{check.name:12}"
         lines += textwrap.wrap(
             check.summary, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+        )
+    for line in report.kernels:
+        lines += textwrap.wrap(
+            line, WIDTH, initial_indent="kernels ", subsequent_indent=" " * len("kernels ")
         )
     lines += ["", *textwrap.wrap(_sentence(report), WIDTH), f"({report.seconds:.1f} s)"]
     return "\n".join(lines)

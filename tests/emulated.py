@@ -1,0 +1,143 @@
+"""`mx.fast.cuda_kernel` on a CPU: compiles a kernel's own text for the emulator and runs it.
+
+Outputs begin as NaN, so that what a kernel does not write shows.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+EMULATOR = Path(__file__).parent / "emulator" / "emulator.h"
+_TYPES = {
+    mx.float32: "float",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.uint32: "unsigned",
+    mx.int32: "int",
+}
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+def emulated(folder: Path) -> Callable[..., Any]:
+    """A stand-in for `mx.fast.cuda_kernel` that builds in `folder`."""
+
+    def cuda_kernel(
+        *,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        header: str,
+        source: str,
+        shared_memory: int = 0,
+    ) -> Callable[..., list[mx.array]]:
+        programs: dict[str, Path] = {}
+
+        def run(
+            *,
+            inputs: Sequence[mx.array],
+            grid: tuple[int, int, int],
+            threadgroup: tuple[int, int, int],
+            output_shapes: Sequence[tuple[int, ...]],
+            output_dtypes: Sequence[mx.Dtype],
+        ) -> list[mx.array]:
+            assert shared_memory <= 227 * 1024
+            assert threadgroup[0] <= 1024 and threadgroup[1:] == (1, 1)
+            assert grid[0] % threadgroup[0] == 0
+            text = _program(
+                header, source, input_names, [x.dtype for x in inputs], output_names, output_dtypes
+            )
+            if text not in programs:
+                programs[text] = _built(Path(tempfile.mkdtemp(prefix=name, dir=folder)), text)
+            blocks = (grid[0] // threadgroup[0], grid[1], grid[2])
+            sizes = [int(np.prod(shape)) for shape in output_shapes]
+            return _ran(
+                programs[text],
+                dict(zip(input_names, inputs, strict=True)),
+                [str(n) for n in (*blocks, threadgroup[0], *sizes)],
+                list(zip(output_names, output_shapes, output_dtypes, strict=True)),
+            )
+
+        return run
+
+    return cuda_kernel
+
+
+def _program(
+    header: str,
+    source: str,
+    input_names: Sequence[str],
+    input_types: Sequence[mx.Dtype],
+    output_names: Sequence[str],
+    output_types: Sequence[mx.Dtype],
+) -> str:
+    ins = list(zip(input_names, (_TYPES[t] for t in input_types), strict=True))
+    outs = list(zip(output_names, (_TYPES[t] for t in output_types), strict=True))
+    source = source.replace(
+        "extern __shared__ __align__(128) unsigned char shared[];",
+        "unsigned char* shared = dynamic_shared;",
+    )
+    parameters = [f"const {t}* {n}, const Shape& {n}_shape" for n, t in ins]
+    parameters += [f"{t}* {n}" for n, t in outs]
+    arguments = [f"{n}.data(), {n}_shape" for n, _ in ins] + [f"{n}.data()" for n, _ in outs]
+    reads = [
+        f'const auto {n} = read<{t}>("{n}.bin"); const Shape {n}_shape{{read<int>("{n}.shape")}};'
+        for n, t in ins
+    ]
+    makes = [
+        f"std::vector<{t}> {n}(atoi(arguments[{5 + i}]));"
+        f"memset((void*){n}.data(), 0xff, {n}.size() * sizeof({t}));"
+        for i, (n, t) in enumerate(outs)
+    ]
+    writes = [f'write("{n}.out", {n});' for n, _ in outs]
+    lines = [
+        f'#include "{EMULATOR}"',
+        header,
+        f"void kernel_text({', '.join(parameters)}) {{ {source} }}",
+        "int main(int, char** arguments) {",
+        *reads,
+        *makes,
+        "launch({atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3])}, atoi(arguments[4]),"
+        f" [&] {{ kernel_text({', '.join(arguments)}); }});",
+        *writes,
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _built(folder: Path, text: str) -> Path:
+    _ = (folder / "kernel.cpp").write_text(text)
+    command = ["g++", "-O1", "-std=c++17", "-w", "-o", "kernel", "kernel.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+def _ran(
+    folder: Path,
+    inputs: dict[str, mx.array],
+    arguments: list[str],
+    outputs: list[tuple[str, tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    for name, array in inputs.items():
+        narrow = array.dtype in (mx.bfloat16, mx.float16)
+        raw: Any = np.array(array.view(mx.uint16) if narrow else array)
+        raw.tofile(folder / f"{name}.bin")
+        np.array(array.shape, dtype=np.int32).tofile(folder / f"{name}.shape")
+    subprocess.run([str(folder / "kernel"), *arguments], cwd=folder, check=True)
+    made: list[mx.array] = []
+    for name, shape, dtype in outputs:
+        kind: Any = np.float32 if dtype == mx.float32 else np.uint16
+        bits: Any = np.fromfile(folder / f"{name}.out", dtype=kind)
+        raw = mx.array(bits)
+        made.append(mx.reshape(raw if dtype == mx.float32 else raw.view(dtype), shape))
+    return made

@@ -1,0 +1,289 @@
+"""The host side of the kernels on a CPU, with stand-ins that compute in plain operations."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from kernel_cases import DeltaCase
+from mlx import nn
+from mlx_lm.models import qwen3_5
+from mlx_lm.models.cache import KVCache
+
+from exo_node.mtp.family import prepare
+from exo_node.mtp.kernels import attention, gated_delta, install, product, trial
+from exo_node.mtp.rollback import TapedCache
+
+TEXT = {
+    "model_type": "qwen3_5",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+}
+
+
+class StandIn:
+    """The launches of `GatedDelta`, in mlx-lm's operations, a row at a time."""
+
+    def __init__(self, sizes: gated_delta.Sizes) -> None:
+        self.sizes = sizes
+        self.rows_seen: list[int] = []
+
+    def rows(
+        self,
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        before: mx.array,
+        layer: gated_delta.Layer,
+        state: mx.array,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        self.rows_seen.append(qkv.shape[1])
+        case = DeltaCase(self.sizes, (qkv, z, b, a), before, layer, state)
+        ys: list[mx.array] = []
+        states: list[mx.array] = []
+        for i in range(qkv.shape[1]):
+            y, state = replace(case, inputs=case.row(i), state=state).reference()
+            ys.append(y)
+            states.append(state)
+            row = replace(case, inputs=case.row(i)).inputs[0]
+            case = replace(case, before=mx.concatenate([case.before, row], axis=1)[:, 1:])
+        window = mx.concatenate([before, qkv], axis=1)
+        return mx.concatenate(ys, axis=1), window, mx.stack(states)
+
+    def recurrence(
+        self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return gated_delta.gated_delta_ops(q, k, v, g, beta, state)
+
+
+class PlainProduct:
+    """A product in MLX's own operations that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.rows_seen: list[int] = []
+
+    def __call__(self, x: mx.array, layer: Any) -> mx.array:
+        self.rows_seen.append(x.size // x.shape[-1])
+        return x @ layer.weight.T
+
+
+@pytest.fixture
+def model() -> qwen3_5.Model:
+    mx.random.seed(3)
+    made = qwen3_5.Model(
+        qwen3_5.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": TEXT})
+    )
+    made.eval()
+    prepare(made)
+    mx.eval(made.parameters())
+    return made
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """As if MLX ran on CUDA; the kernels are stand-ins."""
+    made: dict[str, Any] = {"product": PlainProduct()}
+    monkeypatch.setattr(install, "available", lambda: True)
+
+    def delta(sizes: gated_delta.Sizes) -> StandIn:
+        return made.setdefault("delta", StandIn(sizes))
+
+    def dense(_: product.Weights) -> PlainProduct:
+        return made["product"]
+
+    monkeypatch.setattr(gated_delta, "GatedDelta", delta)
+    monkeypatch.setattr(product, "product_for", dense)
+    return made
+
+
+def clock(seconds: Sequence[float] = (1.0,)) -> Callable[[], float]:
+    """Each reading is later than the one before by the next of `seconds`, in turns."""
+    at, count = 0.0, 0
+
+    def read() -> float:
+        nonlocal at, count
+        at += seconds[count % len(seconds)]
+        count += 1
+        return at
+
+    return read
+
+
+def test_nothing_is_chosen_where_mlx_is_not_on_cuda(model: qwen3_5.Model) -> None:
+    kinds = [type(module) for _, module in model.named_modules()]
+    notes: list[str] = []
+    assert install.install([model], "auto", clock(), notes.append) == () and notes == []
+    assert [type(module) for _, module in model.named_modules()] == kinds
+
+
+def test_the_setting_turns_them_off_and_says_so(
+    model: qwen3_5.Model, on_gpu: dict[str, Any]
+) -> None:
+    del on_gpu
+    [chosen] = install.install([model], "mlx", clock(), lambda _: None)
+    assert not chosen.used and "EXO_KERNELS" in chosen.reason
+    assert not any(
+        isinstance(module, product.RowsLinear | attention.SingleRowAttention)
+        for _, module in model.named_modules()
+    )
+
+
+def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
+    model: qwen3_5.Model, on_gpu: dict[str, Any]
+) -> None:
+    notes: list[str] = []
+    chosen = install.install([model], "auto", clock(), notes.append)
+    assert notes == [install.COMPILING]
+    assert {"gated_delta", "product"} <= set(install.used(chosen))
+    assert all("us for 1 and 4 rows" in c.reason for c in chosen if c.kernel != "attention")
+    layers = [m for _, m in model.named_modules() if type(m).__name__ == "TapedGatedDeltaNet"]
+    assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 40, 70])
+def test_a_layer_by_its_kernel_computes_what_mlx_lm_does(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[0].linear_attn
+    x = mx.random.normal((1, rows, 64))
+    before = mx.random.normal((1, 6, 64))
+    stock, ours = TapedCache(2), TapedCache(2)
+    wanted = [layer(before, None, stock), layer(x, None, stock)]
+    give_kernel(layer)
+    got = [layer(before, None, ours), layer(x, None, ours)]
+    for a, b in zip((*wanted, *stock.cache), (*got, *ours.cache), strict=True):
+        assert a is not None and b is not None
+        assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 20])
+def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[0].linear_attn
+    give_kernel(layer)
+    x = mx.random.normal((1, rows, 64))
+    for kept in range(rows + 1):
+        whole, part = TapedCache(2), TapedCache(2)
+        for cache in (whole, part):
+            layer(mx.ones((1, 3, 64)), None, cache)
+        layer(x, None, whole)
+        whole.rollback(rows - kept)
+        for i in range(kept):
+            layer(x[:, i : i + 1], None, part)
+        for a, b in zip(whole.cache, part.cache, strict=True):
+            assert a is not None and b is not None and a.shape == b.shape
+            assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
+
+
+def give_kernel(layer: Any) -> None:
+    sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
+    layer.kernel = StandIn(sizes)
+    layer.fixed = install._fixed(layer)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_few_rows_take_the_product_and_many_take_mlxs() -> None:
+    layer, kernel = nn.Linear(64, 32, bias=False), PlainProduct()
+    wanted = layer(mx.ones((1, 17, 64)))
+    product.put_in(layer, kernel, mx.float32)
+    assert mx.array_equal(layer(mx.ones((1, 17, 64))), wanted).item() and kernel.rows_seen == []
+    layer(mx.ones((2, 8, 64)))
+    assert kernel.rows_seen == [16]
+    layer(mx.ones((1, 1, 64), dtype=mx.bfloat16))
+    assert kernel.rows_seen == [16]
+
+
+def test_embeddings_that_serve_as_lm_head_take_it_too() -> None:
+    layer, kernel = nn.Embedding(32, 64), PlainProduct()
+    product.put_in(layer, kernel, mx.float32)
+    layer.as_linear(mx.ones((1, 3, 64)))
+    assert kernel.rows_seen == [3]
+    assert layer(mx.array([[1, 2]])).shape == (1, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (product.Weights(32, 256, mx.bfloat16, 8, 64), "8 bits"),
+        (product.Weights(32, 256, mx.bfloat16, 4, 32), "groups of 32"),
+        (product.Weights(32, 320, mx.bfloat16, 4, 64), "multiples"),
+        (product.Weights(32, 256, mx.float32, 4, 64), "float32"),
+        (product.Weights(32, 40, mx.bfloat16), "multiples"),
+    ],
+)
+def test_a_shape_without_a_kernel_says_why(weights: product.Weights, says: str) -> None:
+    assert says in product.unfit(weights)
+
+
+def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
+    assert product.weights_of(nn.Linear(64, 32, bias=True)) is None
+    assert product.weights_of(nn.RMSNorm(64)) is None
+
+
+def runs(error: float = 0.0, neighbours: float = 0.0) -> trial.Run:
+    def run(rows: int, layer: int) -> Sequence[mx.array]:
+        del layer
+        return (mx.ones((1, rows, 8)) * (1 + error) + neighbours * rows,)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        (runs(error=0.1), "from MLX's"),
+        (runs(error=float("nan")), "from MLX's"),
+        (runs(neighbours=1e-4), "depend on the rows beside it"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_not_used(ours: trial.Run, says: str) -> None:
+    tried = trial.try_kernel(ours, runs(), 1, mx.float32, clock())
+    assert says in tried.fault and not trial.pays([tried])
+    chosen = trial.choice("product", "x", tried, used=False)
+    assert not chosen.used and "MLX" in str(chosen)
+
+
+def test_a_kernel_that_does_not_start_is_not_used_and_says_so() -> None:
+    def broken(rows: int, layer: int) -> Sequence[mx.array]:
+        raise RuntimeError("cudaErrorLaunchOutOfResources: too many resources\nand more")
+
+    tried = trial.try_kernel(broken, runs(), 1, mx.float32, clock())
+    assert "too many resources" in tried.fault and "and more" not in tried.fault
+
+
+def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
+    quick = trial.Trial(1, "", (1.0, 1.0), (2.0, 2.0))
+    slow = trial.Trial(1, "", (2.0, 2.0), (1.0, 1.0))
+    assert trial.pays([quick, quick, slow]) and not trial.pays([quick, slow, slow])
+    assert trial.pays([replace(quick, layers=9), slow, slow])
+    assert not trial.pays([]) and not trial.pays([trial.Trial(3, "it is broken")])
+    chosen = trial.choice("product", "x", quick, used=False)
+    assert chosen.reason.startswith("slower over the model's layers")
+
+
+@pytest.mark.parametrize("rows", [2, 4, 16])
+def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[3].self_attn
+    before, x = mx.random.normal((1, 9, 64)), mx.random.normal((1, rows, 64))
+    caches = [KVCache(), KVCache(), KVCache()]
+    for cache in caches:
+        layer(before, "causal", cache)
+    wanted = layer(x, "causal", caches[0])
+    layer.__class__ = attention.SingleRowAttention
+    got = layer(x, "causal", caches[1])
+    each = [layer(x[:, i : i + 1], None, caches[2]) for i in range(rows)]
+    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-5).item()
+    assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
+    assert caches[1].offset == caches[0].offset == 9 + rows
