@@ -31,7 +31,7 @@ from ..placement.split_refusal import SplitRefusal
 from .kept_file import write_whole
 from .layer_view import Notes
 from .small_config import small_config
-from .stage_model import MODEL_FAULTS, StageModel, known_type, said
+from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, known_type, said
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ def require_splittable(config: Mapping[str, Any], first: int, end: int, folder: 
         refused = SplitRefusal(known.refusal, frozenset(known.borders))
         remedy = "place it on one node" if refused.forbids else "other splits may do"
         raise LoadFailed(
-            f"layers {first} to {end - 1} of a {key.architecture} model cannot be a stage of their "
-            f"own ({known.refusal}); {remedy}",
+            f"layers [{first}, {end}) of a {key.architecture} model cannot be a stage of their own "
+            f"({known.refusal}); {remedy}",
             param=refused.param,
         )
 
@@ -114,7 +114,7 @@ def stage_fault(small: str, first: int, end: int) -> tuple[str, tuple[int, ...]]
         # A stage between borders that are good by themselves lacks something else.
         return fault, () if planned <= set(borders) else borders
     except (LoadFailed, InvalidCard) as refused:
-        return refused.message, ()
+        return refused.message.removesuffix(ONE_NODE), ()
     except MODEL_FAULTS as raised:
         return f"its small model cannot be run: {said(raised)}", ()
 
@@ -144,7 +144,7 @@ class Trial:
         except _Differs as differs:
             return str(differs)
         except LoadFailed as refused:
-            return refused.message
+            return refused.message.removesuffix(ONE_NODE)
         except MODEL_FAULTS as raised:
             return f"they need more than the hidden states of the layers before: {said(raised)}"
         finally:

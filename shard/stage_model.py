@@ -33,6 +33,7 @@ from .layer_view import Handing, Notes, Slot, noted, view, watched
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
+ONE_NODE: Final = "; place it on one node"
 MODEL_FAULTS = (
     ArithmeticError,
     AttributeError,
@@ -124,7 +125,7 @@ class StageModel:
         if found != row.shape:
             raise LoadFailed(
                 f"a layer of {type(self.model).__module__} gives {found} where hidden states are "
-                f"{row.shape}, so this model cannot be split; place it on one node",
+                f"{row.shape}, so this model cannot be split{ONE_NODE}",
                 param=REFUSED,
             )
 
@@ -169,9 +170,7 @@ class StageModel:
             why = f"its layers cannot be passed over ({said(fault)})"
         if why:
             name = type(self.model).__module__.rpartition(".")[2]
-            raise LoadFailed(
-                f"a {name} model cannot be split: {why}; place it on one node", param=REFUSED
-            )
+            raise LoadFailed(f"a {name} model cannot be split: {why}{ONE_NODE}", param=REFUSED)
         return handing
 
     @cached_property
