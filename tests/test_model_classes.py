@@ -4,7 +4,7 @@
 """
 
 # mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import asyncio
 import json
