@@ -294,7 +294,7 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "prism_hadamard_qwen35": {
         "text_config": {},
         "schema_version": 2,
-        "tensor_namespace": "model.language_model",
+        "tensor_namespace": "mlx-vlm-qwen3_5",
     },
     "qwen2_vl": {"text_config": "qwen2"},
     "qwen3_5": {"text_config": {}},
