@@ -205,7 +205,8 @@ def _weight_files(folder: Path) -> list[str]:
     if bad := next((name for name in names if not name.isprintable()), None):
         raise fault(folder, f"holds a file with the unusable name {shown(bad)}")
     if all(name in HEAD_FILES for name in names):
-        raise fault(folder, "holds no model*.safetensors", remedy="Download the model again.")
+        remedy = "Download the model again, or put its files there."
+        raise fault(folder, "holds no model*.safetensors", remedy=remedy)
     nested = [name for name in HEAD_FILES if "/" in name and os.path.lexists(folder / name)]
     return sorted(names + nested)
 

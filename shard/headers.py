@@ -36,7 +36,9 @@ _ITEM_BYTES = {
 }
 """What mlx 0.32 loads; it refuses F64, F8_E5M2 and the types under a byte."""
 
-_AGAIN = "Delete it and download the model again."
+_DOWNLOADED = "Delete it and download the model again."
+_OWN = "Put a whole copy of the file there."
+"""The remedies for a file of the hub's cache, and for one of a person's own folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,27 @@ def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[
 
 
 def fault(
-    path: Path, what: str, *, tensor: str | None = None, remedy: str = _AGAIN
+    path: Path, what: str, *, tensor: str | None = None, remedy: str | None = None
 ) -> InvalidCheckpoint:
-    """The error of one file: which file and tensor, what is wrong, and the remedy."""
-    subject = f"{path}" if tensor is None else f"{path}: tensor {shown(tensor)}"
+    """The error of one file: which file and tensor, what is wrong, and the remedy.
+
+    Clients read it, so it names the model and the file and no folder of this machine.
+    """
+    name = name_in_model(path)
+    subject = name if tensor is None else f"{name}: tensor {shown(tensor)}"
+    remedy = remedy or (_DOWNLOADED if _repository(path) else _OWN)
     return InvalidCheckpoint(f"{subject} {what}. {remedy}", param=path.name)
+
+
+def name_in_model(path: Path) -> str:
+    """`owner/name/file` for a file of the hub's cache, else `folder/file`."""
+    return "/".join((_repository(path) or path.parent.name, path.name))
+
+
+def _repository(path: Path) -> str:
+    """`owner/name` of a file or snapshot of the hub's cache; "" of any other."""
+    found = [part for part in path.parts if part.startswith("models--")]
+    return found[-1].removeprefix("models--").replace("--", "/") if found else ""
 
 
 def shown(value: object) -> str:
@@ -106,7 +124,8 @@ def size_of(path: Path) -> int:
         status = path.stat()
     except FileNotFoundError as error:
         what = "is a link to a missing file" if path.is_symlink() else "is missing"
-        raise fault(path, what, remedy="Download the model again.") from error
+        remedy = "Download the model again." if _repository(path) else "Put the file there."
+        raise fault(path, what, remedy=remedy) from error
     except OSError as error:
         raise fault(path, f"cannot be read ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode):

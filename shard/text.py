@@ -55,7 +55,8 @@ class TextCodec:
         # The tokenizers library raises the bare class, the others whatever a field leads to.
         except Exception as fault:
             raise InvalidCheckpoint(
-                f"the tokenizer of {folder.name} cannot be loaded: {fault}; download it again"
+                f"the tokenizer of {folder.name} cannot be loaded: "
+                f"{str(fault).replace(str(folder), folder.name)}; put a whole copy of it there"
             ) from fault
 
     @property

@@ -117,7 +117,7 @@ def test_a_hostile_header_is_refused_with_the_files_name(case: str, tmp_path: Pa
     with pytest.raises(InvalidCheckpoint, match=reason) as caught:
         read_checkpoint(write(tmp_path, data))
     message = caught.value.message
-    assert str(tmp_path / "model.safetensors") in message and len(message) < 1000
+    assert f"{tmp_path.name}/model.safetensors" in message and len(message) < 1000
     assert caught.value.param == "model.safetensors"
     message.encode()
 
@@ -253,10 +253,10 @@ def _bad_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (_no_config, "config.json is missing. Download"),
+        (_no_config, "config.json is missing. Put the file there"),
         (_no_weights, "holds no model"),
         (_only_head, "holds no model"),
-        (_dangling, "model.safetensors is a link to a missing file. Download"),
+        (_dangling, "model.safetensors is a link to a missing file. Put the file there"),
         (_directory, "model-2.safetensors is not a regular file"),
         (_pipe, "model-2.safetensors is not a regular file"),
         (_bad_name, "unusable name"),
@@ -268,6 +268,29 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
     spoil(write(tmp_path, packed(one())))
     with pytest.raises(InvalidCheckpoint, match=reason):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("mine/llama", r"^llama/model.safetensors has only 4 bytes. Put a whole copy of the file"),
+        (
+            "hub/models--org--llama/snapshots/5f647d4",
+            r"^org/llama/model.safetensors has only 4 bytes. Delete it and download",
+        ),
+    ],
+)
+def test_an_error_names_the_model_and_no_folder_of_the_machine(
+    folder: str, message: str, tmp_path: Path
+) -> None:
+    """It reaches clients; and what a person put there cannot be downloaded again."""
+    checkpoint = tmp_path / folder
+    checkpoint.mkdir(parents=True)
+    write(checkpoint, packed(one()))
+    (checkpoint / "model.safetensors").write_bytes(b"oops")
+    with pytest.raises(InvalidCheckpoint, match=message) as caught:
+        read_checkpoint(checkpoint)
+    assert str(tmp_path) not in caught.value.message
 
 
 def test_a_file_that_mlx_wrote_without_metadata_is_read(tmp_path: Path) -> None:
