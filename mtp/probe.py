@@ -72,8 +72,10 @@ def _same_behind(
     ids = _ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
-    for caches in (single, block):
-        _lengthen(caches, context)
+    # Blocks leave buffers of other sizes than single steps do, which may choose the kernel.
+    extent = -(-(context + 2 * k) // KVCache.step) * KVCache.step
+    _lengthen(single, context, extent)
+    _lengthen(block, context, extent + KVCache.step - 1)
     wanted = [forward(token, single, want="all").logits for token in rest]
     same = mx.array(True)
     for start, rows in enumerate(widths):
@@ -88,15 +90,19 @@ def _same_behind(
     return bool(same.item())
 
 
-def _lengthen(caches: Sequence[object], rows: int) -> None:
-    """Noise in place of the past, so that no long prompt need be read; the same for each caller."""
+def _lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
+    """Noise in place of the past, so that no long prompt need be read; the same for each caller.
+
+    The caches then have room for `extent` rows.
+    """
     for number, cache in enumerate(caches):
         if not isinstance(cache, KVCache) or cache.offset >= rows:
             continue
         keys, values = cast("tuple[mx.array, mx.array]", (cache.keys, cache.values))
         held = slice(0, cache.offset)
-        cache.keys = _noise(keys[..., held, :], rows, 2 * number)
-        cache.values = _noise(values[..., held, :], rows, 2 * number + 1)
+        room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
+        cache.keys = mx.pad(_noise(keys[..., held, :], rows, 2 * number), room)
+        cache.values = mx.pad(_noise(values[..., held, :], rows, 2 * number + 1), room)
         cache.offset = rows
         mx.eval(cache.keys, cache.values)
 

@@ -287,3 +287,50 @@ def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) 
     assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-5).item()
     assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
     assert caches[1].offset == caches[0].offset == 9 + rows
+
+
+@pytest.mark.parametrize("prompt", [1, 9, 250, 256, 512])
+def test_the_size_of_a_buffer_never_lets_mlx_take_cudnn(model: qwen3_5.Model, prompt: int) -> None:
+    """cuDNN reads buffers of a multiple of 256 rows, which drafts would make or avoid."""
+    layer: Any = model.language_model.model.layers[3].self_attn
+    layer.__class__ = attention.SingleRowAttention
+    x = mx.random.normal((1, 40, 64))
+    stepped, blocks = KVCache(), KVCache()
+    for cache in (stepped, blocks):
+        layer(mx.random.normal((1, prompt, 64), key=mx.random.key(1)), "causal", cache)
+    wanted = [layer(x[:, i : i + 1], None, stepped) for i in range(40)]
+    got: list[mx.array] = []
+    for start in range(0, 40, 3):
+        got.append(layer(x[:, start : start + 4], "causal", blocks)[:, :3])
+        if start + 4 <= 40:
+            blocks.trim(1)
+        for cache in (stepped, blocks):
+            assert cache.keys is not None and cache.values is not None
+            assert cache.keys.shape[2] % 256 and cache.values.shape == cache.keys.shape
+    assert mx.allclose(mx.concatenate(wanted, 1), mx.concatenate(got, 1), atol=1e-5).item()
+
+
+def test_a_buffer_that_somebody_else_filled_gets_another_size_with_its_rows() -> None:
+    cache = KVCache()
+    cache.state = (mx.ones((1, 2, 512, 8)), mx.ones((1, 2, 512, 8)) * 2, 300)
+    attention.make_room(cache, 1, (1, 2, 8), mx.float32)
+    keys, values = cache.keys_and_values()
+    assert keys is not None and values is not None and cache.keys is not None
+    assert cache.keys.shape[2] == 520 and cache.offset == 300
+    assert mx.array_equal(keys, mx.ones((1, 2, 300, 8))).item()
+    assert mx.array_equal(values, mx.ones((1, 2, 300, 8)) * 2).item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cudnn"), [(mx.bfloat16, True), (mx.float16, True), (mx.float32, False)]
+)
+def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
+    model: qwen3_5.Model, on_gpu: dict[str, Any], dtype: mx.Dtype, cudnn: bool
+) -> None:
+    """What MLX chooses depends on the buffers of an answer, and no trial sees those."""
+    del on_gpu
+    model.set_dtype(dtype)
+    chosen = install.install([model], "auto", clock(), lambda _: None)
+    [taken] = [c for c in chosen if c.kernel == "attention"]
+    assert "cuDNN" in taken.reason if cudnn else "cuDNN" not in taken.reason
+    assert taken.used or not cudnn

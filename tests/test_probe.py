@@ -90,6 +90,21 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
     assert greedy_identity(forward, make_caches, VOCABULARY, 2, context_length) == identity
 
 
+def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
+    """MLX on CUDA takes cuDNN where the keys lie in a buffer of a multiple of 256 rows."""
+    model = taped_qwen()
+    plain = forward_of(model)
+
+    def forward(tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
+        block = plain(tokens, caches, want=want)
+        held = [c for c in caches if isinstance(c, KVCache) and c.offset >= 256]
+        if any(c.keys is not None and c.keys.shape[2] % 256 == 0 for c in held):
+            return Block(block.logits * 1.01, block.hidden)
+        return block
+
+    assert probe(model, 2, forward) == "near_tie"
+
+
 def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
     """Of a mixture of experts the router flips first."""
     model = taped_qwen(moe=True)

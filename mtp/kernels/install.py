@@ -164,13 +164,15 @@ def _attentions(modules: Sequence[nn.Module]) -> list[Choice]:
         return []
     first = layers[0]
     shape = f"attention of {first.num_attention_heads} heads of {first.head_dim}"
-    if _rows_agree(first):
+    cudnn = attention.by_cudnn(first.head_dim, first.q_norm.weight.dtype)
+    if not cudnn and _rows_agree(first):
         reason = "its rows are those of single steps here"
         return [Choice("attention", shape, len(layers), False, reason)]
     for layer in layers:
         layer.__class__ = attention.SingleRowAttention
-    after = "are now" if _rows_agree(first) else "are not now either: see product"
-    reason = f"in blocks its rows were not those of single steps; they {after}"
+    after = "are" if _rows_agree(first) else "are still not (see product)"
+    before = "MLX would take cuDNN for some steps" if cudnn else "its rows in blocks were others"
+    reason = f"{before}; rows of blocks {after} those of single steps"
     return [Choice("attention", shape, len(layers), True, reason)]
 
 
