@@ -17,6 +17,7 @@ from exo_node.placement.errors import ExoNodeError, InsufficientMemory, LoadFail
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.plan import PlanOptions
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 CARD = packaged_cards()[ModelId("demo")]
@@ -86,8 +87,8 @@ class Machines:
         await asyncio.sleep(0)
         return card_of(model), ""
 
-    def split_refusal(self, model: ModelId) -> str:
-        return ""
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        return MAY_BE_SPLIT
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
