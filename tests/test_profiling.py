@@ -158,7 +158,8 @@ def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: P
 
     def refusing(folder: Path) -> Path:
         (folder / "profiles").mkdir(parents=True)
-        _ = (folder / "profiles" / kept.name).write_text(kept.read_text())
+        for each in seeded.iterdir():
+            _ = (folder / "profiles" / each.name).write_text(each.read_text())
         return folder
 
     first = refusing(tmp_path / "a")
