@@ -237,7 +237,8 @@ class Placements:
         planned = plan(card, view, options, pipeline_refusal=refusal)
         if model in self._records:
             await self._drain(model)
-            view = self._facts.view(model)  # others may have been placed meanwhile
+            # Others may have been placed meanwhile.
+            view = without(self._facts.view(model), lost)
             planned = plan(card, view, options, pipeline_refusal=refusal)
         placement = PlacementId(f"p-{secrets.token_hex(4)}")
         record = Record(placement, card, planned, wish.options, spares_wanted=wish.spares)
