@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint, read_checkpoint
 from .frames import Expectation
 from .head_tensors import HeadFound, HeadMissing, find_head
 from .self_check import require_splittable
-from .stage_model import StageModel, load_whole_or_stage
+from .stage_model import StageModel, open_model, read_layers
 from .text import TextCodec
 from .wire import DTYPES
 
@@ -63,18 +63,19 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
             "config.json or safetensors headers are not the same; download the same revision"
         )
     generator = spec.stage == 0
+    before = bytes_read()
+    model = open_model(checkpoint.folder)  # what fits no architecture is no question of splitting
     if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
         first, end = spec.first_layer, spec.end_layer
         require_splittable(checkpoint.config, first, end, spec.profile_folder)
-    before = bytes_read()
     dtype = DTYPES[spec.dtype]
 
     def progress(done: int, total: int) -> None:
         report(pb.LoadProgress(step="reading", done=done, total=total))
 
-    model, weight_bytes = load_whole_or_stage(
-        checkpoint.folder,
+    weight_bytes = read_layers(
+        model,
         spec.first_layer,
         spec.end_layer,
         dtype,

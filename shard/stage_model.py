@@ -200,27 +200,31 @@ class StageModel:
         return view(self._layers, first, end, self._slot, more)
 
 
-def load_whole_or_stage(
-    folder: Path,
+def open_model(folder: Path) -> nn.Module:
+    """The whole model, of whose weights nothing is read yet. Raises InvalidCheckpoint."""
+    try:
+        return _load_backbone(folder)
+    except MODEL_FAULTS as fault:
+        raise InvalidCheckpoint(
+            f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
+            "fit an architecture of the installed mlx-lm"
+        ) from fault
+
+
+def read_layers(
+    model: nn.Module,
     first: int,
     end: int,
     dtype: mx.Dtype | None,
     *,
     outer: bool,
     progress: Progress,
-) -> tuple[nn.Module, int]:
-    """Loads layers [first, end) and, for the generator (`outer`), embedding, norm and lm_head.
+) -> int:
+    """Reads layers [first, end) and, for the generator (`outer`), embedding, norm and lm_head.
 
-    Returns the model, whose other layers stay unevaluated, and the bytes of weights in memory.
-    `dtype` None keeps the checkpoint's. Raises InvalidCheckpoint.
+    Returns the bytes of weights in memory; the other layers of `model` stay unevaluated.
+    `dtype` None keeps the checkpoint's. Raises LoadFailed where there are no such layers.
     """
-    try:
-        model = _load_backbone(folder)
-    except MODEL_FAULTS as fault:
-        raise InvalidCheckpoint(
-            f"{folder.name} cannot be loaded: {fault}; the checkpoint or its config.json does not "
-            "fit an architecture of the installed mlx-lm"
-        ) from fault
     model.eval()
     if dtype is not None:
         cast_parameters(model, dtype)
@@ -238,7 +242,7 @@ def load_whole_or_stage(
         mx.eval(part)
         done += sum(p.nbytes for p in part)
         progress(done, total)
-    return model, total
+    return total
 
 
 def _load_backbone(folder: Path) -> nn.Module:

@@ -17,7 +17,7 @@ from models import Family as Name
 from exo_node.mtp.family import Family, family_of
 from exo_node.mtp.head import HiddenKind
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
-from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+from exo_node.shard.stage_model import StageModel, open_model, read_layers
 
 ORACLE = Path(__file__).parent / "oracle"
 FED: dict[str, tuple[HiddenKind, ...]] = {
@@ -56,9 +56,8 @@ def head_tensors(folder: Path) -> Tensors:
 
 
 def stage_of(folder: Path, layers: int, dtype: mx.Dtype = mx.float32) -> StageModel:
-    model, _ = load_whole_or_stage(
-        folder, 0, layers, dtype, outer=True, progress=lambda _done, _total: None
-    )
+    model = open_model(folder)
+    _ = read_layers(model, 0, layers, dtype, outer=True, progress=lambda _done, _total: None)
     return StageModel(model, 0, layers)
 
 

@@ -16,7 +16,7 @@ from exo_node.shard.copier import EVERY_S, Copier
 from exo_node.shard.copies import Copies, why_not_copied
 from exo_node.shard.frames import Expectation, HiddenBlock
 from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+from exo_node.shard.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.wire import to_bytes
 
 HIDDEN, LAYERS = 64, 4
@@ -123,9 +123,8 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """One family with attention only, one with recurrent layers; its last two layers."""
     folder: Path = tmp_path_factory.mktemp("copies") / request.param
     _ = make_checkpoint(folder, request.param, dtype="float32", layers=LAYERS, mtp=False)
-    model, _ = load_whole_or_stage(
-        folder, 0, LAYERS, mx.float32, outer=False, progress=lambda _done, _total: None
-    )
+    model = open_model(folder)
+    _ = read_layers(model, 0, LAYERS, mx.float32, outer=False, progress=lambda _done, _total: None)
     return StageModel(model, 2, LAYERS)
 
 

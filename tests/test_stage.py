@@ -14,7 +14,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard import stage as stage_module
 from exo_node.shard.frames import Expectation, HiddenBlock
 from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+from exo_node.shard.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.wire import to_bytes
 
 HIDDEN, LAYERS, FIRST = 64, 4, 2
@@ -91,8 +91,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """One family with attention only, one with recurrent layers; two layers, one of each kind."""
     folder: Path = tmp_path_factory.mktemp("stage") / request.param
     _ = make_checkpoint(folder, request.param, dtype="float32", layers=LAYERS, mtp=False)
-    whole, _ = load_whole_or_stage(
-        folder, FIRST, LAYERS, mx.float32, outer=False, progress=lambda _done, _total: None
+    whole = open_model(folder)
+    _ = read_layers(
+        whole, FIRST, LAYERS, mx.float32, outer=False, progress=lambda _done, _total: None
     )
     return StageModel(whole, FIRST, LAYERS)
 

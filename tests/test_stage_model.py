@@ -19,7 +19,7 @@ from models import Family, make_checkpoint
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint import read_checkpoint
 from exo_node.shard.load import Loaded
-from exo_node.shard.stage_model import StageModel, load_whole_or_stage
+from exo_node.shard.stage_model import StageModel, open_model, read_layers
 
 HIDDEN, LAYERS = 64, 4
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe")
@@ -52,8 +52,9 @@ def edited(source: Path, folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def opened(folder: Path, first: int = 0, end: int = LAYERS) -> StageModel:
-    model, _ = load_whole_or_stage(
-        folder, first, end, mx.float32, outer=first == 0, progress=lambda _done, _total: None
+    model = open_model(folder)
+    _ = read_layers(
+        model, first, end, mx.float32, outer=first == 0, progress=lambda _done, _total: None
     )
     return StageModel(model, first, end)
 
@@ -207,7 +208,7 @@ def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
 
     monkeypatch.setattr(TransformerBlock, "__call__", more)
     wanted = spec(folders["llama"], first, end, int(first > 0), num_stages=2, num_layers=LAYERS)
-    with pytest.raises(LoadFailed, match=r"cannot be split.*; place it on one node"):
+    with pytest.raises(LoadFailed, match=r"cannot be a stage.*; place it on one node"):
         _ = load_quietly(wanted)
 
 
