@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint, read_checkpoint
 from .frames import Expectation
 from .head_tensors import HeadFound, HeadMissing, find_head
 from .self_check import require_splittable
-from .stage_model import StageModel, open_model, read_layers
+from .stage_model import StageModel, open_model, read_layers, require_layers
 from .text import TextCodec
 from .wire import DTYPES
 
@@ -65,6 +65,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     generator = spec.stage == 0
     before = bytes_read()
     model = open_model(checkpoint.folder)  # what fits no architecture is no question of splitting
+    require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
         first, end = spec.first_layer, spec.end_layer

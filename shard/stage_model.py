@@ -211,6 +211,13 @@ def open_model(folder: Path) -> nn.Module:
         ) from fault
 
 
+def require_layers(model: nn.Module, first: int, end: int) -> None:
+    """Raises LoadFailed where the model has no layers [first, end)."""
+    layers = len(cast(Any, model).layers)
+    if not 0 <= first < end <= layers:
+        raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {layers}")
+
+
 def read_layers(
     model: nn.Module,
     first: int,
@@ -230,8 +237,7 @@ def read_layers(
         cast_parameters(model, dtype)
     prepare(model)
     layers: list[nn.Module] = list(cast(Any, model).layers)
-    if not 0 <= first < end <= len(layers):
-        raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {len(layers)}")
+    require_layers(model, first, end)
     others = {id(p) for layer in layers for p in _parameters(layer)}
     parts = [_parameters(layers[i]) for i in range(first, end)]
     if outer:
