@@ -165,18 +165,21 @@ def test_a_node_that_joins_does_not_replace_the_head_and_what_it_has_placed(
             assert alive(pid)
 
 
-def test_a_head_that_leaves_hands_over_and_unloads_what_it_had_placed(tmp_path: Path) -> None:
+def test_a_head_that_leaves_ends_its_own_stages_and_the_next_one_adopts_the_others(
+    tmp_path: Path,
+) -> None:
     with node(tmp_path / "first", "--no-mdns") as first:
         peer = ("--no-mdns", "--peer", grpc_address(first))
         with node(join(first, tmp_path / "second"), *peer) as second:
             eventually(lambda: sees(first, 2) and sees(second, 2), 10)
             _ = second.chat("Who are you?")
-            pids = [stage["pid"] for n in (first, second) for stage in n.stages()]
-            assert pids
+            own, others = ([stage["pid"] for stage in n.stages()] for n in (first, second))
+            assert own or others
             assert first.stop() == 0
             eventually(lambda: second.call("GET", "/v1/cluster").body["head"] == _id(second), 2)
-            eventually(lambda: not any(map(alive, pids)), 10)
+            eventually(lambda: not any(map(alive, own)), 10)
             assert second.chat("Who are you?")["choices"]
+            assert all(map(alive, others))
 
 
 def test_a_node_that_stops_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
