@@ -23,12 +23,15 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
+from . import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# The limit has to be right before mlx-lm is imported, which mtp does.
+# isort: split
 from ..mtp.kernels.install import used
 from ..placement.errors import ExoNodeError, LoadFailed
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from ..proto.bound_server import BoundNumbers
-from . import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
 from .compute import ComputeThread
 from .copier import Copier
 from .copies import Copies

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -371,21 +370,10 @@ def test_the_server_leaves_the_signals_to_its_node() -> None:
     asyncio.run(run())
 
 
-def test_the_server_is_imported_fast_and_without_mlx() -> None:
+def test_the_server_is_imported_without_what_is_slow_to_import() -> None:
     code = (
-        "import sys, time; t = time.process_time(); import exo_node.node.http_server; "
-        "took = time.process_time() - t; print(took, [m for m in sys.modules "
+        "import sys, exo_node.node.http_server; print([m for m in sys.modules "
         "if m.split('.')[0] in ('mlx', 'mlx_lm', 'transformers', 'grpc', 'openai')])"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        ).stdout.split(maxsplit=1)
-        for _ in range(3)
-    ]
-    assert {heavy.strip() for _, heavy in runs} == {"[]"}
-    assert min(float(took) for took, _ in runs) < 0.5
+    run = [sys.executable, "-c", code]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
