@@ -44,7 +44,9 @@ class Pursuits:
             if not self._failures.get(worst):
                 return
             self.drop(worst)
-        self._tasks[address] = background(self._pursue(address), f"asking {address}")
+        task = background(self._pursue(address), f"asking {address}")
+        self._tasks[address] = task
+        task.add_done_callback(lambda done: self._ended(address, done))
 
     def drop(self, address: str) -> None:
         """Ends the pursuit; the address may be seen again."""
@@ -75,5 +77,8 @@ class Pursuits:
         self._quiet[address] = time.monotonic() + QUIET_S
         while len(self._quiet) > MAX_ADDRESSES:
             del self._quiet[next(iter(self._quiet))]
-        del self._tasks[address]
-        _ = self._failures.pop(address, None)
+
+    def _ended(self, address: str, task: "asyncio.Task[None]") -> None:
+        """Also by an unexpected error, so that no address is taken for ever."""
+        if self._tasks.get(address) is task:
+            self.drop(address)

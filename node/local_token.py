@@ -6,6 +6,7 @@ its own origin and sends it as a header: cookies go to every port of a host, who
 """
 
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ TOKEN_HEADER: Final = "x-exo-token"
 TICKET_S: Final = 300.0
 _MAX_TICKETS: Final = 16
 _BYTES: Final = 32
+_TOKEN: Final = re.compile(rf"[0-9a-f]{{{2 * _BYTES}}}")
 
 
 class LocalToken:
@@ -46,7 +48,7 @@ class LocalToken:
                 f"{path} cannot be used: {fault.strerror}; check who owns the data folder",
                 param=str(path),
             ) from fault
-        if len(text) != 2 * _BYTES:
+        if not _TOKEN.fullmatch(text):
             raise InvalidSettings(
                 f"{path} is damaged; remove it and the node makes a new one", param=str(path)
             )
@@ -76,8 +78,10 @@ class LocalToken:
 
 
 def read_token(data_dir: Path) -> str | None:
-    """The token of the node on that folder; None where there is none, or it is another user's."""
+    """The token of the node on that folder; None where there is none, it is another user's, or it
+    is damaged: what is no token may not even be a header's value."""
     try:
-        return (data_dir / TOKEN_FILE).read_text(encoding="ascii", errors="replace").strip()
+        text = (data_dir / TOKEN_FILE).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return None
+    return text if _TOKEN.fullmatch(text) else None

@@ -67,6 +67,10 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_NATIVE_MTP_STRICT", "off", "native_mtp_strict", 0),
         ("EXO_NATIVE_MTP_STRICT", "8", "native_mtp_strict", 8),
         ("EXO_LOAD_TIMEOUT", "3600", "load_timeout", 3600),
+        ("EXO_KERNELS", "mlx", "kernels", "mlx"),
+        ("EXO_KERNELS", " MLX ", "kernels", "mlx"),
+        ("EXO_KERNELS", "auto", "kernels", "auto"),
+        ("EXO_KERNELS", "", "kernels", "auto"),
         ("EXO_MEMORY_LIMIT", "12GB", "memory_limit", 12 * 10**9),
         ("EXO_MEMORY_LIMIT", "12GiB", "memory_limit", 12 * 2**30),
         ("EXO_MEMORY_LIMIT", "1.5 tib", "memory_limit", 3 * 2**39),
@@ -129,6 +133,8 @@ def test_a_bad_value_names_the_flag_that_gave_it(
         ("native_mtp_async_draft_eval", "--none", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "?"),
         ("native_mtp_strict", "--none", "EXO_NATIVE_MTP_STRICT", "65"),
         ("load_timeout", "--none", "EXO_LOAD_TIMEOUT", "0"),
+        ("kernels", "--none", "EXO_KERNELS", "cuda"),
+        ("kernels", "--none", "EXO_KERNELS", "1"),
     ],
 )
 def test_a_bad_value_names_the_variable_that_gave_it(
@@ -137,6 +143,12 @@ def test_a_bad_value_names_the_variable_that_gave_it(
     with pytest.raises(InvalidSettings) as caught:
         load_settings({field: None} if flag != "--none" else {}, {variable: text})
     _assert_names(caught.value, variable, not_in=flag)
+
+
+def test_a_wrong_choice_of_kernels_is_told_with_the_right_ones() -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({}, {"EXO_KERNELS": "none"})
+    assert caught.value.message == "EXO_KERNELS: 'none' is no choice; give one of auto, mlx"
 
 
 def _assert_names(error: InvalidSettings, origin: str, *, not_in: str) -> None:

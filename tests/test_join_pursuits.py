@@ -1,0 +1,199 @@
+"""Which join ports are called: how many, how often, and when one is given up."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from exo_node.node import join_pursuits
+from exo_node.node.join_pursuits import MAX_ADDRESSES, MAX_FAILURES, MAX_RETRY_S, Pursuits
+from exo_node.placement.errors import PeerLost, Untrusted
+
+
+@dataclass
+class Ports:
+    """Join ports that answer as the test says: a wait, an error, or (unnamed) not at all."""
+
+    answers: dict[str, float | Exception | None] = field(
+        default_factory=dict[str, float | Exception | None]
+    )
+    calls: Counter[str] = field(default_factory=Counter[str])
+
+    async def approach(self, address: str) -> float | None:
+        self.calls[address] += 1
+        if address not in self.answers:
+            _ = await asyncio.Event().wait()
+        answer = self.answers[address]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was waited between two calls; none of it takes any time."""
+    asked: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        asked.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(join_pursuits.asyncio, "sleep", sleep)
+    return asked
+
+
+def run(scenario: Callable[[Ports, Pursuits], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        ports = Ports()
+        pursuits = Pursuits(ports.approach)
+        async with asyncio.timeout(20):
+            await scenario(ports, pursuits)
+            await pursuits.close()
+
+    asyncio.run(bounded())
+
+
+async def turns(count: int = 10) -> None:
+    """Lets every task go on so often."""
+    loop = asyncio.get_running_loop()
+    for _ in range(count):
+        passed = loop.create_future()
+        _ = loop.call_soon(passed.set_result, None)
+        await passed
+
+
+def test_an_address_is_called_once_however_often_it_is_seen() -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        for _ in range(100):
+            pursuits.see("a:1")
+            await turns(1)
+        assert (len(pursuits), ports.calls["a:1"]) == (1, 1)
+
+    run(scenario)
+
+
+def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        ports.answers["a:1"] = None
+        for _ in range(5):
+            pursuits.see("a:1")
+            await turns()
+        assert (len(pursuits), ports.calls["a:1"]) == (0, 1)
+        monkeypatch.setattr(join_pursuits, "QUIET_S", 0.0)
+        ports.answers["b:1"] = None
+        for _ in range(5):
+            pursuits.see("b:1")
+            await turns()
+        assert ports.calls["b:1"] == 5
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fault", [PeerLost("gone"), Untrusted("no certificate")])
+def test_who_fails_is_called_ever_later_and_then_given_up(
+    waits: list[float], fault: Exception
+) -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        ports.answers["a:1"] = fault
+        pursuits.see("a:1")
+        await turns(20 * MAX_FAILURES)
+        assert (len(pursuits), ports.calls["a:1"]) == (0, MAX_FAILURES)
+        assert waits == sorted(waits) and len(waits) == MAX_FAILURES - 1
+        assert waits[0] < MAX_RETRY_S == waits[-1]
+
+    run(scenario)
+
+
+def test_an_answer_makes_up_for_earlier_failures(waits: list[float]) -> None:
+    answers = iter([PeerLost("gone"), PeerLost("gone"), 3.0, PeerLost("gone"), None])
+
+    async def approach(_: str) -> float | None:
+        match next(answers):
+            case PeerLost() as fault:
+                raise fault
+            case answer:
+                return answer
+
+    async def scenario(_: Ports, __: Pursuits) -> None:
+        pursuits = Pursuits(approach)
+        pursuits.see("a:1")
+        await turns(50)
+        assert len(pursuits) == 0
+        assert len(waits) == 4 and waits[0] == waits[3] < waits[1] and waits[2] == 3.0
+
+    run(scenario)
+
+
+def test_addresses_past_the_limit_are_not_called() -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        for number in range(MAX_ADDRESSES + 50):
+            pursuits.see(f"a:{number}")
+        await turns()
+        assert len(pursuits) == len(ports.calls) == MAX_ADDRESSES
+
+    run(scenario)
+
+
+def test_past_the_limit_the_one_that_fails_most_makes_room(waits: list[float]) -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        ports.answers["dead:1"] = PeerLost("gone")
+        pursuits.see("dead:1")
+        for number in range(MAX_ADDRESSES - 1):
+            pursuits.see(f"a:{number}")
+        while not waits:
+            await turns(1)
+        pursuits.see("new:1")
+        await turns()
+        called = ports.calls["dead:1"]
+        await turns()
+        assert ports.calls["new:1"] == 1 and ports.calls["dead:1"] == called
+        assert len(pursuits) == MAX_ADDRESSES
+
+    run(scenario)
+
+
+def test_a_dropped_address_may_be_seen_again() -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        pursuits.see("a:1")
+        await turns()
+        pursuits.drop("a:1")
+        pursuits.drop("never:1")
+        assert len(pursuits) == 0
+        pursuits.see("a:1")
+        await turns()
+        assert (len(pursuits), ports.calls["a:1"]) == (1, 2)
+
+    run(scenario)
+
+
+def test_an_unexpected_error_does_not_keep_its_address_for_ever() -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        ports.answers["a:1"] = RuntimeError("a defect")
+        pursuits.see("a:1")
+        await turns()
+        assert len(pursuits) == 0
+        ports.answers["a:1"] = None
+        pursuits.see("a:1")
+        await turns()
+        assert ports.calls["a:1"] == 2
+
+    run(scenario)
+
+
+def test_nothing_is_called_after_the_end() -> None:
+    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+        ports.answers["a:1"] = 0.0
+        pursuits.see("a:1")
+        await turns(50)
+        await pursuits.close()
+        called = ports.calls["a:1"]
+        await turns(50)
+        assert 1 < called == ports.calls["a:1"]
+
+    run(scenario)
