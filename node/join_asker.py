@@ -49,6 +49,8 @@ class Asker:
         self._state = state
         self._tls = tls
         self._code = new_code(secrets.randbelow)
+        self.failure = ""
+        """Why the digits that were shown before did not let this node in."""
         self._asking: dict[str, Asking] = {}
         self._denied: set[str] = set()
         self._other_name: set[str] = set()
@@ -206,13 +208,13 @@ class Asker:
 
     def _say_that_digits_differ(self, asking: Asking) -> None:
         other = asking.approver
-        _ = self._state.events.add(
-            "join_refused",
+        self.failure = (
             f"the digits that were given at {other.name} ({asking.address}, cluster "
             f"{other.cluster}) did not match those of this node, so it did not join; it shows new "
-            "ones. If they were typed as shown, somebody is between the two nodes",
-            node=other.node,
-            reason="wrong_code",
+            "ones. If they were typed as shown, somebody is between the two nodes"
+        )
+        _ = self._state.events.add(
+            "join_refused", self.failure, node=other.node, reason="wrong_code"
         )
         for each in self._asking.values():
             self._show(each)

@@ -54,6 +54,7 @@ class JoinOperations:
             "data": data,
             "asking": [_shown_asking(each) for each in joining.asker.asking()],
             "digits": joining.asker.code if trusted else None,
+            "failure": joining.asker.failure or None,
             "may_decide": trusted,
             "fresh": joining.state.fresh,
             "open": joining.state.open_name is not None,

@@ -61,7 +61,8 @@ class NodeOperations:
         data = [await asyncio.to_thread(self._entry, model) for model in known.values()]
         broken = [
             {"id": model, "object": "model", "created": self._created, "owned_by": "exo-node"}
-            | {"loaded": False, "context_length": None, "native_mtp": None, "error": fault.message}
+            | {"loaded": False, "downloaded": True, "context_length": None, "native_mtp": None}
+            | {"error": fault.message}
             for model, fault in self._library.broken.items()
         ]
         return {"object": "list", "data": [*data, *broken]}
@@ -142,6 +143,7 @@ class NodeOperations:
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": loaded,
+            "downloaded": known.folder is not None,
             "native_mtp": self._native_mtp(known, record if loaded else None),
         }
 

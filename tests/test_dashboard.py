@@ -154,6 +154,15 @@ def test_the_styles_fetch_nothing_and_every_module_is_short() -> None:
     assert {name for name in MODULES if text(name).count("\n") > 250} == set()
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_no_words_run_together_at_the_end_of_a_line(module: str) -> None:
+    """htm drops the end of a line beside a tag: a space there is written ${" "}."""
+    inline = "(?:code|strong|em|a)"
+    before = rf"[\w,.:;]\n\s*<{inline}\b"
+    behind = rf"</{inline}>\n\s*[\w(]"
+    assert re.findall(f"{before}|{behind}", text(module)) == []
+
+
 @pytest.mark.parametrize("name", VENDORED)
 def test_a_vendored_file_is_the_published_one_and_has_its_licence(name: str) -> None:
     rows = [row for row in text("vendor/THIRD-PARTY.md").splitlines() if f"| `{name}` |" in row]

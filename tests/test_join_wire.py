@@ -53,6 +53,7 @@ def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_mat
                 _ = await old.let_in(new, wrong)
             await until(lambda: new.told("join_refused"))
             assert "did not match" in new.told("join_refused")[0]
+            assert "did not match" in new.joining.asker.failure, "for its dashboard"
             assert "did not match" in old.told("join_refused")[0]
             with pytest.raises(JoinRequestNotFound):
                 _ = await old.joining.approver.let_in(first, right)

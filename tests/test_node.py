@@ -105,6 +105,7 @@ def test_models_tell_their_mtp_state(demo: Node) -> None:
     assert (mtp["weights"], mtp["enabled"], mtp["max_k"]) == ("found", True, 3)
     missing = models["Qwen/Qwen3.6-27B"]
     assert missing["loaded"] is False
+    assert (models["demo"]["downloaded"], missing["downloaded"]) == (True, False)
     assert (missing["native_mtp"]["default_k"], missing["native_mtp"]["max_k"]) == (2, 3)
     assert "download" in missing["native_mtp"]["reason"]
 

@@ -11,7 +11,7 @@ export function Chat({ models = [], placements = [], nodes, refresh }) {
   const [form, setForm] = useState(UNTOUCHED);
   const { turns, busy, ask, stop, retry, clear } = useConversation();
   const set = (change) => setForm((before) => ({ ...before, ...change }));
-  const model = models.find(({ id }) => id === form.model) ?? models.find((m) => m.loaded) ?? models[0];
+  const model = models.find(({ id }) => id === form.model) ?? atHand(models);
   const drafts = draftsOf(model, placements);
   const options = () => requestFields(model, drafts, form);
 
@@ -34,6 +34,10 @@ export function Chat({ models = [], placements = [], nodes, refresh }) {
         onSend=${(text) => ask(text, options())} />
     </section>`;
 }
+
+/** The model of somebody who has not chosen: never one that would be downloaded if another is here. */
+const atHand = (models) =>
+  models.find((m) => m.loaded) ?? models.find((m) => m.downloaded && !m.error) ?? models[0];
 
 /** {defaultK, maxK} where the model drafts, {reason} where it does not. */
 function draftsOf(model, placements) {

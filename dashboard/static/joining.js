@@ -1,12 +1,14 @@
 /** Who asks to be let into the cluster, and on a new node the digits that let it into another. */
 
 import { call } from "./api.js";
-import { html, useState } from "./vendor/htm-preact.module.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const spaced = (code) => `${String(code).slice(0, 3)} ${String(code).slice(3)}`;
 const plain = (typed) => typed.replace(/[\s-]/g, "");
 
+/** A node that was refused asks again as another request, so what was decided is told out here. */
 export function Joining({ joining, refresh }) {
+  const [news, setNews] = useState(null);
   const requests = joining?.data ?? [];
   const asking = joining?.asking ?? [];
   const mayDecide = joining?.may_decide ?? false;
@@ -16,36 +18,45 @@ export function Joining({ joining, refresh }) {
         <strong>Open.</strong> Nodes that were started with the same <code>--open</code> join this
         cluster without approval.</p>`}
       ${(requests.length > 0 || asking.length > 0) && !mayDecide && html`<p class="notice">
-        This page may look and not decide. Open it by the link that
+        This page may look and not decide. Open it by the link that ${" "}
         <code>exo-node dashboard</code> prints on this machine.</p>`}
+      ${news && html`
+        <div class=${`notice ${news.bad ? "bad" : ""}`} role=${news.bad ? "alert" : "status"}>
+          <span>${news.text}</span>
+          <button onClick=${() => setNews(null)}>Dismiss</button>
+        </div>`}
       ${requests.map((request) => html`
-        <${Request} key=${request.id} request=${request} refresh=${refresh} mayDecide=${mayDecide} />`)}
-      ${asking.length > 0 && html`<${Asking} asking=${asking} digits=${joining.digits} />`}
+        <${Request} key=${`${request.node}/${request.at.node}`} request=${request} refresh=${refresh}
+          mayDecide=${mayDecide} tell=${setNews} />`)}
+      ${asking.length > 0 && html`
+        <${Asking} asking=${asking} digits=${joining.digits} failure=${joining.failure} />`}
     </div>`;
 }
 
-function Request({ request, refresh, mayDecide }) {
+function Request({ request, refresh, mayDecide, tell }) {
   const [digits, setDigits] = useState("");
   const [busy, setBusy] = useState("");
-  const [failure, setFailure] = useState("");
   const facts = [request.chip, request.address, request.version && `version ${request.version}`];
   const complete = /^[0-9]{6}$/.test(plain(digits));
+  useGone(digits !== "" && busy === "", () =>
+    tell({ bad: true, text: `${request.name} does not ask any more. It is shown here again when it does.` }));
 
-  async function decide(word, deed, body) {
+  async function decide(word, done, deed, body) {
     setBusy(word);
-    setFailure("");
+    tell(null);
     try {
       await call("POST", `/v1/join/requests/${encodeURIComponent(request.id)}/${deed}`, { body });
+      tell({ bad: false, text: `${request.name} ${done}.` });
     } catch (error) {
-      setFailure(error.message);
+      tell({ bad: true, text: error.message });
     }
-    setBusy("");
     setDigits("");
+    setBusy("");
     refresh();
   }
   function approve(event) {
     event.preventDefault();
-    decide("Approving…", "approve", { code: plain(digits) });
+    decide("Approving…", "is in the cluster", "approve", { code: plain(digits) });
   }
 
   return html`
@@ -55,23 +66,29 @@ function Request({ request, refresh, mayDecide }) {
         <span class="muted small end"><code>${request.node}</code></span>
       </p>
       <p class="muted small">${facts.filter(Boolean).join(" · ")}</p>
-      <label>
-        The six digits that its own screen shows
-        <input class="digits" inputmode="numeric" autocomplete="off" maxlength="8" spellcheck="false"
-          value=${digits} disabled=${!mayDecide || busy !== ""}
-          onInput=${(event) => setDigits(event.target.value)} />
-      </label>
-      <div class="actions">
-        <button type="button" disabled=${!mayDecide || busy !== ""} aria-label=${`Deny ${request.name}`}
-          onClick=${() => decide("Denying…", "deny", {})}>Deny</button>
-        <button class="primary" disabled=${!complete || busy !== ""}
+      <div class="decision">
+        <label>
+          The six digits that its own screen shows
+          <input class="typed" inputmode="numeric" autocomplete="off" maxlength="8" spellcheck="false"
+            placeholder="000 000" value=${digits} disabled=${!mayDecide || busy !== ""}
+            onInput=${(event) => setDigits(event.target.value)} />
+        </label>
+        <button class="primary" disabled=${!mayDecide || !complete || busy !== ""}
           aria-label=${`Approve ${request.name}`}>${busy || "Approve"}</button>
+        <button type="button" disabled=${!mayDecide || busy !== ""} aria-label=${`Deny ${request.name}`}
+          onClick=${() => decide("Denying…", "was turned away", "deny", {})}>Deny</button>
       </div>
-      ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </form>`;
 }
 
-function Asking({ asking, digits }) {
+/** Calls `onGone` when the node stops asking while `concerned`: while somebody types its digits. */
+function useGone(concerned, onGone) {
+  const last = useRef(null);
+  last.current = concerned ? onGone : null;
+  useEffect(() => () => last.current?.(), []);
+}
+
+function Asking({ asking, digits, failure }) {
   return html`
     <div class="joining">
       <p class="line">
@@ -80,10 +97,11 @@ function Asking({ asking, digits }) {
       </p>
       <ul class="small">
         ${asking.map((asked) => html`<li key=${asked.cluster}>
-          <strong title=${asked.node}>${asked.name}</strong> at ${asked.address}, cluster
+          <strong title=${asked.node}>${asked.name}</strong> at ${asked.address}, cluster ${" "}
           <code>${asked.cluster}</code></li>`)}
       </ul>
-      <p class="small">Type these digits on the dashboard of a node of <em>your</em> cluster, or run
+      ${failure && html`<p class="notice bad small" role="alert">${failure}</p>`}
+      <p class="small">Type these digits on the dashboard of a node of <em>your</em> cluster, or run ${" "}
         <code>exo-node approve ${digits ? spaced(digits) : "DIGITS"}</code> there.</p>
     </div>`;
 }
