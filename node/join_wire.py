@@ -11,6 +11,7 @@ import ssl
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from .trust import (
     Credentials,
     JoinHint,
     Proven,
+    clock_trouble,
     cluster_fingerprint,
     join_hint,
     parse_cluster_key,
@@ -41,9 +43,18 @@ SILENCE_S: Final = 10.0
 """Without a sign of life for so long, the other side is gone."""
 
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
+_OFF_TODAY: Final = "its certificate is not valid today: compare the clocks of both machines"
+_REFUSED_TODAY: Final = (
+    "it refused this node's certificate, as it does where its clock is wrong: compare the clocks "
+    "of both machines"
+)
 # What the alert or fault of a handshake says of the other side, for a person.
 _HANDSHAKE: Final = (
     ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it showed no certificate"),
+    ("CERTIFICATE_HAS_EXPIRED", _OFF_TODAY),
+    ("CERTIFICATE_IS_NOT_YET_VALID", _OFF_TODAY),
+    ("ALERT_CERTIFICATE_EXPIRED", _REFUSED_TODAY),
+    ("ALERT_BAD_CERTIFICATE", _REFUSED_TODAY),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not one that exo-node issues"),
     ("HTTP_REQUEST", "it does not speak TLS"),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
@@ -287,7 +298,10 @@ def why_no_handshake(fault: Exception) -> str:
     """What was wrong with a caller whose handshake failed, for a person."""
     if isinstance(fault, ssl.SSLError):
         return _of_handshake(fault)
-    return "it ended the connection before it had said who it is"
+    return clock_trouble(datetime.now(UTC)) or (
+        "it ended the connection before it had said who it is; if it does so again, compare the "
+        "clocks of both machines"
+    )
 
 
 def join_address(host: str, port: int) -> str:
@@ -305,6 +319,8 @@ def split(address: str) -> tuple[str, int]:
 
 def _of_handshake(fault: ssl.SSLError) -> str:
     text = f"{fault.reason or ''} {fault}".upper().replace(" ", "_")
+    if "CERTIFICATE" in text and (clock := clock_trouble(datetime.now(UTC))):
+        return clock
     return next((says for sign, says in _HANDSHAKE if sign in text), f"TLS failed ({fault.reason})")
 
 

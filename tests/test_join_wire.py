@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Coroutine
+from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 import pytest
 from joiners import Impostor, Joiner, asks, joiner, run, until
 
+from exo_node.node import join_wire, trust
 from exo_node.node.join import ROUNDS, Party, Passkey, transcript
 from exo_node.node.join_rounds import prove_digits
 from exo_node.node.join_wire import Line
@@ -300,6 +302,41 @@ def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) ->
 
 
 # ------------------------------------------------------------------------------ refused
+
+
+class _In2055(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "_In2055":
+        return cls(2055, 6, 1, tzinfo=tz)
+
+
+@pytest.mark.parametrize("mine", [True, False], ids=["this clock", "the other clock"])
+@pytest.mark.parametrize("shown", ["by the one that is asked", "by the one that asks"])
+def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, mine: bool, shown: str
+) -> None:
+    """L9. A certificate that has ended looks to its reader as any does to a clock that is ahead."""
+
+    async def scenario() -> None:
+        async with joiner("good") as good:
+            with monkeypatch.context() as past:
+                past.setattr(trust, "_VALID_TO", datetime(2021, 1, 1, tzinfo=UTC))
+                ended = joiner("ended")
+                old = await ended.__aenter__()
+            if mine:
+                monkeypatch.setattr(join_wire, "datetime", _In2055)
+            try:
+                asked, asking = (old, good) if "asked" in shown else (good, old)
+                asking.see(asked)
+                await until(lambda: old.told("join_refused") and good.told("join_refused"))
+                for side in (old, good):
+                    said = side.told("join_refused")[0]
+                    assert ("this machine's clock says 2055-06-01" in said) == mine, said
+                    assert ("compare the clocks" in said) != mine, said
+            finally:
+                _ = await ended.__aexit__(None, None, None)
+
+    run(scenario)
 
 
 def test_another_cluster_cannot_be_spoken_for() -> None:
