@@ -10,6 +10,7 @@ from typing import Final
 
 from ..placement.errors import DuplicateIdentity, ExoNodeError, InvalidSettings, Untrusted
 from ..proto import peer_pb2 as pb
+from .background import Loops
 from .ending import Rekeyed
 from .join import Party, new_code, relation, spaced, transcript
 from .join_pursuits import RETRY_S, Pursuits
@@ -45,7 +46,7 @@ class Asking:
 class Asker:
     """Asks every cluster that it sees, while this node is fresh; the digits decide on one."""
 
-    def __init__(self, state: JoinState, tls: ssl.SSLContext) -> None:
+    def __init__(self, state: JoinState, tls: ssl.SSLContext, loops: Loops) -> None:
         self._state = state
         self._tls = tls
         self._code = new_code(secrets.randbelow)
@@ -55,7 +56,7 @@ class Asker:
         self._denied: set[str] = set()
         self._other_name: set[str] = set()
         self._attempts = Attempts()
-        self._pursuits = Pursuits(self._approach)
+        self._pursuits = Pursuits(self._approach, loops)
 
     def see(self, address: str) -> None:
         """A join port (host:port) that may be of another cluster."""

@@ -5,10 +5,11 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ..placement.errors import InvalidSettings, Untrusted
-from .background import background
+from .background import Loops, background
 from .join_requests import crowding
 from .join_wire import CONNECT_S, FRAME_BYTES, Line, why_no_handshake
 
@@ -25,11 +26,13 @@ class JoinPort:
         context: ssl.SSLContext,
         attend: Callable[[Line], Awaitable[None]],
         complain: Callable[[str, str], None],
+        loops: Loops,
     ) -> None:
         """`attend` has a connection until it returns; `complain` hears who failed to make one."""
         self._context = context
         self._attend = attend
         self._complain = complain
+        self._loops = loops
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._callers: dict[asyncio.Task[None], str] = {}
@@ -51,7 +54,8 @@ class JoinPort:
 
     def begin(self) -> None:
         self._accepting = [
-            background(self._accept(listener), "the join port") for listener in self._listeners
+            self._loops.keep(partial(self._accept, each), f"the join port at {_where(each)}")
+            for each in self._listeners
         ]
 
     async def close(self) -> None:
@@ -107,6 +111,10 @@ class JoinPort:
             transport.abort()  # the one who crowds gets no further say
             raise
         await line.close()
+
+
+def _where(listener: socket.socket) -> str:
+    return str(listener.getsockname()[0])
 
 
 def _listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from ..placement.errors import PeerLost, Untrusted
-from .background import background
+from .background import Loops
 
 MAX_ADDRESSES: Final = 128
 RETRY_S: Final = 1.0
@@ -24,8 +25,9 @@ Raises PeerLost and Untrusted, after which it is tried again, later each time.""
 class Pursuits:
     """Approaches each address that it is told of until there is nothing to ask there."""
 
-    def __init__(self, approach: Approach) -> None:
+    def __init__(self, approach: Approach, loops: Loops) -> None:
         self._approach = approach
+        self._loops = loops
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failures: dict[str, int] = {}
         self._quiet: dict[str, float] = {}
@@ -44,7 +46,7 @@ class Pursuits:
             if not self._failures.get(worst):
                 return
             self.drop(worst)
-        task = background(self._pursue(address), f"asking {address}")
+        task = self._loops.keep(partial(self._pursue, address), f"asking {address}")
         self._tasks[address] = task
         task.add_done_callback(lambda done: self._ended(address, done))
 
@@ -79,6 +81,6 @@ class Pursuits:
             del self._quiet[next(iter(self._quiet))]
 
     def _ended(self, address: str, task: "asyncio.Task[None]") -> None:
-        """Also by an unexpected error, so that no address is taken for ever."""
+        """There was nothing more to ask, or the address was dropped."""
         if self._tasks.get(address) is task:
             self.drop(address)

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ..placement.errors import DuplicateIdentity, PeerLost
 from ..proto import peer_pb2 as pb
-from .background import background
+from .background import Loops
 from .discovery import Candidate
 from .ending import Ending
 from .events import EventLog
@@ -42,6 +43,7 @@ class Joining:
         ending: Ending,
         events: EventLog,
         desk: Desk,
+        loops: Loops,
         *,
         open_name: str | None,
     ) -> None:
@@ -50,11 +52,12 @@ class Joining:
         )
         server, tls = tls_contexts(join_credentials(identity), folder.data_dir)
         self.rekeying = Rekeying(self.state, tls)
-        self.asker = Asker(self.state, tls)
+        self.asker = Asker(self.state, tls, loops)
         self.approver = Approver(self.state, self.asker, self.rekeying, client, desk)
         self.desk = desk
         self.client = client
-        self._port = JoinPort(server, self.approver.attend, self._complain)
+        self._port = JoinPort(server, self.approver.attend, self._complain, loops)
+        self._loops = loops
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, hosts: Sequence[str], grpc_port: int) -> int:
@@ -66,8 +69,10 @@ class Joining:
     def begin(self, peers: Sequence[str]) -> None:
         """Answers, and looks what is behind `peers`, the control ports that a person named."""
         self._port.begin()
-        self._tasks = [background(self._look_at(p), f"the look at {p}") for p in peers]
-        self._tasks.append(background(self._watch(), "the watch for company"))
+        self._tasks = [
+            self._loops.keep(partial(self._look_at, peer), f"the look at {peer}") for peer in peers
+        ]
+        self._tasks.append(self._loops.keep(self._watch, "the watch for company"))
         if self.state.open_name is not None:
             log.warning(
                 "OPEN: whoever starts a node with the same --open on this network is let into this "

@@ -75,6 +75,7 @@ class Peering:
             self.ending,
             events,
             self._desk,
+            loops,
             open_name=settings.open,
         )
         self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)

@@ -3,12 +3,13 @@
 import asyncio
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from exo_node.node.background import Loops
 from exo_node.node.ending import Ending, Rekeyed
 from exo_node.node.events import EventLog
 from exo_node.node.facts import MemberFacts
@@ -96,6 +97,7 @@ class Joiner:
     heartbeats: NoHeartbeats
     ending: Ending
     events: EventLog
+    loops: Loops
     name: str
 
     @property
@@ -148,6 +150,7 @@ async def joiner(
     open_name: str | None = None,
     identity: Identity | None = None,
     chip: str = "chip",
+    peers: Sequence[str] = (),
 ) -> AsyncGenerator[Joiner]:
     """Listens on a free port of the loopback and sees nobody yet."""
     with tempfile.TemporaryDirectory() as root:
@@ -157,6 +160,7 @@ async def joiner(
             folder.establish()
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), Ending(), EventLog()
+        loops = Loops(events)
         made = Joining(
             own,
             key,
@@ -167,12 +171,13 @@ async def joiner(
             ending,
             events,
             Desk(),
+            loops,
             open_name=open_name,
         )
         _ = made.listen([LOOPBACK], 0)
-        made.begin([])
+        made.begin(peers)
         try:
-            yield Joiner(made, own, key, folder, company, heartbeats, ending, events, name)
+            yield Joiner(made, own, key, folder, company, heartbeats, ending, events, loops, name)
         finally:
             await made.close()
 

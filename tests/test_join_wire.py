@@ -1,6 +1,7 @@
 """Joining over real sockets in one process: digits, somebody in the middle, who is refused."""
 
 import asyncio
+import socket
 from collections.abc import Coroutine
 from datetime import UTC, datetime, tzinfo
 from typing import Any
@@ -8,8 +9,12 @@ from typing import Any
 import pytest
 from joiners import Impostor, Joiner, asks, joiner, run, until
 
-from exo_node.node import join_wire, trust
+from exo_node.node import join_wire, joining, trust
+from exo_node.node.facts import MemberFacts
 from exo_node.node.join import ROUNDS, Party, Passkey, transcript
+from exo_node.node.join_approver import Approver
+from exo_node.node.join_asker import Asker
+from exo_node.node.join_port import JoinPort
 from exo_node.node.join_rounds import prove_digits
 from exo_node.node.join_wire import Line
 from exo_node.node.trust import ClusterKey
@@ -302,6 +307,41 @@ def test_nodes_with_the_same_open_name_need_no_person(name: str, joins: bool) ->
 
 
 # ------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "loop"),
+    [
+        (JoinPort, "_welcome", "the join port at 127.0.0.1"),
+        (Asker, "_look", "asking 127.0.0.1:"),
+        (joining, "ask_for_hint", "the look at 127.0.0.1:9"),
+        (Approver, "settle", "the watch for company"),
+    ],
+    ids=["port", "pursuit", "look", "watch"],
+)
+def test_no_loop_of_joining_ends_for_good_and_readiness_names_the_one_that_is_down(
+    monkeypatch: pytest.MonkeyPatch, where: object, what: str, loop: str
+) -> None:
+    """H3."""
+
+    def broken(*given: object) -> None:
+        for each in given:
+            if isinstance(each, socket.socket):
+                each.close()
+        raise RuntimeError("a defect")
+
+    async def scenario() -> None:
+        async with joiner("old") as old, joiner("new", peers=["127.0.0.1:9"]) as new:
+            old.company.here.append(MemberFacts(pb.NodeFacts(id="b" * 20)))
+            monkeypatch.setattr(where, what, broken)
+            new.see(old)
+            await until(lambda: loop in old.loops.trouble() + new.loops.trouble())
+            monkeypatch.undo()
+            await until(lambda: old.has_waiting(new))
+            await until(lambda: not old.joining.state.founded)
+            await until(lambda: not old.loops.trouble() and not new.loops.trouble())
+
+    run(scenario)
 
 
 class _In2055(datetime):
