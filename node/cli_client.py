@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 10.0
 _TEMPORARY: Final = frozenset({429, 503})
 _TEMPORARY_CODES: Final = frozenset(
-    {"queue_full", "model_loading", "insufficient_memory", "peer_lost", "load_failed"}
+    {"queue_full", "insufficient_memory", "peer_lost", "load_failed"}
 )
 # A server bound to every address answers on loopback.
 _REACHABLE: Final[Mapping[str, str]] = {"0.0.0.0": "127.0.0.1", "::": "::1"}

@@ -16,7 +16,6 @@ from ..placement.errors import (
     JoinRefused,
     JoinRequestNotFound,
     LoadFailed,
-    ModelLoading,
     ModelNotFound,
     PeerLost,
     PlacementNotFound,
@@ -32,7 +31,6 @@ _STATUS: Mapping[type[ExoNodeError], int] = {
     JoinRequestNotFound: 404,
     JoinRefused: 409,
     QueueFull: 429,
-    ModelLoading: 503,
     InsufficientMemory: 503,
     PeerLost: 503,
     LoadFailed: 503,
@@ -43,7 +41,6 @@ _STATUS: Mapping[type[ExoNodeError], int] = {
 # a client that would do it unasked (the openai package does, from 500 up).
 _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int, bool]] = {
     QueueFull: (1, True),
-    ModelLoading: (5, True),
     PeerLost: (2, True),
     InsufficientMemory: (30, False),
     LoadFailed: (30, False),

@@ -25,7 +25,7 @@ from .join_api import JoinApi
 from .local_token import LocalToken
 from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
-from .profile_api import Measurements, NoMeasurements, ProfileApi
+from .profile_api import Measurements, ProfileApi
 from .requests import Chat
 from .session_api import SessionApi
 from .sse import KEEP_ALIVE_S
@@ -64,7 +64,7 @@ def build_app(
         *ChatCompletions(chat, keep_alive_s).routes(),
         *OperationsApi(operations).routes(),
         *EventsApi(events or EventLog()).routes(),
-        *ProfileApi(measurements or NoMeasurements()).routes(),
+        *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
         *_static_routes(static),

@@ -15,9 +15,6 @@ from typing import Any, Final, Literal, TextIO
 
 _request: ContextVar[str | None] = ContextVar("request", default=None)
 
-FIELDS: Final = ("placement", "model", "peer", "attempt")
-"""What a caller may attach with `extra={…}`; it stands in both formats."""
-
 _QUIET: Final = (
     "asyncio",
     "filelock",
@@ -52,11 +49,6 @@ def apart() -> Context:
     context = copy_context()
     _ = context.run(_request.set, None)
     return context
-
-
-def current_request() -> str | None:
-    """The request that this task works on, or None."""
-    return _request.get()
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
@@ -99,7 +91,7 @@ class HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         name = record.name.rpartition(".")[2] if record.name.startswith("exo_node") else record.name
-        tail = "".join(f"  {k}={v}" for k, v in _fields(record).items())
+        tail = "".join(f"  {k}={v}" for k, v in _fields().items())
         line = f"{clock} {record.levelname.lower():<7} {name}: {record.getMessage()}{tail}"
         return escape_controls(line, keep="\t") + _traceback(self, record, prefix="\n")
 
@@ -119,7 +111,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             "node": self._node,
-            **_fields(record),
+            **_fields(),
         }
         if trace := _traceback(self, record):
             line["traceback"] = trace
@@ -151,10 +143,9 @@ def configure(
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    known = {name: record.__dict__[name] for name in FIELDS if name in record.__dict__}
+def _fields() -> dict[str, Any]:
     request = _request.get()
-    return known if request is None else {"request": request, **known}
+    return {} if request is None else {"request": request}
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord, prefix: str = "") -> str:

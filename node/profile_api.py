@@ -23,16 +23,6 @@ class Measurements(Protocol):
         ...
 
 
-class NoMeasurements:
-    """Of an app that serves no node."""
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"object": "cluster.profile", "nodes": [], "links": []}
-
-    async def measure_cluster(self) -> Mapping[str, Any]:
-        return self.describe()
-
-
 class _MeasureBody(StrictBody):
     """Nothing can be chosen: `{}`."""
 

@@ -149,11 +149,6 @@ class ModelCard(BaseModel):
         return row * _BYTES[self.dtype]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """What one token adds to the caches of the whole backbone (without the MTP head's)."""
-        return self.num_attention_layers * self.kv_bytes_per_layer_token
-
-    @property
     def memory_bytes(self) -> int:
         """The checkpoint's tensors once they are loaded: FP8 grows to `dtype` there.
 

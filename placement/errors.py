@@ -7,7 +7,6 @@
     ├── ModelNotFound             no card, folder or cached model has that id      404
     ├── PlacementNotFound         no placement has that id                         404
     ├── QueueFull                 too many requests are waiting                    429
-    ├── ModelLoading              the model is being loaded or downloaded          503
     ├── InsufficientMemory        no allowed set of nodes can hold the model       503
     ├── PeerLost                  a node or runner ended while it was needed       503
     │   ├── StateLost             nobody is gone, but what rebuilds a stage is     503
@@ -63,10 +62,6 @@ class PlacementNotFound(ExoNodeError):
 
 class QueueFull(ExoNodeError):
     code = "queue_full"
-
-
-class ModelLoading(ExoNodeError):
-    code = "model_loading"
 
 
 class InsufficientMemory(ExoNodeError):

@@ -13,6 +13,3 @@ RequestId = NewType("RequestId", str)
 
 Term = NewType("Term", int)
 """Counts the heads of a cluster: a message of a lower term comes from a head that was replaced."""
-
-Attempt = NewType("Attempt", int)
-"""Counts the tries of one request: a stage that accepted n+1 refuses n and has freed its state."""

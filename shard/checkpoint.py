@@ -5,8 +5,7 @@ A checkpoint comes from outside: nothing of it is loaded before `read_checkpoint
 
 import hashlib
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -58,9 +57,6 @@ _CONFIG_BOUNDS = {
 }
 """A model class allocates by these before it sees a tensor."""
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
-_NOT_BACKBONE = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model|audio_tower)\.")
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -78,39 +74,6 @@ class Checkpoint:
     @property
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def backbone_files(self) -> tuple[Path, ...]:
-        """The files that the backbone is loaded from, in the order of their names."""
-        names = {tensor.file for tensor in self.tensors.values()} - set(HEAD_FILES)
-        return tuple(self.folder / name for name in sorted(names))
-
-    def bytes_of_layers(self, first: int, end: int) -> int:
-        """The bytes of the backbone's decoder layers [first, end), as stored."""
-        return sum(
-            tensor.nbytes
-            for tensor in self._backbone()
-            if (layer := layer_of(tensor.name)) is not None and first <= layer < end
-        )
-
-    def bytes_of_ends(self) -> int:
-        """The bytes of the backbone beside its layers: embeddings, final norm, lm_head."""
-        return sum(tensor.nbytes for tensor in self._backbone() if layer_of(tensor.name) is None)
-
-    def _backbone(self) -> Iterator[Tensor]:
-        for tensor in self.tensors.values():
-            if tensor.file not in HEAD_FILES and not _NOT_BACKBONE.search(tensor.name):
-                yield tensor
-
-
-def layer_of(name: str) -> int | None:
-    """The decoder layer that a tensor of the backbone belongs to, else None.
-
-    An MTP head and a vision or audio tower number their own layers, which are not the backbone's.
-    """
-    if _NOT_BACKBONE.search(name):
-        return None
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else None
 
 
 def is_weight_file(path: str) -> bool:

@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from exo_node.shard.checkpoint import HEAD_FILES, Checkpoint
+
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"
 
 Family = Literal[
@@ -318,3 +320,23 @@ def _save(folder: Path, weights: Weights, shards: int, layout: str) -> None:
         weight_map |= dict.fromkeys(part, file)
     index_file = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
+
+
+def bytes_of_layers(checkpoint: Checkpoint, first: int, end: int) -> int:
+    """The bytes of the backbone's decoder layers [first, end), as stored."""
+    wanted = tuple(f"layers.{layer}." for layer in range(first, end))
+    return sum(nbytes for name, nbytes in _backbone(checkpoint) if any(w in name for w in wanted))
+
+
+def bytes_of_ends(checkpoint: Checkpoint) -> int:
+    """The bytes of the backbone beside its layers: embeddings, final norm, lm_head."""
+    return sum(nbytes for name, nbytes in _backbone(checkpoint) if "layers." not in name)
+
+
+def _backbone(checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    """Names with bytes, without a draft head's."""
+    return [
+        (tensor.name, tensor.nbytes)
+        for tensor in checkpoint.tensors.values()
+        if tensor.file not in HEAD_FILES and not tensor.name.startswith("mtp.")
+    ]

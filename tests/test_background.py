@@ -8,7 +8,7 @@ import pytest
 
 from exo_node.node.background import Loops
 from exo_node.node.events import EventLog
-from exo_node.node.log import current_request, request_scope
+from exo_node.node.log import HumanFormatter, request_scope
 
 STEADY_S = 0.2
 
@@ -98,15 +98,16 @@ def test_cancelling_ends_the_work_and_the_trouble() -> None:
 
 
 def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
-    async def story() -> list[str | None]:
-        seen: list[str | None] = []
+    async def story() -> list[bool]:
+        lines: list[str] = []
 
         async def work() -> None:
-            seen.append(current_request())
+            line = logging.LogRecord("", logging.INFO, "", 0, "", None, None)
+            lines.append(HumanFormatter().format(line))
 
         with request_scope("req_1"):
             await Loops(EventLog()).keep(work, "it")
-            seen.append(current_request())
-        return seen
+            await work()
+        return ["request=req_1" in line for line in lines]
 
-    assert asyncio.run(story()) == [None, "req_1"]
+    assert asyncio.run(story()) == [False, True]

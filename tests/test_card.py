@@ -370,14 +370,13 @@ def test_caches_are_counted_where_every_fourth_layer_holds_one() -> None:
             assert hybrid.attention_layers(first, end) == held
 
 
-def test_kv_is_two_rows_of_heads_in_each_layer_that_holds_one() -> None:
-    assert card().kv_bytes_per_token == 10 * 2 * 2 * 16 * 2
-    assert card(dtype="float32").kv_bytes_per_token == 2 * card().kv_bytes_per_token
+def test_kv_is_two_rows_of_heads() -> None:
+    assert card().kv_bytes_per_layer_token == 2 * 2 * 16 * 2
+    assert card(dtype="float32").kv_bytes_per_layer_token == 2 * card().kv_bytes_per_layer_token
     # Published figure for Qwen3.6-27B's shape: 16 layers of 4 heads of 256, 64 KiB a token.
-    assert card(
-        num_layers=64, num_attention_layers=16, num_key_value_heads=4, head_dim=256
-    ).kv_bytes_per_token == (65536)
-    assert card(kv_row_width=20).kv_bytes_per_token == 10 * 20 * 2
+    qwen = card(num_layers=64, num_attention_layers=16, num_key_value_heads=4, head_dim=256)
+    assert qwen.num_attention_layers * qwen.kv_bytes_per_layer_token == 65536
+    assert card(kv_row_width=20).kv_bytes_per_layer_token == 20 * 2
 
 
 def test_untied_embeddings_are_held_twice_and_read_once() -> None:

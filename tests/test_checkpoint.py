@@ -20,7 +20,6 @@ from exo_node.shard import checkpoint, headers
 from exo_node.shard.checkpoint import (
     MAX_CONFIG_BYTES,
     is_weight_file,
-    layer_of,
     read_checkpoint,
     read_config,
 )
@@ -320,42 +319,15 @@ def test_only_files_that_the_engine_loads_are_read(tmp_path: Path) -> None:
         "b": "model-mtp.safetensors",
         "c": "mtp/weights.safetensors",
     }
-    assert table.backbone_files() == (tmp_path / "model.safetensors",)
-    assert table.bytes_of_ends() == 64, "the head's own files are not the backbone's"
     assert not is_weight_file("models/a.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", 0),
-        ("model.language_model.layers.61.mlp.experts.3.up_proj.weight", 61),
-        ("transformer.h.11.attn.weight", 11),
-        ("blocks.2.weight", 2),
-        ("model.embed_tokens.weight", None),
-        ("mtp.layers.0.mlp.up_proj.weight", None),
-        ("model.language_model.mtp.layers.0.input_layernorm.weight", None),
-        ("model.visual.blocks.3.attn.weight", None),
-        ("vision_tower.encoder.layers.3.weight", None),
-        ("model.mlayers.3.weight", None),
-        (f"layers.{'9' * 5000}.weight", None),
-    ],
-)
-def test_a_tensors_layer_is_the_backbones(name: str, layer: int | None) -> None:
-    assert layer_of(name) == layer
-
-
-def test_the_demo_passes_and_its_layers_add_up() -> None:
+def test_the_demo_passes() -> None:
     demo = read_checkpoint(DEMO)
     assert len(demo.tensors) == 229
-    head = sum(t.nbytes for t in demo.tensors.values() if t.name.startswith("mtp."))
-    layers = [demo.bytes_of_layers(i, i + 1) for i in range(16)]
-    assert min(layers) > 0 and demo.bytes_of_layers(0, 16) == sum(layers)
-    assert sum(layers) + demo.bytes_of_ends() + head == demo.total_bytes
-    assert demo.bytes_of_layers(16, 99) == 0
-    assert [path.name for path in demo.backbone_files()] == [
+    assert {tensor.file for tensor in demo.tensors.values()} == {
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
-    ]
+    }
 
 
 def test_the_fingerprint_tells_checkpoints_apart_but_not_copies(tmp_path: Path) -> None:
@@ -379,7 +351,7 @@ def test_the_fingerprint_tells_checkpoints_apart_but_not_copies(tmp_path: Path) 
 def test_mlx_lm_loads_what_the_tests_make(family: Family, raw: bool, tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "made", family, raw=raw, shards=2)
     assert len(load(made).layers) == 4
-    assert read_checkpoint(made).bytes_of_layers(3, 4) > 0
+    assert any("layers.3." in name for name in read_checkpoint(made).tensors)
 
 
 def test_raw_and_converted_layouts_hold_the_same_model(tmp_path: Path) -> None:

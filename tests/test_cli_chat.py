@@ -112,7 +112,7 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("reply", "code", "said"),
     [
-        (as_json(failure("model_loading"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
+        (as_json(failure("load_failed"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
         (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
         (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
         (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),

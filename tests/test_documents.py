@@ -25,6 +25,7 @@ from exo_node.node.join_operations import JoinOperations
 from exo_node.node.joining import Joining
 from exo_node.node.local_token import LocalToken
 from exo_node.node.openai_schema import ChatBody
+from exo_node.node.profile_api import Measurements
 from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
 
@@ -196,7 +197,14 @@ def test_the_readme_lists_every_endpoint() -> None:
     listed = {cells[0].strip("`"): cells[1] for cells in table}
     assert {state for state in listed.values()} == {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
-    guard = build_app(FakeChat(), FakeOperations(), static=no_files, joining=joining, token=token)
+    guard = build_app(
+        FakeChat(),
+        FakeOperations(),
+        static=no_files,
+        measurements=cast(Measurements, object()),
+        joining=joining,
+        token=token,
+    )
     assert isinstance(guard, Guard)
     assert isinstance(guard.app, Starlette)
     served = {

@@ -9,10 +9,10 @@ from collections.abc import Generator
 import pytest
 
 from exo_node.node.log import (
+    JsonFormatter,
     LineLimit,
     apart,
     configure,
-    current_request,
     escape_controls,
     request_scope,
 )
@@ -32,6 +32,12 @@ def restored_logging() -> Generator[None]:
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 
 
+def carried() -> str | None:
+    """The request that a line from here would name."""
+    line = JsonFormatter(None).format(logging.LogRecord("", 0, "", 0, "", None, None))
+    return json.loads(line).get("request")
+
+
 def _lines(stream: io.StringIO) -> list[str]:
     return stream.getvalue().splitlines()
 
@@ -40,7 +46,7 @@ def test_json_lines_carry_time_level_logger_message_node_and_request() -> None:
     stream = io.StringIO()
     configure("json", node="alpha", stream=stream)
     with request_scope("r1"):
-        _log.warning("%s is suspect", "beta", extra={"peer": "beta", "other": "not shown"})
+        _log.warning("%s is suspect", "beta")
     _log.info("plain")
     first, second = map(json.loads, _lines(stream))
     assert first.pop("time").endswith("+00:00")
@@ -50,7 +56,6 @@ def test_json_lines_carry_time_level_logger_message_node_and_request() -> None:
         "message": "beta is suspect",
         "node": "alpha",
         "request": "r1",
-        "peer": "beta",
     }
     assert "request" not in second
 
@@ -59,9 +64,9 @@ def test_human_lines_are_short() -> None:
     stream = io.StringIO()
     configure("human", stream=stream)
     with request_scope("r1"):
-        _log.warning("beta is suspect", extra={"placement": "p1"})
+        _log.warning("beta is suspect")
     (line,) = _lines(stream)
-    assert line[8:] == " warning membership: beta is suspect  request=r1  placement=p1"
+    assert line[8:] == " warning membership: beta is suspect  request=r1"
 
 
 def test_text_from_outside_cannot_forge_a_line_or_move_the_cursor() -> None:
@@ -93,13 +98,13 @@ def test_a_request_is_known_in_the_tasks_it_starts_and_nowhere_else() -> None:
 
     async def inner() -> str | None:
         await asyncio.sleep(0)
-        return current_request()
+        return carried()
 
     async def both() -> list[str | None]:
         return list(await asyncio.gather(serve("a"), serve("b")))
 
     assert asyncio.run(both()) == ["a", "b"]
-    assert current_request() is None
+    assert carried() is None
 
 
 def test_the_libraries_below_are_quiet_and_their_warnings_are_not_lost() -> None:
@@ -128,13 +133,13 @@ def test_only_the_kept_controls_pass() -> None:
 
 def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
     async def seen() -> str | None:
-        return current_request()
+        return carried()
 
     async def story() -> list[str | None]:
         with request_scope("r1"):
             own = asyncio.create_task(seen())
             other = asyncio.create_task(seen(), context=apart())
-            return [await own, await other, current_request()]
+            return [await own, await other, carried()]
 
     assert asyncio.run(story()) == ["r1", None, "r1"]
 

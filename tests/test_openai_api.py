@@ -26,7 +26,6 @@ from exo_node.placement.errors import (
     InsufficientMemory,
     InvalidCheckpoint,
     LoadFailed,
-    ModelLoading,
     NumericError,
     PeerLost,
     QueueFull,
@@ -240,7 +239,6 @@ def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> No
 REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
     (ContextLengthExceeded("x"), 400, "invalid_request_error", None, None),
     (QueueFull("x"), 429, "rate_limit_error", "1", "true"),
-    (ModelLoading("x"), 503, "server_error", "5", "true"),
     (PeerLost("x"), 503, "server_error", "2", "true"),
     (InsufficientMemory("x"), 503, "server_error", "30", "false"),
     (NumericError("x"), 500, "server_error", None, "false"),

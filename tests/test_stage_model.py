@@ -14,7 +14,7 @@ import pytest
 from engines import load_quietly, spec
 from mlx.utils import tree_map
 from mlx_lm.models.llama import TransformerBlock
-from models import Family, make_checkpoint
+from models import Family, bytes_of_ends, bytes_of_layers, make_checkpoint
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint import read_checkpoint
@@ -160,19 +160,19 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bounds", [(1, 3), (2, 6), (5, 6)], ids=str)
 def test_a_stage_reads_only_its_layers_bytes(wide: Path, bounds: tuple[int, int]) -> None:
-    own = read_checkpoint(wide).bytes_of_layers(*bounds)
+    own = bytes_of_layers(read_checkpoint(wide), *bounds)
     loaded = load_part(wide, *bounds)
     overhead = loaded.checkpoint_bytes_read - own
-    one_layer = read_checkpoint(wide).bytes_of_layers(0, 1)
+    one_layer = bytes_of_layers(read_checkpoint(wide), 0, 1)
     assert 0 <= overhead < one_layer // 4
     assert loaded.weight_bytes == 2 * own, "float32 in memory, bfloat16 on disk"
 
 
 def test_the_generator_reads_its_layers_and_the_ends(wide: Path) -> None:
     checkpoint = read_checkpoint(wide)
-    own = checkpoint.bytes_of_layers(0, 2) + checkpoint.bytes_of_ends()
+    own = bytes_of_layers(checkpoint, 0, 2) + bytes_of_ends(checkpoint)
     overhead = load_part(wide, 0, 2).checkpoint_bytes_read - own
-    assert 0 <= overhead < checkpoint.bytes_of_layers(0, 1) // 4
+    assert 0 <= overhead < bytes_of_layers(checkpoint, 0, 1) // 4
 
 
 def load_part(folder: Path, first: int, end: int, layers: int = 6) -> Loaded:
