@@ -76,12 +76,14 @@ class JoinPort:
                 log.warning("the join port cannot accept now: %s", fault.strerror)
                 await asyncio.sleep(1)
                 continue
-            if len(self._callers) >= MAX_CONNECTIONS:
-                victim = crowding(list(self._callers.values()))
-                _ = list(self._callers)[victim].cancel()
+            # One that is being let go counts no more: else it would be chosen for ever.
+            kept = [task for task in self._callers if not task.cancelling()]
+            if len(kept) >= MAX_CONNECTIONS:
+                _ = kept[crowding([self._callers[task] for task in kept])].cancel()
             task = background(self._welcome(connection, address), f"a caller from {address}")
             self._callers[task] = address
             task.add_done_callback(self._callers.pop)
+            await asyncio.sleep(0)  # an accept that succeeds at once lets nothing else run
 
     async def _welcome(self, connection: socket.socket, address: str) -> None:
         """One connection from its handshake to its end."""

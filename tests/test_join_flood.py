@@ -1,0 +1,151 @@
+"""The join port of a real node under nonsense: it lives, and lets an honest node in afterwards."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from joiners import Impostor
+from nodes import Node, eventually, node
+from test_join_nodes import QUIET, asks_at, cluster, free_ports, joining, together, typed
+
+from exo_node.node.join_port import MAX_CONNECTIONS
+from exo_node.node.join_wire import FRAME_BYTES, ask_for_hint
+from exo_node.proto import peer_pb2 as pb
+
+HALF_OPEN = 300
+"""Several times what a join port listens to at once."""
+
+
+@pytest.fixture(scope="module")
+def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    [port] = free_ports(1)
+    folder = tmp_path_factory.mktemp("flooded") / "member"
+    with node(folder, QUIET, "--grpc-port", str(port)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def port(member: Node) -> int:
+    hint = asyncio.run(ask_for_hint(f"127.0.0.1:{member.itself()['port']}"))
+    assert hint is not None
+    return hint.join_port
+
+
+def lives(running: Node) -> bool:
+    """It answers, and is the head of its cluster as ever."""
+    shown = cluster(running)
+    return running.process.poll() is None and shown["head"] == shown["self"]
+
+
+def files(running: Node) -> int:
+    return psutil.Process(running.process.pid).num_fds()
+
+
+def call(port: int, raw: bytes) -> bytes:
+    """What comes back before the other side closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        try:
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(4096), b""))
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+
+
+def test_random_bytes_get_no_answer_but_an_alert(member: Node, port: int) -> None:
+    chance = random.Random(1)
+    hello = bytes.fromhex("160301") + struct.pack(">H", 512) + b"\x01\x00\x01\xfc\x03\x03"
+    for number in range(40):
+        start = hello if number % 3 == 0 else b"GET / HTTP/1.1\r\n" if number % 3 == 1 else b""
+        said = call(port, start + chance.randbytes(chance.randrange(1, 4096)))
+        assert said == b"" or (said[0] == 0x15 and len(said) < 32), said[:64]
+    assert lives(member)
+    log = member.log.read_text()
+    assert "Traceback" not in log
+    assert log.count("\n") < 100, "nonsense is told once, not for each call"
+
+
+def test_half_open_connections_are_bounded_and_let_go(member: Node, port: int) -> None:
+    before = files(member)
+    with ExitStack() as stack:
+        for number in range(HALF_OPEN):
+            each = stack.enter_context(socket.socket())
+            each.setblocking(False)
+            _ = each.connect_ex(("127.0.0.1", port))
+            if number % 50 == 0:
+                assert lives(member)
+        # Those that it listens to, and as many that wait in line or are just being let go.
+        assert files(member) <= before + 2 * MAX_CONNECTIONS + 22
+        assert lives(member)
+    eventually(lambda: files(member) <= before + 5, 30)
+    assert "Traceback" not in member.log.read_text()
+
+
+TOLD = {
+    "oversized": f"a frame of {FRAME_BYTES + 1} bytes",
+    "endless": f"a frame of {2**32 - 1} bytes",
+    "empty": "nothing instead of",
+    "no message": "bytes that are no frame",
+    "cut": "",
+    "out of turn": "stored instead of ask",
+}
+"""What is told of it; a connection that ends early is no news."""
+
+
+def raw_frames() -> dict[str, bytes]:
+    """What a node with a certificate may send in the place of a frame."""
+    chance = random.Random(2)
+    body = pb.JoinFrame(stored=pb.JoinStored()).SerializeToString()
+    return {
+        "oversized": (FRAME_BYTES + 1).to_bytes(4, "big") + chance.randbytes(FRAME_BYTES + 1),
+        "endless": b"\xff\xff\xff\xff" + chance.randbytes(1 << 18),
+        "empty": b"\x00\x00\x00\x00" * 64,
+        "no message": (64).to_bytes(4, "big") + b"\xff" * 64,
+        "cut": (100).to_bytes(4, "big") + b"\x00" * 10,
+        "out of turn": (len(body).to_bytes(4, "big") + body) * 1000,
+    }
+
+
+@pytest.mark.parametrize("kind", raw_frames())
+def test_frames_that_are_none_end_their_connection_alone(
+    member: Node, port: int, kind: str
+) -> None:
+    async def scenario() -> None:
+        evil = Impostor(fresh=True)
+        async with asyncio.timeout(30), evil.calling(f"127.0.0.1:{port}") as (line, _, _):
+            writer = line._writer  # pyright: ignore[reportPrivateUsage]
+            writer.write(raw_frames()[kind])
+            if kind == "cut":
+                return
+            while await line._reader.read(4096):  # pyright: ignore[reportPrivateUsage]
+                pass
+
+    with contextlib.suppress(OSError):  # the other side may not even read it to its end
+        asyncio.run(scenario())
+    assert lives(member)
+    assert joining(member)["data"] == []
+    eventually(lambda: TOLD[kind] in member.log.read_text(), 10)
+    assert "Traceback" not in member.log.read_text()
+
+
+def test_an_honest_node_joins_during_and_after_a_flood(
+    member: Node, port: int, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        for _ in range(100):
+            each = stack.enter_context(socket.socket())
+            each.setblocking(False)
+            _ = each.connect_ex(("127.0.0.1", port))
+        peer = ("--peer", f"127.0.0.1:{member.itself()['port']}")
+        new = stack.enter_context(node(tmp_path / "honest", QUIET, *peer))
+        eventually(lambda: asks_at(new, member), 30)
+        done = typed(member, new)
+        assert done.returncode == 0, done.stderr
+        eventually(lambda: together([member, new]), 30)
