@@ -158,7 +158,7 @@ class NodeOperations:
         head, stages = found, 1
         switch = self._facts.mtp_switch(self._cluster.self_id)
         if record is not None:
-            head, stages = record.head, len(record.plan.stages)
+            head, stages = self._head(record), len(record.plan.stages)
             switch = self._facts.mtp_switch(record.generator.node)
         drafting = choose_drafting(known.card, stages, head, switch, None)
         return {
@@ -167,8 +167,21 @@ class NodeOperations:
             "weights": "found" if found.loaded else "missing",
             "enabled": drafting.kind == "native_mtp",
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
+            "parked": record is not None and head is not record.head,
             "greedy_identity": None if record is None else record.identity,
         }
+
+    def _head(self, record: Record) -> HeadState:
+        """As it was loaded, unless its runner says that it is parked."""
+        generator = record.generator.node
+        told = (
+            stage.head_parked
+            for member in self._cluster.members()
+            for stage in member.stages
+            if (member.id, stage.placement, stage.stage) == (generator, record.id, 0)
+        )
+        parked = next(told, "")
+        return HeadState(False, parked) if parked else record.head
 
     def _state(self) -> NodeState:
         nodes = self._cluster.describe(self._version)["nodes"]
@@ -228,7 +241,7 @@ class NodeOperations:
         stages = len(record.plan.stages)
         settings = self._facts.stage_settings(record.generator.node, record.card)
         drafting = choose_drafting(
-            record.card, stages, record.head, switch, None, adaptive=settings.adaptive_draft
+            record.card, stages, self._head(record), switch, None, adaptive=settings.adaptive_draft
         )
         drafts = drafting.kind == "native_mtp"
         return {

@@ -321,4 +321,5 @@ def _placement_state(runner: RunnerProcess) -> pb.PlacementState:
         live_requests=state.live_requests,
         pid=runner.pid,
         error=runner.error,
+        head_parked=state.head_parked,
     )

@@ -544,6 +544,7 @@ class PlacementState(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_READ_FIELD_NUMBER: _builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    HEAD_PARKED_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -562,6 +563,8 @@ class PlacementState(_message.Message):
     error: _builtins.str
     checkpoint_bytes_read: _builtins.int
     live_requests: _builtins.int
+    head_parked: _builtins.str
+    """why its draft head is not used any more"""
     def __init__(
         self,
         *,
@@ -579,10 +582,11 @@ class PlacementState(_message.Message):
         error: _builtins.str = ...,
         checkpoint_bytes_read: _builtins.int = ...,
         live_requests: _builtins.int = ...,
+        head_parked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "error", b"error", "first_layer", b"first_layer", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "progress", b"progress", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "progress", b"progress", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2971,6 +2975,7 @@ class RunnerState(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
+    HEAD_PARKED_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -2979,6 +2984,8 @@ class RunnerState(_message.Message):
     """steps finished; while it loads, also reports and bytes read"""
     compute_ended: _builtins.bool
     """its compute thread is gone: it only looks alive"""
+    head_parked: _builtins.str
+    """why its draft head is not used any more"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
         """what its layers take at work, as far as that is known"""
@@ -2993,10 +3000,11 @@ class RunnerState(_message.Message):
         progress: _builtins.int = ...,
         layers: _abc.Iterable[Global___LayerMean] | None = ...,
         compute_ended: _builtins.bool = ...,
+        head_parked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,7 +139,7 @@ class TextEngine:
         self.identity = "off"
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
-        self._head_parked = ""
+        self.head_parked = ""
         """Why it is not used any more: an answer found its logits not to be finite."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -220,8 +220,8 @@ class TextEngine:
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
         self._check(request)
-        if request.k and self._head_parked:
-            request = replace(request, k=0, adaptive=False, drafting_reason=self._head_parked)
+        if request.k and self.head_parked:
+            request = replace(request, k=0, adaptive=False, drafting_reason=self.head_parked)
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)
@@ -240,9 +240,9 @@ class TextEngine:
                 rule=request.sampling.rule_of(request.k),
                 policy=request.policy,
                 k=request.k,
-                reason=request.drafting_reason or self._head_parked,
+                reason=request.drafting_reason or self.head_parked,
                 resumes=request.attempt - 1,
-                parked=bool(self._head_parked),
+                parked=bool(self.head_parked),
                 kernels=self._kernels,
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
@@ -255,9 +255,9 @@ class TextEngine:
             self._end(request, running.verifier, lost=lost)
 
     def _park_head(self, position: int | None) -> None:
-        if position is not None and not self._head_parked:
-            self._head_parked = parked(position)
-            log.warning("%s", self._head_parked)
+        if position is not None and not self.head_parked:
+            self.head_parked = parked(position)
+            log.warning("%s", self.head_parked)
 
     def _copied(
         self,

@@ -321,6 +321,7 @@ class Runner:
                 active_memory_bytes=mx.get_active_memory(),
                 progress=self._compute.progress,
                 layers=self._meter.means(),
+                head_parked=watch.head_parked if isinstance(watch, TextEngine) else "",
             )
 
         def looked() -> "asyncio.Future[pb.RunnerState]":

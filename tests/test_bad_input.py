@@ -6,12 +6,14 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engines import DEMO
+from engines import DEMO, ORACLE
 from nodes import Node, chat_body, eventually, node, start_process
 
 CHAT = "/v1/chat/completions"
+ORACLE_IDS = next(row["greedy_ids"] for row in ORACLE if row["prompt"] == "Who are you?")
 
 
 def copy_of_demo(folder: Path, card: str | None = None) -> Path:
@@ -34,6 +36,16 @@ def corrupt(folder: Path) -> None:
     _ = path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
 
 
+def without_a_distribution(folder: Path) -> None:
+    """The draft head's first weights are NaN; what the checkpoint says of itself stays right."""
+    path = folder / "model-00003-of-00003.safetensors"
+    raw = bytearray(path.read_bytes())
+    [size] = struct.unpack("<Q", raw[:8])
+    begin = 8 + size + json.loads(raw[8 : 8 + size])["mtp.fc.weight"]["data_offsets"][0]
+    raw[begin : begin + 64] = b"\xff\x7f" * 32
+    _ = path.write_bytes(raw)
+
+
 @pytest.fixture(scope="module")
 def hardened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """With a models folder in which every model but one is bad."""
@@ -43,6 +55,7 @@ def hardened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     corrupt(copy_of_demo(models / "corrupted", good))
     _ = copy_of_demo(models / "backwards", "[native_mtp]\ndefault_k = 3\nmax_k = 1\n")
     _ = copy_of_demo(models / "undeclared")
+    without_a_distribution(copy_of_demo(models / "nan-head", good))
     folder = tmp_path_factory.mktemp("hardened")
     with node(folder, "--no-mdns", "--models-dir", str(models)) as running:
         yield running
@@ -126,6 +139,26 @@ def test_a_model_without_a_declaration_says_which_lines_to_add(hardened: Node) -
 def test_a_card_in_a_models_folder_turns_native_mtp_on(hardened: Node) -> None:
     stats = hardened.chat("Who are you?", model="good", max_tokens=8)["generation_stats"]
     assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("native_mtp", 1)
+
+
+def test_a_parked_head_is_told_wherever_its_model_is_shown(hardened: Node) -> None:
+    def shown() -> dict[str, Any]:
+        models = hardened.call("GET", "/v1/models").body["data"]
+        return next(m["native_mtp"] for m in models if m["id"] == "nan-head")
+
+    assert (shown()["enabled"], shown()["parked"]) == (True, False)
+    asked = {"model": "nan-head", "max_tokens": 8}
+    answer = hardened.chat("Who are you?", return_token_ids=True, **asked)
+    assert answer["choices"][0]["token_ids"] == ORACLE_IDS[:8]
+    assert answer["generation_stats"]["head_parked"]
+    eventually(lambda: shown()["parked"], 20)  # its runner tells of itself now and then
+    assert (shown()["enabled"], shown()["weights"]) == (False, "found")
+    assert "not finite at position" in shown()["reason"]
+    [placed] = [
+        p for p in hardened.call("GET", "/v1/placements").body["data"] if p["model"] == "nan-head"
+    ]
+    assert placed["drafting"]["drafter_kind"] == "none"
+    assert placed["drafting"]["reason"] == shown()["reason"]
 
 
 def test_an_unknown_placement_is_a_404(hardened: Node) -> None:
