@@ -104,11 +104,11 @@ def _listen(connection: http.client.HTTPConnection, body: Any, answer: Answer) -
         connection.close()
 
 
-def events(running: Node) -> list[Any]:
-    """What the node itself noticed, oldest first: `GET /v1/events`."""
+def events(running: Node, scope: str = "node") -> list[Any]:
+    """What the node itself noticed, or the head (`cluster`), oldest first: `GET /v1/events`."""
     connection = running.connect(running.port, 10)
     try:
-        connection.request("GET", "/v1/events?follow=0&scope=node")
+        connection.request("GET", f"/v1/events?follow=0&scope={scope}")
         response = connection.getresponse()
         text = response.read().decode()
         assert response.status == 200, text

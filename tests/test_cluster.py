@@ -1,13 +1,17 @@
 """Two nodes as two processes with their own data folders: found, trusted, split, the same ids."""
 
+import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import ORACLE
-from nodes import Node, alive, eventually, node
+from listening import events
+from nodes import Node, alive, eventually, node, throughout
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
@@ -196,3 +200,39 @@ def test_a_node_that_stops_lets_answers_end_and_takes_no_new_ones(tmp_path: Path
             eventually(asked_in_vain, 2)
             assert list(events)[-1] == "[DONE]"
         assert one.process.wait(15) == 0
+
+
+def _news(response: HTTPResponse, kind: str) -> Iterator[Any]:
+    """The events of a kind as they come."""
+    for line in response:
+        if line.startswith(b"data: "):
+            event = json.loads(line.removeprefix(b"data: "))
+            if event["kind"] == kind:
+                yield event
+
+
+def suspicions(running: Node) -> list[str]:
+    return [e["text"] for e in events(running) if e["kind"] in ("suspected", "died")]
+
+
+def test_many_forwarded_event_streams_each_get_the_news_and_nobody_is_suspected(
+    pair: tuple[Node, Node],
+) -> None:
+    """M5: they share the connection to the head with everything else that is forwarded."""
+    head, other = head_of(pair)
+    before = [suspicions(running) for running in pair]
+    with ExitStack() as stack:
+        followed: list[HTTPResponse] = []
+        for _ in range(70):
+            connection = other.connect(other.port, 30)
+            _ = stack.callback(connection.close)
+            connection.request("GET", "/v1/events?limit=0")
+            followed.append(connection.getresponse())
+        assert [response.status for response in followed] == [200] * 70
+        placed = other.call("POST", "/v1/placements", {"model": "demo", "max_nodes": 1})
+        assert placed.status == 200, placed
+        for response in followed:
+            assert placed.body["id"] in next(_news(response, "placed"))["text"]
+        assert other.chat("Who are you?", max_tokens=4)["choices"]
+        throughout(lambda: sees(head, 2) and sees(other, 2), 3)
+        assert [suspicions(running) for running in pair] == before

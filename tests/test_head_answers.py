@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from listening import Answer, ask, events
 from nodes import Node, eventually
+from test_cluster import sees
 from test_head_change import Trio, agree, cluster
 
 from exo_node.node.upkeep import ORPHAN_S
@@ -157,3 +158,37 @@ def own_id_of(running: Node, trio: Trio) -> str:
     [door, *_] = [n for n in trio.nodes.values() if n is not running]
     names = {n["name"]: n["id"] for n in cluster(door)["nodes"]}
     return str(names[running.data_dir.name])
+
+
+def test_answers_that_run_while_the_cluster_gets_a_new_key_end_well(
+    trio: Trio, story: list[int]
+) -> None:
+    """Every node starts anew with it, after the answers that it has a part in."""
+    head, [door, other] = trio.head(), trio.others()
+    _ = place(door, other, head)
+    tokens = max(60, len(story) // 10)
+    asked = {"max_tokens": tokens, **NEVER_END}
+    answers = [ask(running, STORY, **asked) for running in trio.nodes.values()]
+    for answer in answers:
+        assert answer.until(lambda a: len(a.ids) >= 5, ENDS_WITHIN_S), answer.error
+    old = (door.data_dir / "cluster.key").read_text()
+    reply = door.call("POST", "/v1/join/rekey", {})
+    assert reply.status == 200, reply
+    assert sorted(reply.body["kept"]) == sorted(n.data_dir.name for n in (head, other))
+    assert all(answer.ended_at is None for answer in answers), "they were to run meanwhile"
+    for answer in answers:
+        whole(answer, story[:tokens])
+    nodes = list(trio.nodes.values())
+    eventually(lambda: together(nodes), 60)
+    [key] = {(n.data_dir / "cluster.key").read_text() for n in nodes}
+    assert key != old
+    assert door.chat("Who are you?", max_tokens=4)["choices"]
+
+
+def together(nodes: list[Node]) -> bool:
+    """One cluster with one head; not while one of them starts anew, which closes its HTTP."""
+    try:
+        shown = {cluster(running)["cluster"] for running in nodes}
+        return len(shown) == 1 and all(sees(n, len(nodes)) for n in nodes) and agree(nodes)
+    except OSError:
+        return False

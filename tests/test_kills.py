@@ -12,7 +12,7 @@ import psutil
 import pytest
 from laboratory import Laboratory, laboratory
 from listening import ask
-from nodes import eventually
+from nodes import alive, eventually
 from trials import (
     HOWS,
     NEVER_END,
@@ -116,6 +116,28 @@ def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
     assert len(after - before) == 1
 
 
+def test_two_of_four_nodes_killed_at_once_cost_an_answer_nothing(
+    lab: Laboratory, story: Question
+) -> None:
+    """The head and another one with a stage: what is left has room for all of them."""
+    head = lab.head()
+    other = next(place.node for place in lab.places() if place.node != head)
+    [door, _] = [node for node in lab.ids if node not in (head, other)]
+    answer = ask(lab.node(door), story.prompt, **story.fields)
+    assert answer.until(lambda a: len(a.ids) >= 5, 60), answer.error
+    for victim in (head, other):
+        lab.node(victim).process.kill()
+    assert answer.ended_at is None, "it was to be hit"
+    assert answer.ended(120)
+    assert answer.error == ""
+    assert tuple(answer.ids) == story.ids
+    assert answer.stats["resumes"] >= 1
+    assert answer.stats["resume_exact"] is True
+    for victim in (head, other):
+        lab.until_ended(victim)
+    _ = lab.until_whole()
+
+
 def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
     lab: Laboratory, story: Question
 ) -> None:
@@ -138,6 +160,31 @@ def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
         1,
         True,
     )
+
+
+def test_all_answers_on_one_stopped_runner_go_on(lab: Laboratory, story: Question) -> None:
+    """H5: two on each of three nodes; what one of them gives up another one may be asking."""
+    if len(lab.placement()["stages"]) > 1:
+        _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
+    eventually(lambda: lab.placement()["status"] == "ready", 60)
+    [place] = lab.places()
+    hangs = psutil.Process(place.pid)
+    doors = [lab.node(node) for node in lab.ids[:3]]
+    answers = [ask(door, story.prompt, **story.fields) for door in [*doors, *doors]]
+    for answer in answers:
+        assert answer.until(lambda a: len(a.ids) >= 3, 60), answer.error
+    hangs.suspend()
+    try:
+        assert all(answer.ended_at is None for answer in answers), "they were to be hit"
+        for answer in answers:
+            assert answer.ended(60)
+            assert answer.error == ""
+            assert tuple(answer.ids) == story.ids
+            assert answer.stats["resumes"] >= 1
+        eventually(lambda: not alive(place.pid), 20)
+    finally:
+        if hangs.is_running():
+            hangs.resume()
 
 
 def test_the_seed_and_number_of_a_trial_repeat_it() -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import ask, events
 from namespaces import Network, cluster, heads, is_whole, network, statuses
 from nodes import Node, eventually, throughout
 from switch import Shape, Switch, mac
+from test_cluster import STORY
+from trials import NEVER_END
 from witness import Seen, judge
 
 NAMES = ("a", "b", "c")
@@ -126,6 +129,49 @@ def test_a_partition_that_heals_leaves_one_head_that_serves(
     assert net.heal().blocked > 0
     eventually(lambda: is_whole(nodes), 15)
     assert len({answered(n) for n in nodes.values()}) == 1
+
+
+def test_what_was_asked_on_the_losing_side_ends_well_and_is_told(
+    lab: tuple[Network, dict[str, Node]],
+) -> None:
+    """The side without followers loses: its answer goes on, and its client hears of the rest."""
+    net, nodes = lab
+    alone, other = nodes["a"], nodes["b"]
+    _ = net.part(["a"], ["b", "c"])
+    eventually(lambda: sees(alone, b="dead", c="dead") and sees(other, a="dead", c="alive"), 15)
+    placed = {n.data_dir.name: placed_on(n, n) for n in (alone, other)}
+    asked = {"max_tokens": 400, **NEVER_END}
+    answers = [ask(running, STORY["prompt"], **asked) for running in (alone, other)]
+    for answer in answers:
+        assert answer.until(lambda a: len(a.ids) >= 10, 60), answer.error
+    assert net.heal().blocked > 0
+    eventually(lambda: is_whole(nodes), 30)
+    assert answers[0].ended_at is None, "it was to outlive the partition"
+    for answer in answers:
+        assert answer.ended(120)
+        assert answer.error == ""
+        assert answer.ids[:76] == STORY["greedy_ids"][:76]
+    assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 400
+    assert heads(nodes) != {alone.itself()["id"]}
+    eventually(lambda: len(told_at(alone, "superseded")) >= 2, 15)
+    told = told_at(alone, "superseded")
+    assert [placed["a"]] == [e["facts"]["placement"] for e in told if "placement" in e["facts"]]
+    assert any("ask again" in e["text"] for e in told)
+    held = alone.call("GET", "/v1/placements").body["data"]
+    assert [each["id"] for each in held] == [placed["b"]]
+    assert answered(alone)
+
+
+def placed_on(door: Node, on: Node) -> str:
+    body = {"model": "demo", "nodes": [on.itself()["id"]], "max_nodes": 1}
+    reply = door.call("POST", "/v1/placements", body)
+    assert reply.status == 200, reply
+    return str(reply.body["id"])
+
+
+def told_at(door: Node, kind: str) -> list[Any]:
+    """Of that kind, as the node's own client is told by whichever node is the head."""
+    return [e for e in events(door, scope="cluster") if e["kind"] == kind]
 
 
 def test_a_node_that_is_heard_but_hears_nothing_hangs_nobody(

@@ -1,0 +1,94 @@
+"""Two real nodes with room for one model each, and three models asked for at once (M3)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from nodes import Node, Reply, chat_body, eventually, node
+from test_bad_input import CHAT, copy_of_demo
+from test_cluster import grpc_address, join, sees
+
+from exo_node.placement.cost import stage_bytes
+from exo_node.placement.ids import ModelId
+from exo_node.placement.library import packaged_cards
+
+MODELS = ("demo", "second", "third")
+CARD = packaged_cards()[ModelId("demo")]
+WHOLE = stage_bytes(CARD, 0, CARD.num_layers, True, CARD.context_length, True)
+LIMIT = WHOLE * 5 // 4
+"""One model, and a quarter of another: two such quarters hold no third one."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    root = tmp_path_factory.mktemp("memory")
+    for name in MODELS[1:]:
+        _ = copy_of_demo(root / "models" / name, "[native_mtp]\ndefault_k = 1\nmax_k = 2\n")
+    flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(LIMIT))
+    with ExitStack() as stack:
+        one = stack.enter_context(node(root / "one", *flags))
+        folder = join(one, root / "two")
+        two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one)))
+        eventually(lambda: sees(one, 2) and sees(two, 2), 15)
+        yield one, two
+
+
+def promised_by_node(door: Node) -> Counter[str]:
+    """Bytes that the placements may take, by node: each is a whole model here."""
+    found: Counter[str] = Counter()
+    for placed in door.call("GET", "/v1/placements").body["data"]:
+        if placed["status"] != "failed":
+            for stage in placed["stages"]:
+                first, end = stage["layers"]
+                context = placed["context_length"]
+                found[stage["node"]] += stage_bytes(CARD, first, end, first == 0, context, True)
+    return found
+
+
+def used_by_node(door: Node) -> Counter[str]:
+    """What runners say that they hold."""
+    nodes = door.call("GET", "/v1/cluster").body["nodes"]
+    return Counter(
+        {n["id"]: sum(s["weight_bytes"] + s["cache_bytes"] for s in n["stages"]) for n in nodes}
+    )
+
+
+def test_models_asked_for_at_once_are_never_planned_over_the_limit(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+
+    def asked(door: Node, model: str) -> Reply:
+        body = chat_body("Who are you?", model=model, max_tokens=8)
+        return door.call("POST", CHAT, body, timeout_s=120)
+
+    def watched(answers: list[Future[Reply]]) -> None:
+        eventually(lambda: not exceeds() and all(each.done() for each in answers), 120)
+
+    def exceeds() -> bool:
+        for tally in (promised_by_node(one), used_by_node(one)):
+            assert all(size <= LIMIT for size in tally.values()), tally
+        return False
+
+    with ThreadPoolExecutor(len(MODELS)) as pool:
+        doors = (one, two, one)
+        answers = [pool.submit(asked, *each) for each in zip(doors, MODELS, strict=True)]
+        watched(answers)
+    replies = {model: each.result() for model, each in zip(MODELS, answers, strict=True)}
+    well = {model for model, reply in replies.items() if reply.status == 200}
+    assert len(well) == 2, replies
+    [refused] = [reply for reply in replies.values() if reply.status != 200]
+    assert refused.status == 503, refused
+    error = refused.body["error"]
+    assert error["code"] == "insufficient_memory", refused
+    placed = one.call("GET", "/v1/placements").body["data"]
+    assert {p["model"] for p in placed if p["status"] == "ready"} == well
+    assert len({stage["node"] for p in placed for stage in p["stages"]}) == 2
+    # What was refused leaves nothing behind: one goes, and the other one fits.
+    [gone] = [p for p in placed if p["model"] == "demo" or p["model"] == min(well)][:1]
+    assert one.call("DELETE", f"/v1/placements/{gone['id']}").status == 200
+    [third] = set(MODELS) - well
+    assert asked(two, third).status == 200
+    _ = exceeds()
