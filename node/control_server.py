@@ -202,11 +202,14 @@ async def _until_done(
     """What the queue holds while the task runs, and what it left there; raises the task's error."""
     while True:
         getting = asyncio.create_task(events.get())
-        _ = await asyncio.wait({getting, task}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            _ = await asyncio.wait({getting, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # the caller may be gone
+            if not getting.done():
+                _ = getting.cancel()
         if getting.done():
             yield getting.result()
             continue
-        _ = getting.cancel()
         await task
         while not events.empty():
             yield events.get_nowait()

@@ -149,6 +149,7 @@ def _fields() -> dict[str, Any]:
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord, prefix: str = "") -> str:
-    if record.exc_info is None or record.exc_info[0] is None:
+    # asyncio logs with exc_info=False, which the record then holds.
+    if not record.exc_info or record.exc_info[0] is None:
         return ""
     return prefix + escape_controls(formatter.formatException(record.exc_info), keep="\n\t")

@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from exo_node.node import control_server
 from exo_node.node.control_client import Channels, RunnerClient
 from exo_node.node.placements import Endpoint
 from exo_node.node.trust import (
@@ -113,3 +114,25 @@ def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Pat
         await server.stop(grace=None)
 
     asyncio.run(scenario())
+
+
+def test_a_load_whose_caller_is_gone_leaves_no_task_behind() -> None:
+    async def story() -> None:
+        events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
+        load = asyncio.create_task(asyncio.sleep(60))
+
+        async def follow() -> None:
+            async for _ in control_server._until_done(load, events):  # pyright: ignore[reportPrivateUsage]
+                pass
+
+        before = asyncio.all_tasks()
+        caller = asyncio.create_task(follow())
+        await asyncio.sleep(0.05)
+        assert len(asyncio.all_tasks() - before) == 2
+        _ = caller.cancel()
+        _ = await asyncio.gather(caller, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+        _ = load.cancel()
+
+    asyncio.run(story())

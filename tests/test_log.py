@@ -5,6 +5,7 @@ import io
 import json
 import logging
 from collections.abc import Generator
+from typing import Literal
 
 import pytest
 
@@ -117,6 +118,14 @@ def test_the_libraries_below_are_quiet_and_their_warnings_are_not_lost() -> None
     logging.getLogger("zeroconf").warning("no route")
     _log.debug("ours")
     assert [line.split(": ")[1] for line in _lines(stream)] == ["no route", "ours"]
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_a_line_that_says_it_has_no_error_is_a_line(form: Literal["human", "json"]) -> None:
+    stream = io.StringIO()
+    configure(form, stream=stream)
+    logging.getLogger("asyncio").error("Task was destroyed", exc_info=False)
+    assert "Task was destroyed" in stream.getvalue()
 
 
 def test_configuring_twice_replaces_the_first() -> None:
