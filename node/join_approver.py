@@ -15,8 +15,7 @@ from .join import Party, relation, spaced, transcript
 from .join_asker import Asker
 from .join_rekey import Rekeying
 from .join_requests import Attempts, Desk, Request
-from .join_rounds import begin_exchange, prove_digits
-from .join_state import JoinState, refusals_told
+from .join_state import JoinState, prove_digits, refusals_told
 from .join_twins import WatchedClient, duplicate
 from .join_wire import SILENCE_S, Line, Refusal, hello, join_address, party_of
 
@@ -175,7 +174,7 @@ class Approver:
         if wait := self._attempts.wait_s(line.address, time.monotonic()):
             raise Refusal("too_many", f"too many tries; try again in {wait:.0f} s")
         with self._state.doing("lets another node in"):
-            exchange = begin_exchange("approver", transcript(other, own), self._state.open_name)
+            exchange = self._state.same_name("approver", transcript(other, own))
             exchange.meet(share)
             await line.send(pb.JoinFrame(begin=pb.JoinBegin(share=exchange.share)))
             try:

@@ -15,8 +15,7 @@ from .ending import Rekeyed
 from .join import Party, new_code, relation, spaced, transcript
 from .join_pursuits import RETRY_S, Pursuits
 from .join_requests import Attempts
-from .join_rounds import begin_exchange, prove_digits
-from .join_state import JoinState, refusals_told
+from .join_state import JoinState, prove_digits, refusals_told
 from .join_wire import ANSWER_S, Line, Refusal, Refused, connected, hello, key_of, party_of
 
 log = logging.getLogger(__name__)
@@ -160,9 +159,8 @@ class Asker:
             await self._take_key(line, own, other)
 
     async def _ask_by_name(self, line: Line, own: Party, other: Party) -> None:
-        assert self._state.open_name is not None, "an open node has a name"
         with self._state.doing("is being let in elsewhere"):
-            exchange = begin_exchange("joiner", transcript(own, other), self._state.open_name)
+            exchange = self._state.same_name("joiner", transcript(own, other))
             await line.send(pb.JoinFrame(ask=pb.JoinAsk(share=exchange.share)))
             exchange.meet((await line.receive("begin")).begin.share)
             await line.send(pb.JoinFrame(proof=exchange.proof()))

@@ -1,20 +1,22 @@
-"""What both sides of joining share on one node: who it is, what it is doing, whom it told what."""
+"""What both sides of joining share: who this node is, what it is doing, the digits' rounds."""
 
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from ..placement.errors import DigitsDiffer, ExoNodeError, PeerLost
+from ..placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
 from ..placement.ids import NodeId
+from ..proto import peer_pb2 as pb
+from .cluster import Cluster
 from .control_server import PROTOCOL
 from .ending import Ending
 from .events import EventLog
-from .facts import MemberFacts
-from .join import NONCE_BYTES, Party
+from .join import NONCE_BYTES, Party, Passkey, Role
 from .join_keys import KeyFolder
+from .join_open import SECRET_BYTES, SameName
 from .join_twins import duplicate
 from .join_wire import Line, Refusal, Refused
 from .told import Told
@@ -23,22 +25,6 @@ from .trust import ClusterKey, Identity, cluster_fingerprint, proven_public_key
 log = logging.getLogger(__name__)
 
 _QUIET: Final = ("not_yet", "busy")
-
-
-class Members(Protocol):
-    """What joining needs of `Cluster`."""
-
-    def others(self) -> list[MemberFacts]:
-        """Alive, without this node."""
-        ...
-
-    def absent(self) -> list[MemberFacts]:
-        """Known, and not alive."""
-        ...
-
-    def address(self, node: NodeId) -> str: ...
-
-    def dial(self, address: str, node: NodeId | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +50,13 @@ class JoinState:
         key: ClusterKey,
         folder: KeyFolder,
         about: Callable[[], About],
-        members: Members,
+        members: Cluster,
         ending: Ending,
         events: EventLog,
         *,
         open_name: str | None,
     ) -> None:
-        self.node = identity.node
+        self.identity = identity
         self.key = key
         self.fingerprint = cluster_fingerprint(key)
         self.folder = folder
@@ -86,6 +72,10 @@ class JoinState:
         self._public_key = proven_public_key(identity)
         self._about = about
         self._deed = ""
+
+    @property
+    def node(self) -> NodeId:
+        return self.identity.node
 
     @property
     def fresh(self) -> bool:
@@ -120,6 +110,11 @@ class JoinState:
             nonce=secrets.token_bytes(NONCE_BYTES),
             join_port=self.join_port,
         )
+
+    def same_name(self, role: Role, said: bytes) -> SameName:
+        """This side of one exchange about --open's name."""
+        assert self.open_name is not None, "an open node has a name"
+        return SameName(role, said, self.open_name, secrets.token_bytes(SECRET_BYTES))
 
     def unfit(self, other: Party) -> Refusal | None:
         if other.protocol != PROTOCOL:
@@ -171,3 +166,38 @@ async def refusals_told(line: Line) -> AsyncGenerator[None]:
     except ExoNodeError as fault:
         await line.refuse(Refusal("malformed", fault.message))
         raise
+
+
+async def prove_digits(
+    line: Line,
+    role: Role,
+    transcript: bytes,
+    code: str,
+    *,
+    used: Callable[[], None] = lambda: None,
+) -> None:
+    """Returns once both sides have proven every bit of the digits.
+
+    `used` is called before the first bit may be told.
+
+    Raises DigitsDiffer, whichever side noticed, Untrusted, PeerLost and Refused.
+    """
+    passkey = Passkey(role, transcript, code, secrets.token_bytes)
+    try:
+        while (step := passkey.next) is not None:
+            match step:
+                case "commit":
+                    await line.send(pb.JoinFrame(commitment=passkey.commit()))
+                case "meet":
+                    passkey.meet((await line.receive("commitment")).commitment)
+                case "reveal":
+                    await line.send(pb.JoinFrame(opened=passkey.reveal()))
+                case "check":
+                    used()
+                    passkey.check((await line.receive("opened")).opened)
+    except Refused as refused:
+        if refused.reason == "wrong_code":
+            raise DigitsDiffer("the digits did not match") from refused
+        raise
+    if not passkey.proven:
+        raise Untrusted("the digits are not proven")

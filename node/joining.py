@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -10,18 +10,15 @@ from ..placement.errors import DuplicateIdentity, PeerLost
 from ..proto import peer_pb2 as pb
 from .background import Loops
 from .discovery import Candidate
-from .ending import Ending
-from .events import EventLog
 from .join_approver import Approver
 from .join_asker import Asker
-from .join_keys import KeyFolder
 from .join_port import JoinPort
 from .join_rekey import Rekeying
 from .join_requests import Desk
-from .join_state import About, JoinState, Members
+from .join_state import JoinState
 from .join_twins import WatchedClient
 from .join_wire import Refusal, ask_for_hint, join_address, split, tls_contexts
-from .trust import ClusterKey, Identity, join_credentials
+from .trust import join_credentials
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +31,13 @@ class Joining:
 
     def __init__(
         self,
-        identity: Identity,
-        key: ClusterKey,
-        folder: KeyFolder,
-        about: Callable[[], About],
-        members: Members,
+        state: JoinState,
         client: WatchedClient,
-        ending: Ending,
-        events: EventLog,
         desk: Desk,
         loops: Loops,
-        *,
-        open_name: str | None,
     ) -> None:
-        self.state = JoinState(
-            identity, key, folder, about, members, ending, events, open_name=open_name
-        )
-        server, tls = tls_contexts(join_credentials(identity), folder.data_dir)
+        self.state = state
+        server, tls = tls_contexts(join_credentials(state.identity), state.folder.data_dir)
         self.rekeying = Rekeying(self.state, tls)
         self.asker = Asker(self.state, tls, loops)
         self.approver = Approver(self.state, self.asker, self.rekeying, client, desk)

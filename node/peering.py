@@ -13,6 +13,7 @@ from .events import EventLog
 from .held import Held
 from .join_operations import on_the_wire
 from .join_requests import Desk
+from .join_state import JoinState
 from .join_twins import WatchedClient, uptime_ms
 from .joining import Joining
 from .local_node import LocalNode
@@ -65,19 +66,17 @@ class Peering:
             loops,
             held,
         )
-        self.joining = Joining(
+        state = JoinState(
             keys.identity,
             keys.cluster,
             keys.folder,
             local.about,
             self.cluster,
-            self.client,
             self.ending,
             events,
-            self._desk,
-            loops,
             open_name=settings.open,
         )
+        self.joining = Joining(state, self.client, self._desk, loops)
         self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)
 
     async def close(self) -> None:

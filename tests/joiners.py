@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from exo_node.node.background import Loops
+from exo_node.node.cluster import Cluster
 from exo_node.node.ending import Ending, Rekeyed
 from exo_node.node.events import EventLog
 from exo_node.node.facts import MemberFacts
 from exo_node.node.join import Party
 from exo_node.node.join_keys import KeyFolder
 from exo_node.node.join_requests import Desk, Request
-from exo_node.node.join_state import About
+from exo_node.node.join_state import About, JoinState
 from exo_node.node.join_twins import WatchedClient
 from exo_node.node.join_wire import Line, connected, hello, party_of, tls_contexts
 from exo_node.node.joining import Joining
@@ -51,7 +52,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Company:
-    """`joining.Members` of a test: who else is in the cluster."""
+    """What joining asks of `Cluster`: who else is in the cluster."""
 
     here: list[MemberFacts] = field(default_factory=list[MemberFacts])
     away: list[MemberFacts] = field(default_factory=list[MemberFacts])
@@ -161,19 +162,17 @@ async def joiner(
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), Ending(), EventLog()
         loops = Loops(events)
-        made = Joining(
+        state = JoinState(
             own,
             key,
             folder,
             lambda: About(name, chip, "0.1.0", "127.0.0.1:9"),
-            company,
-            cast(WatchedClient, heartbeats),
+            cast(Cluster, company),
             ending,
             events,
-            Desk(),
-            loops,
             open_name=open_name,
         )
+        made = Joining(state, cast(WatchedClient, heartbeats), Desk(), loops)
         _ = made.listen([LOOPBACK], 0)
         made.begin(peers)
         try:

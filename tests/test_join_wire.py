@@ -15,7 +15,7 @@ from exo_node.node.join import ROUNDS, Party, Passkey, transcript
 from exo_node.node.join_approver import Approver
 from exo_node.node.join_asker import Asker
 from exo_node.node.join_port import JoinPort
-from exo_node.node.join_rounds import prove_digits
+from exo_node.node.join_state import prove_digits
 from exo_node.node.join_wire import Line
 from exo_node.node.trust import ClusterKey
 from exo_node.placement.errors import (
