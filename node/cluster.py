@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, assert_never
 
-from ..placement.errors import ExoNodeError, PeerLost
+from ..placement.errors import ExoNodeError, PeerLost, PeerRefused
 from ..placement.ids import NodeId, Term
 from ..proto import peer_pb2 as pb
 from .background import Loops
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 MAX_BACKOFF_S = 10.0
+QUICK_TRY_S, QUICK_TRIES = 0.25, 6
+"""After heartbeats that a live node did not answer: whether its process is there at all."""
 KNOWN_BACKOFF_S = 3.0
 """For an address that answered once: a node that comes back, or a network, is found this soon."""
 STAGE_GRACE_S = 3.0
@@ -299,20 +301,30 @@ class Cluster:
                 beat = checked(beat, dial.address)
             except ExoNodeError as fault:
                 self._complain(dial, fault)
-                await asyncio.sleep(dial.backoff_s)
-                most = MAX_BACKOFF_S if dial.node is None else KNOWN_BACKOFF_S
-                dial.backoff_s = min(2 * dial.backoff_s, most)
+                if isinstance(fault, PeerRefused) and dial.node is not None:
+                    self._tell(self._standing.refused(dial.node, time.monotonic()))
+                await asyncio.sleep(self._until_next_try(dial))
                 continue
             node = NodeId(beat.sender.id)
             if node == self.self_id:
                 return  # one of our own addresses, under a name we did not know
             dial.node, dial.backoff_s, dial.complaint = node, HEARTBEAT_S, ""
+            dial.failures = 0
             self._note(node, dial.address, beat)
             if (member := self._members.get(node)) is not None:
                 member.took(time.monotonic() - begun)
             for address in beat.peers:
                 self.dial(address)
             await self._pause()
+
+    def _until_next_try(self, dial: Dial) -> float:
+        """Seconds. Soon where a live node did not answer: the others wait to know about it."""
+        dial.failures += 1
+        if dial.node is not None and dial.failures <= QUICK_TRIES and self.is_live(dial.node):
+            return QUICK_TRY_S
+        most = MAX_BACKOFF_S if dial.node is None else KNOWN_BACKOFF_S
+        pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, most)
+        return pause
 
     async def _pause(self) -> None:
         """Until the next heartbeat is due, or there is something to tell at once."""
@@ -384,6 +396,7 @@ class Cluster:
                 whom = "" if witness is None else f" {self._name(witness)}"
                 text = f"{name} does not answer{whom}; it gets no new work"
                 _ = add("suspected", text, node=node, by=witness)
+                self.speak_up()  # a node that still vouches for it delays its death
             case Recovered():
                 _ = add("recovered", f"{name} answers again", node=node)
             case Refuted(was=was, by=witness):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from ..placement.errors import ExoNodeError, HeadGone, PeerLost, Untrusted, from_code
+from ..placement.errors import ExoNodeError, HeadGone, PeerLost, PeerRefused, Untrusted, from_code
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
@@ -36,6 +36,7 @@ CHANNEL_OPTIONS = (
 # the handshake says "Handshake read failed", which is no matter of trust.
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
 _EXPIRED = ("certificate has expired", "certificate is not yet valid")
+_REFUSED = "Connection refused"
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -57,6 +58,8 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
     detail = (fault.details() or "").split("\n")[0]
     if any(sign in detail for sign in _UNTRUSTED):
         return Untrusted(_why_untrusted(where, detail))
+    if fault.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED in detail:
+        return PeerRefused(f"nobody listens at {where}: its process ended ({detail})")
     if fault.code() in _GONE:
         return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
     return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
@@ -93,6 +96,8 @@ class Channels:
             options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
             if beats:  # else gRPC shares one connection between channels to the same target
                 options.append(("grpc.use_local_subchannel_pool", 1))
+                # A second refusal is told from the first one's echo.
+                options.append(("grpc.initial_reconnect_backoff_ms", 200))
             self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)
         return self._channels[key]
 
@@ -272,7 +277,9 @@ def _error(
     if isinstance(fault, grpc.aio.AioRpcError):
         told = from_status(fault, where)
         here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
-        return lost(told.message) if here and type(told) is PeerLost else told
+        if here and type(told) in (PeerLost, PeerRefused) and lost is not PeerLost:
+            return lost(told.message)
+        return told
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise fault

@@ -53,6 +53,9 @@ class ClusterHead:
             async with aclosing(answer) as events:
                 while (event := await _unless(gone, events)) is not None:
                     yield event
+        except HeadGone:
+            self._cluster.speak_up()  # a heartbeat now tells sooner whether it is gone
+            raise
         finally:
             _ = gone.cancel()
 

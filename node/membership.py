@@ -5,6 +5,9 @@
                            +---------heard------------+                 |
                            +---------heard with a higher incarnation----+
 
+A node whose address refuses connections, twice, has no process there any more: where it was not
+heard for 1.25 s either, it is dead.
+
 A suspect gets no new work; a dead node's stages are lost. Heartbeats come every second, so that
 dead means three of them were missed. Only time in which this node listened counts: after a pause
 of its own (a blocked loop, SIGSTOP) it must not take the whole cluster for dead.
@@ -24,7 +27,13 @@ from ..placement.ids import NodeId
 SUSPECT_AFTER_S = 1.5
 DEAD_AFTER_S = 3.5
 DOUBT_AFTER_S = 1.0
-"""A node heard within this time is not suspected on another's word."""
+"""A node heard within this time is suspected neither on another's word nor for a refusal."""
+
+REFUSED_DEAD_AFTER_S = 1.25
+"""A heartbeat and a quarter: a node that only its own address refuses is heard meanwhile."""
+
+REFUSED_AGAIN_S = 0.2
+"""Two refusals further apart than this count as two."""
 
 FORGET_AFTER_S = 60.0
 """A node that died or left is forgotten then, and with it its incarnation."""
@@ -79,7 +88,14 @@ class Left:
     node: NodeId
 
 
-Event = Heard | Told | Tick | Left
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The machine is there and nobody listens at that node's address."""
+
+    node: NodeId
+
+
+Event = Heard | Told | Tick | Left | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +151,9 @@ class _Peer:
     """Suspected on another's word: it must refute that, being heard is not enough."""
     vouched: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """When each of the others last said that it hears this node."""
+    refused_at: float | None = None
+    """When its address first refused a connection since it was last heard."""
+    refused_again: bool = False
 
 
 class Membership:
@@ -157,6 +176,8 @@ class Membership:
                 return tuple(c for view in views for c in self._told(sender, view, now))
             case Left(node):
                 return self._goes(node)
+            case Refused(node):
+                return self._refused(node, now)
             case Tick():
                 self._forgive_own_pause(now)
                 return self._passed(now)
@@ -207,6 +228,7 @@ class Membership:
         before, restarted = peer.status, beat.life != peer.life
         refuted = beat.incarnation > peer.incarnation
         peer.heard_at, peer.incarnation, peer.life = now, beat.incarnation, beat.life
+        peer.refused_at, peer.refused_again = None, False
         if peer.hearsay and not refuted:
             return ()
         peer.status, peer.hearsay = "alive", False
@@ -243,6 +265,16 @@ class Membership:
         self.incarnation = min(view.incarnation + 1, MAX_INCARNATION)
         return (Refuted(self.self_id, sender, view.status),) if view.status != "alive" else ()
 
+    def _refused(self, node: NodeId, now: float) -> tuple[Change, ...]:
+        peer = self._peers.get(node)
+        if peer is None:
+            return ()
+        if peer.refused_at is None:
+            peer.refused_at = now
+        elif now - peer.refused_at >= REFUSED_AGAIN_S:
+            peer.refused_again = True
+        return self._passed(now)
+
     def _goes(self, node: NodeId) -> tuple[Change, ...]:
         peer = self._peers.pop(node, None)
         if peer is None:
@@ -261,10 +293,12 @@ class Membership:
         changes: list[Change] = []
         for node, peer in self._peers.items():
             silent = now - peer.heard_at
-            if peer.status == "alive" and silent > SUSPECT_AFTER_S:
+            refused = peer.refused_at is not None
+            if peer.status == "alive" and silent > (DOUBT_AFTER_S if refused else SUSPECT_AFTER_S):
                 peer.status = "suspect"
                 changes.append(Suspected(node))
-            if peer.status == "suspect" and silent > DEAD_AFTER_S and not self._vouched(peer, now):
+            over = silent > (REFUSED_DEAD_AFTER_S if peer.refused_again else DEAD_AFTER_S)
+            if peer.status == "suspect" and over and not self._vouched(peer, now):
                 peer.status, peer.hearsay = "dead", False
                 changes.append(Died(node))
         self._forget(now)

@@ -18,6 +18,8 @@ class Dial:
     node: NodeId | None
     backoff_s: float = HEARTBEAT_S
     complaint: str = ""
+    failures: int = 0
+    """Heartbeats in a row that were not answered."""
 
 
 @dataclass(slots=True)

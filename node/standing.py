@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..placement.ids import NodeId
 from . import election, membership
 from .election import Claim, Claimed, Election, Gone, Resign, TermStore
-from .membership import Died, Heard, Left, LeftCluster, Membership, Told, View
+from .membership import Died, Heard, Left, LeftCluster, Membership, Refused, Told, View
 
 Change = membership.Change | election.Change
 
@@ -55,6 +55,11 @@ class Standing:
         self._note_draining(beat)
         claimed = self.election.apply(Claimed(beat.sender, beat.claim), self._electable(), now)
         return (*changes, *told, *claimed)
+
+    def refused(self, node: NodeId, now: float) -> tuple[Change, ...]:
+        """Nobody listens at that node's address."""
+        news = self.membership.apply(Refused(node), now)
+        return (*news, *self._gone(news, now))
 
     def left(self, node: NodeId, now: float) -> tuple[Change, ...]:
         """The node's last heartbeat."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exo_node.node.membership import (
-    DEAD_AFTER_S,
+    REFUSED_DEAD_AFTER_S,
     Change,
     Died,
     Event,
@@ -18,6 +18,7 @@ from exo_node.node.membership import (
     LeftCluster,
     Membership,
     Recovered,
+    Refused,
     Refuted,
     Status,
     Suspected,
@@ -207,6 +208,45 @@ SCENARIOS = {
         3.0 heard b        ->
         3.6 tick           -> died a
         """,
+    "a node whose address refuses twice is dead after a heartbeat and a quarter": """
+        0.0 heard a        -> joined a
+        0.5 refused a      ->
+        0.8 refused a      ->
+        1.1 tick           -> suspected a
+        1.2 tick           ->
+        1.3 refused a      -> died a
+        """,
+    "one refusal, and its echo, kill nobody": """
+        0.0 heard a        -> joined a
+        1.05 refused a     -> suspected a
+        1.1 refused a      ->
+        1.3 tick           ->
+        2.2 tick           ->
+        3.1 tick           ->
+        3.6 tick           -> died a
+        """,
+    "a node that is heard is not dead whatever its address refuses": """
+        0.0 heard a        -> joined a
+        0.3 refused a      ->
+        0.8 refused a      ->
+        1.0 heard a        ->
+        1.3 refused a      ->
+        2.0 heard a        ->
+        2.1 refused a      ->
+        2.9 refused a      ->
+        3.0 heard a        ->
+        """,
+    "nor one that another node hears": """
+        0.0 heard a/1      -> joined a
+        0.0 heard b        -> joined b
+        0.5 refused a      ->
+        0.9 refused a      ->
+        1.0 heard b        ->
+        1.1 told b a alive/1    ->
+        1.3 refused a      -> suspected a
+        1.9 told b a suspect/1  ->
+        1.9 tick           -> died a
+        """,
     "this node's own pause is not held against the others": """
         0.0 heard a        -> joined a
         0.5 tick           ->
@@ -246,7 +286,7 @@ def told(change: Change) -> str:
 
 
 def event(text: str) -> Event:
-    """`heard a/2`, `heard a/2 anew` (another process), `told b a suspect/1`, `left a`, `tick`."""
+    """`heard a/2`, `heard a/2 anew` (another process), `told b a suspect/1`, `refused a`, ..."""
     match text.split():
         case ["heard", node, *anew]:
             name, _, number = node.partition("/")
@@ -256,6 +296,8 @@ def event(text: str) -> Event:
             return Told(NodeId(sender), (View(NodeId(node), int(number), STATUSES[status]),))
         case ["left", node]:
             return Left(NodeId(node))
+        case ["refused", node]:
+            return Refused(NodeId(node))
         case ["tick"]:
             return Tick()
         case _:
@@ -314,6 +356,7 @@ EVENTS = st.one_of(
     st.builds(Heard, st.sampled_from(NODES), st.integers(1, 3), st.integers(0, 1)),
     st.builds(Told, st.sampled_from(NODES), st.tuples(VIEWS)),
     st.builds(Left, st.sampled_from(NODES)),
+    st.builds(Refused, st.sampled_from(NODES)),
     st.just(Tick()),
 )
 STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 40.0]), EVENTS), max_size=60)
@@ -347,7 +390,7 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
             restart = isinstance(step, Heard)
             if isinstance(change, Died) and not restart:
                 silence = now - newest[change.node][1]
-                if silence <= DEAD_AFTER_S:
+                if silence <= REFUSED_DEAD_AFTER_S:
                     return f"{change} after {silence} s"
         for node, status in membership.statuses().items():
             if told.get(node) != status:
