@@ -57,13 +57,13 @@ def build_app(
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and token.
 
-    `between` wraps the API inside the guard: it sees allowed requests only. Without `events` the
-    app has a log of its own, which stays empty.
+    `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
+    has no endpoints.
     """
     routes = [
         *ChatCompletions(chat, keep_alive_s).routes(),
         *OperationsApi(operations).routes(),
-        *EventsApi(events or EventLog()).routes(),
+        *(EventsApi(events).routes() if events is not None else ()),
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),

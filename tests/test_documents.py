@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from exo_node.mtp.types import GenerationStats
 from exo_node.node import settings
 from exo_node.node.cli import app
+from exo_node.node.events import EventLog
 from exo_node.node.guard import Guard
 from exo_node.node.http_server import build_app
 from exo_node.node.join_operations import JoinOperations
@@ -201,6 +202,7 @@ def test_the_readme_lists_every_endpoint() -> None:
         FakeChat(),
         FakeOperations(),
         static=no_files,
+        events=EventLog(),
         measurements=cast(Measurements, object()),
         joining=joining,
         token=token,

@@ -197,7 +197,7 @@ def test_a_browser_that_reconnects_gets_what_it_missed() -> None:
     ],
 )
 def test_a_wrong_query_is_refused_by_name(query: str, param: str) -> None:
-    with serving_fakes() as node:
+    with serving_fakes(events=EventLog()) as node:
         reply = node.ask("GET", f"/v1/events?{query}")
         assert (reply.status, reply.error["param"]) == (400, param)
         assert node.ask("GET", "/v1/events?follow=0").status == 200
