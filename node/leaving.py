@@ -1,7 +1,7 @@
 """A node that is about to stop: it refuses new work and lets what runs come to its end."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,6 +20,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self._begun = False
+        self._over = asyncio.Event()
         self.running = 0
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -33,7 +34,7 @@ class Leaving:
                 raise PeerLost("this node is about to stop; ask another one, or try again")
             self.running += 1
             try:
-                await app(scope, receive, send)
+                await self._until_over(app(scope, receive, send))
             finally:
                 self.running -= 1
 
@@ -42,6 +43,10 @@ class Leaving:
     def begin(self) -> None:
         """From now on new work is refused."""
         self._begun = True
+
+    def cut_off(self) -> None:
+        """What still runs ends here, each request with an error that says why."""
+        self._over.set()
 
     async def drained(self, stages: Callable[[], int], within_s: float = DRAIN_S) -> bool:
         """Whether everything ended in time; `stages` counts the requests on this node's stages."""
@@ -52,3 +57,19 @@ class Leaving:
         except TimeoutError:
             return False
         return True
+
+    async def _until_over(self, request: Awaitable[None]) -> None:
+        """Raises PeerLost where it is cut off."""
+        work, over = asyncio.ensure_future(request), asyncio.ensure_future(self._over.wait())
+        try:
+            _ = await asyncio.wait((work, over), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise PeerLost(
+                    "this node stops, or starts anew with another cluster key, and does not wait "
+                    f"for longer than {DRAIN_S:.0f} s; ask another one, or try again"
+                )
+            work.result()
+        finally:
+            for task in (work, over):
+                _ = task.cancel()
+            _ = await asyncio.gather(work, over, return_exceptions=True)

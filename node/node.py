@@ -134,6 +134,7 @@ class Node:
 
     async def close(self) -> None:
         self._events.close()
+        self._leaving.cut_off()
         await self._stack.aclose()
 
     async def _listen(self) -> None:

@@ -1,0 +1,59 @@
+"""A node that stops: new work is refused, and what runs ends, or is told why it cannot."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+from fakes import Script
+from http_node import serving_fakes
+
+from exo_node.node.leaving import Leaving
+from exo_node.node.requests import Event, Started, TextDelta
+
+
+def until_cut_off(leaving: Leaving) -> Script:
+    """An answer under which the node's time is up."""
+
+    async def script() -> AsyncGenerator[Event]:
+        yield Started((1,))
+        yield TextDelta("so far", (7,))
+        leaving.cut_off()
+        _ = await asyncio.Event().wait()
+
+    return script
+
+
+def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
+    leaving = Leaving()
+    with serving_fakes(between=leaving.around) as node:
+        node.chat.scripts["demo"] = until_cut_off(leaving)
+        reply = node.chat_reply(stream=True)
+        assert node.chat.closed.wait(20), "its runner is told"
+    assert reply.status == 200
+    told = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
+    events = [json.loads(each) for each in told if each != "[DONE]"]
+    assert "so far" in str(events[:-1])
+    [error] = [event["error"] for event in events if "error" in event]
+    assert error["code"] == "peer_lost" and "this node stops" in error["message"]
+    assert leaving.running == 0
+
+
+def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
+    leaving = Leaving()
+    with serving_fakes(between=leaving.around) as node:
+        node.chat.scripts["demo"] = until_cut_off(leaving)
+        reply = node.chat_reply()
+        assert (reply.status, reply.error["code"]) == (503, "peer_lost")
+        assert node.chat.closed.wait(20)
+
+
+def test_new_work_is_refused_and_looking_is_not() -> None:
+    leaving = Leaving()
+    with serving_fakes(between=leaving.around) as node:
+        assert node.chat_reply().status == 200
+        leaving.begin()
+        reply = node.chat_reply()
+        assert (reply.status, reply.error["code"]) == (503, "peer_lost")
+        assert node.ask("GET", "/v1/models").status == 200
+        assert asyncio.run(leaving.drained(lambda: 0, within_s=20))
+        assert not asyncio.run(leaving.drained(lambda: 1, within_s=0.2))
