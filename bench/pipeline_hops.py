@@ -25,17 +25,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from runners import KEY, NODE
 
 from exo_node.mtp.seams import Wait
-from exo_node.node.control_client import Channels, RunnerClient
-from exo_node.node.records import Endpoint
-from exo_node.node.trust import runner_credentials, runner_name
+from exo_node.node.certificates import runner_credentials, runner_name
+from exo_node.node.channels import Channels
+from exo_node.node.runner_client import Endpoint, RunnerClient
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.compute import ComputeThread
-from exo_node.shard.frames import Expectation, HiddenBlock
+from exo_node.shard.frames import HiddenBlock
 from exo_node.shard.links import SERVER_OPTIONS, Ring
 from exo_node.shard.runner_services import NextStage, StageService
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.stage_limits import StageLimits
 from exo_node.shard.wire import from_bytes, to_bytes
 
 PLACEMENT = PlacementId("hops")
@@ -133,7 +134,7 @@ class Child:
         self._following = _Recorded(self._channel_credentials)
         self._ring = None if stage else Ring(PLACEMENT, stages, DTYPE, HIDDEN)
         self._spec = pb.StageSpec(placement=PLACEMENT, stage=stage, num_stages=stages)
-        expected = Expectation(PLACEMENT, stage or stages, DTYPE, HIDDEN, 512, 1 << 30, 1 << 20)
+        expected = StageLimits(PLACEMENT, stage or stages, DTYPE, HIDDEN, 512, 1 << 30, 1 << 20)
         worker = cast(StageWorker, cast(object, Echo())) if stage else None
         self._service = StageService(
             self._spec, expected, self._compute, self._following, worker, self._ring

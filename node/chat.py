@@ -18,7 +18,6 @@ from ..placement.ids import PlacementId
 from ..proto import peer_pb2 as pb
 from .claim import Claim, Heads
 from .metrics import AnswerMeter, Metrics
-from .records import Endpoint, endpoints_of
 from .requests import (
     Event,
     Finished,
@@ -31,6 +30,7 @@ from .requests import (
     TokenLogprob,
 )
 from .resuming import AnswerLog
+from .runner_client import Endpoint, endpoints_of
 from .totals import Totals
 
 QUIET_S = 0.5

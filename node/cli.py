@@ -242,7 +242,7 @@ def plan(
 @app.command()
 def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """End the node on the data folder, and wait for its end."""
-    from .cli_stop import stop_node
+    from .cli_start import stop_node
 
     pid = stop_node(client_settings(None, data_dir).data_dir)
     if as_json:

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .cli_client import Message, follow
-from .events_api import EVENTS_PATH
+from .events import EVENTS_PATH
 from .log import escape_controls
 
 if TYPE_CHECKING:

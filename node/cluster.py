@@ -17,8 +17,8 @@ from .control_client import ControlClient
 from .control_server import PROTOCOL
 from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
 from .events import EventLog
-from .facts import MemberFacts
 from .held import Held
+from .member_facts import MemberFacts
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
 from .peers import HEARTBEAT_S, Dial, Member
 from .standing import Change, Standing

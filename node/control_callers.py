@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from ..placement.errors import Untrusted
-from .trust import authenticated_node
+from .certificates import authenticated_node
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -13,8 +13,8 @@ from ..placement.errors import InvalidRequest, PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
-from .control_client import CHANNEL_OPTIONS, from_status
-from .trust import Credentials, channel_credentials, node_name
+from .certificates import Credentials, channel_credentials, node_name
+from .channels import CHANNEL_OPTIONS, from_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -22,9 +22,9 @@ from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from ..proto.bound_server import BoundNumbers
+from .certificates import Credentials, authenticated_node, server_credentials
 from .control_callers import PeersOnly
 from .control_links import LinkService
-from .trust import Credentials, authenticated_node, server_credentials
 
 log = logging.getLogger(__name__)
 

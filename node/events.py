@@ -13,6 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+EVENTS_PATH: Final = "/v1/events"
+
+
 log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal[

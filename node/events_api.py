@@ -11,11 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..placement.errors import InvalidRequest, QueueFull
-from .events import CAPACITY, Event, EventLog
+from .events import CAPACITY, EVENTS_PATH, Event, EventLog
 from .sse import EventStream, attended, comment
 from .strict_json import encode
 
-EVENTS_PATH: Final = "/v1/events"
 KEEP_ALIVE_S: Final = 15.0
 MAX_LISTENERS: Final = 128
 

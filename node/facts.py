@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ..placement.correction import AtWork, corrected
 from ..placement.drafting import EnabledState
+from ..placement.dtype import resolve_dtype
 from ..placement.ids import ModelId, NodeId
 from ..placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ..proto import peer_pb2 as pb
 from .link_table import link_facts
+from .member_facts import MemberFacts
 from .memory_ledger import Promised, left
 from .models import ModelLibrary
 from .placements import StageSettings
@@ -20,54 +22,6 @@ from .switches import Switches
 STAGE_HEADROOM = 1.2
 NO_TIME_S = 3600.0
 """No layer takes so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberFacts:
-    """One live node as heartbeats tell of it."""
-
-    facts: pb.NodeFacts
-    stages: Sequence[pb.PlacementState] = ()
-
-    @property
-    def id(self) -> NodeId:
-        return NodeId(self.facts.id)
-
-    def for_planner(
-        self, placing: ModelId, promises: Mapping[ModelId, int] | None = None
-    ) -> NodeFacts:
-        """Memory is what other models leave of it; `promises` is what they may take here."""
-        f = self.facts
-        used: dict[ModelId, int] = {}
-        for stage in self.stages:
-            took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
-            model = ModelId(stage.model)
-            used[model] = used.get(model, 0) + took
-        others = {model: size for model, size in (promises or {}).items() if model != placing}
-        _ = used.pop(placing, None)
-        return NodeFacts(
-            id=self.id,
-            name=f.name,
-            memory_bytes=left(f.memory_bytes, others, used),
-            memory_bandwidth=f.memory_bandwidth,
-            backend=f.backend,
-            chip=f.chip,
-            models=frozenset(ModelId(model) for model in f.models),
-            profile=_profile(f, placing),
-        )
-
-    def at_work(self, node: NodeFacts, placing: ModelId) -> NodeFacts:
-        """`node`, which is this one, with its profile corrected by what its layers take now."""
-        times = _times(self.facts, placing)
-        if times is None or node.profile is None:
-            return node
-        means = {
-            mean.rows: AtWork(mean.seconds, mean.age_s)
-            for mean in times.corrected
-            if 0 < mean.seconds < NO_TIME_S
-        }
-        profile = corrected(node.profile, means, times.verify_rows, times.prefill_rows)
-        return replace(node, profile=profile)
 
 
 class NodeFactsSource:
@@ -93,10 +47,10 @@ class NodeFactsSource:
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
         promises = self.promised()
-        told = [m.for_planner(placing, promises.get(m.id)) for m in members]
+        told = [node_facts(m, placing, promises.get(m.id)) for m in members]
         # A correction is its node's own: kin share what was probed only.
         known = zip(members, with_kin_profiles(told), strict=True)
-        nodes = evened([member.at_work(node, placing) for member, node in known])
+        nodes = evened([_at_work(member, node, placing) for member, node in known])
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 
@@ -148,6 +102,44 @@ class NodeFactsSource:
         return next((m.facts for m in self._members() if m.id == node), None)
 
 
+def node_facts(
+    member: MemberFacts, placing: ModelId, promises: Mapping[ModelId, int] | None = None
+) -> NodeFacts:
+    """Memory is what other models leave of it; `promises` is what they may take here."""
+    f = member.facts
+    used: dict[ModelId, int] = {}
+    for stage in member.stages:
+        took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
+        model = ModelId(stage.model)
+        used[model] = used.get(model, 0) + took
+    others = {model: size for model, size in (promises or {}).items() if model != placing}
+    _ = used.pop(placing, None)
+    return NodeFacts(
+        id=member.id,
+        name=f.name,
+        memory_bytes=left(f.memory_bytes, others, used),
+        memory_bandwidth=f.memory_bandwidth,
+        backend=f.backend,
+        chip=f.chip,
+        models=frozenset(ModelId(model) for model in f.models),
+        profile=_profile(f, placing),
+    )
+
+
+def _at_work(member: MemberFacts, node: NodeFacts, placing: ModelId) -> NodeFacts:
+    """`node`, which is `member`, with its profile corrected by what its layers take now."""
+    times = _times(member.facts, placing)
+    if times is None or node.profile is None:
+        return node
+    means = {
+        mean.rows: AtWork(mean.seconds, mean.age_s)
+        for mean in times.corrected
+        if 0 < mean.seconds < NO_TIME_S
+    }
+    profile = corrected(node.profile, means, times.verify_rows, times.prefill_rows)
+    return replace(node, profile=profile)
+
+
 def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
     times = _times(facts, model)
     if times is None or not times.decode_s:
@@ -183,18 +175,3 @@ def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
 def _least(profiles: Sequence[LayerProfile]) -> LayerProfile:
     columns = zip(*(astuple(profile) for profile in profiles), strict=True)
     return LayerProfile(*(min((s for s in times if s > 0), default=0.0) for times in columns))
-
-
-def resolve_dtype(requested: str, card: ModelCard, backend: str, chip: str) -> str:
-    """`auto` is the checkpoint's dtype, but for what the backend cannot run, or runs far slower.
-
-    On CPUs MLX multiplies gathered experts in float32 only, and 4- and 8-bit weights with 16-bit
-    scales at a tenth of the speed of float32 scales. The GPUs of M1 and M2 have no bfloat16.
-    """
-    if requested != "auto":
-        return requested
-    if backend == "cpu" and (card.num_experts or card.quantization):
-        return "float32"
-    if card.dtype == "bfloat16" and chip.startswith(("Apple M1", "Apple M2")):
-        return "float16"
-    return card.dtype

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..placement.errors import PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .events_api import EVENTS_PATH
+from .events import EVENTS_PATH
 from .join_api import JOIN_PREFIX
 
 LOCAL = ("/v1/cluster", "/v1/chat/completions", "/v1/mtp/stats")

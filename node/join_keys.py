@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..placement.errors import InvalidSettings
-from .trust import (
-    KEY_FILE,
-    ClusterKey,
-    cluster_fingerprint,
-    create_private,
-    load_or_create_cluster_key,
-    replace_private,
-)
+from .certificates import cluster_fingerprint
+from .private_files import create_private, replace_private
+from .trust import KEY_FILE, ClusterKey, load_or_create_cluster_key
 
 FRESH_FILE: Final = "cluster.fresh"
 _MAX_LEFT: Final = 16

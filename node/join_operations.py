@@ -8,13 +8,14 @@ from typing import Any
 from ..placement.errors import InvalidRequest, InvalidSettings, JoinRefused
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .certificates import cluster_fingerprint
 from .ending import Rekeyed
-from .facts import MemberFacts
 from .join import parse_code, refuse_malformed_code
 from .join_asker import Asking
 from .join_requests import Request, not_found
 from .joining import Joining
-from .trust import cluster_fingerprint, parse_cluster_key
+from .member_facts import MemberFacts
+from .trust import parse_cluster_key
 
 
 def on_the_wire(request: Request) -> pb.JoinRequest:

@@ -14,8 +14,8 @@ from typing import Final
 from ..placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, PeerLost, Untrusted
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .certificates import cluster_fingerprint
 from .ending import Rekeyed
-from .facts import MemberFacts
 from .join import Party
 from .join_state import JoinState
 from .join_wire import (
@@ -28,7 +28,8 @@ from .join_wire import (
     party_of,
     split,
 )
-from .trust import ClusterKey, cluster_fingerprint, parse_cluster_key
+from .member_facts import MemberFacts
+from .trust import ClusterKey, parse_cluster_key
 
 TRIES: Final = 3
 _BETWEEN_TRIES_S: Final = 1.0

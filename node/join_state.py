@@ -10,6 +10,7 @@ from typing import Final
 from ..placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
+from .certificates import cluster_fingerprint, proven_public_key
 from .cluster import Cluster
 from .control_server import PROTOCOL
 from .ending import Ending
@@ -20,7 +21,7 @@ from .join_open import SECRET_BYTES, SameName
 from .join_twins import duplicate
 from .join_wire import Line, Refusal, Refused
 from .told import Told
-from .trust import ClusterKey, Identity, cluster_fingerprint, proven_public_key
+from .trust import ClusterKey, Identity
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from ..placement.errors import DuplicateIdentity, ExoNodeError, PeerLost, Untrus
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .background import background
-from .control_client import Channels, ControlClient
+from .channels import Channels
+from .control_client import ControlClient
 from .control_server import PROTOCOL
 from .ending import Ending
 

@@ -19,20 +19,19 @@ from google.protobuf.message import DecodeError
 
 from ..placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ..proto import peer_pb2 as pb
-from .join import NONCE_BYTES, Party, Reason
-from .trust import (
-    ClusterKey,
+from .certificates import (
     Credentials,
     JoinHint,
     Proven,
     clock_trouble,
     cluster_fingerprint,
     join_hint,
-    parse_cluster_key,
     proven_by,
     vouch,
     vouched_cluster,
 )
+from .join import NONCE_BYTES, Party, Reason
+from .trust import ClusterKey, parse_cluster_key
 
 FRAME_BYTES: Final = 16 * 1024
 CONNECT_S: Final = 5.0

@@ -9,6 +9,7 @@ from typing import Final
 from ..placement.errors import DuplicateIdentity, PeerLost
 from ..proto import peer_pb2 as pb
 from .background import Loops
+from .certificates import join_credentials
 from .discovery import Candidate
 from .join_approver import Approver
 from .join_asker import Asker
@@ -18,7 +19,6 @@ from .join_requests import Desk
 from .join_state import JoinState
 from .join_twins import WatchedClient
 from .join_wire import Refusal, ask_for_hint, join_address, split, tls_contexts
-from .trust import join_credentials
 
 log = logging.getLogger(__name__)
 

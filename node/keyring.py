@@ -2,17 +2,10 @@
 
 from dataclasses import dataclass
 
+from .certificates import Credentials, cluster_fingerprint, node_credentials, runner_credentials
 from .join_keys import KeyFolder
 from .settings import Settings
-from .trust import (
-    ClusterKey,
-    Credentials,
-    Identity,
-    cluster_fingerprint,
-    load_or_create_identity,
-    node_credentials,
-    runner_credentials,
-)
+from .trust import ClusterKey, Identity, load_or_create_identity
 
 
 @dataclass(frozen=True, slots=True)

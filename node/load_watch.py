@@ -2,8 +2,6 @@
 
 from typing import Final
 
-LOAD_TIMEOUT_S: Final = 300
-"""EXO_LOAD_TIMEOUT's default: what the longest step of a small model may take on a slow machine."""
 SLOWEST_BYTES_S: Final = 10_000_000
 """A large model's steps take longer: as much as one pass over its files takes at this speed."""
 SILENT_PART: Final = 5

@@ -7,7 +7,8 @@ from collections.abc import Awaitable
 from ..placement.errors import ExoNodeError, LoadFailed, PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .records import Endpoint, Record
+from .records import Record
+from .runner_client import Endpoint
 from .stages import Facts, Stages, specs_of
 
 

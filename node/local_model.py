@@ -11,11 +11,11 @@ from pathlib import Path
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView, NodeFacts
 from ..placement.drafting import HeadState, choose_drafting
+from ..placement.dtype import resolve_dtype
 from ..placement.errors import InvalidCheckpoint, ModelNotFound
 from ..placement.ids import ModelId, NodeId
 from ..placement.plan import Placement, PlanOptions, plan
 from ..proto import peer_pb2 as pb
-from .facts import resolve_dtype
 from .hardware import Hardware, detect_hardware
 from .models import KnownModel, ModelLibrary
 from .settings import Settings

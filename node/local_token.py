@@ -35,7 +35,7 @@ class LocalToken:
     @classmethod
     def load(cls, data_dir: Path) -> "LocalToken":
         """Made on the first start. Raises InvalidSettings."""
-        from .trust import create_private  # commands read a token without gRPC
+        from .private_files import create_private  # commands read a token without gRPC
 
         path = data_dir / TOKEN_FILE
         try:

@@ -9,19 +9,19 @@ from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .background import Loops
 from .claims import Claims
-from .cluster_stages import ClusterStages
+from .cluster_stages import ClusterStages, LocalStages
 from .control_links import LinkService
 from .control_server import ControlServer
 from .ending import Outcome
 from .events import EventLog
 from .facts import NodeFactsSource
+from .handover import held_of
 from .hardware import Hardware
 from .head_client import ClusterHead
-from .held import Held, held_of
+from .held import Held
 from .interfaces import LOOPBACK
 from .leaving import Leaving
 from .local_node import LocalNode
-from .local_stages import LocalStages
 from .memory_ledger import promised
 from .node_api import NodeApi
 from .peer_service import PeerService

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
 from .background import Loops
+from .certificates import clock_trouble
 from .chat import ChatService
 from .cluster_stages import ClusterStages
 from .events import EventLog
@@ -31,7 +32,6 @@ from .readiness import Readiness
 from .setting_values import is_loopback
 from .settings import Settings
 from .totals import Totals
-from .trust import clock_trouble
 
 CONNECTIONS = 256
 GRACE_S = 10

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from ..placement.card import ModelCard
+from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, InvalidRequest
 from ..placement.ids import ModelId, PlacementId
-from ..placement.plan import Preview, preview
+from ..placement.plan import Placement, Preview, preview
 from .cluster import Cluster
 from .facts import NodeFactsSource
 from .membership import Status as NodeStatus
@@ -18,7 +19,6 @@ from .models import KnownModel, ModelLibrary
 from .placements import Placements, Record
 from .placements import Status as PlacementStatus
 from .plan_request import PlacementBody, PlanBody
-from .preview_json import as_json
 from .readiness import Readiness
 from .records import Spare
 from .switches import Switches, SwitchName
@@ -82,7 +82,7 @@ class NodeOperations:
         options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
         found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
-        return as_json(found, view, self._drafts(card, found))
+        return preview_json(found, view, self._drafts(card, found))
 
     async def place(self, asked: PlacementBody) -> dict[str, Any]:
         model = ModelId(asked.model)
@@ -261,4 +261,34 @@ def _spare(spare: Spare) -> dict[str, Any]:
         "error": spare.error or None,
         "follows": follows,
         "follows_reason": spare.why_not or None,
+    }
+
+
+def preview_json(found: Preview, view: ClusterView, drafting: str) -> dict[str, Any]:
+    """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not."""
+    return {
+        "object": "placement.preview",
+        "model": found.best.model,
+        "best": _placed_stages(found.best, view),
+        "runner_up": found.runner_up and _placed_stages(found.runner_up, view),
+        "bound_s": found.bound_s,
+        "proven": found.bound_s >= found.best.score,
+        "candidates_considered": found.candidates_considered,
+        "drafting": drafting,
+    }
+
+
+def _placed_stages(placement: Placement, view: ClusterView) -> dict[str, Any]:
+    return {
+        "stages": [
+            {
+                "node": stage.node,
+                "name": view.node(stage.node).name,
+                "layers": [stage.first_layer, stage.end_layer],
+            }
+            for stage in placement.stages
+        ],
+        "seconds_per_token": placement.score,
+        "context_length": placement.context_length,
+        "reason": placement.reason,
     }

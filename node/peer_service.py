@@ -6,9 +6,9 @@ from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .claims import Claims
 from .cluster import Cluster
+from .cluster_stages import LocalStages
 from .join_operations import JoinOperations
 from .joining import Joining
-from .local_stages import LocalStages
 from .stages import Progress
 
 Answer = Callable[[pb.HttpRequest], AsyncIterator[pb.HttpChunk]]

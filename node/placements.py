@@ -14,12 +14,12 @@ from .events import EventLog
 from .failures import MAX_FAILURES, Failures
 from .loading import finish, load
 from .log import apart
-from .records import Endpoint, Record, Status, Wish
+from .records import Record, Status
 from .restoring import Restorer, without
-from .settling import may_settle, settles
+from .runner_client import Endpoint
 from .stages import Facts, Stages, StageSettings
-from .upkeep import Upkeep
-from .wishes import Wishes
+from .upkeep import Upkeep, may_settle, settles
+from .wishes import Wish, Wishes
 
 __all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
 

@@ -13,12 +13,12 @@ from ..placement.split_refusal import SplitRefusal, refusal_in
 from ..proto import peer_pb2 as pb
 from .background import Loops
 from .control_links import LinkClient
-from .facts import MemberFacts
 from .interfaces import source_address
 from .link_probe import LinkProber, Peer
 from .link_table import Way, fastest, nearest, ways
+from .member_facts import MemberFacts
 from .profiles import LayerProfiles
-from .records import Endpoint
+from .runner_client import Endpoint
 
 log = logging.getLogger(__name__)
 

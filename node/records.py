@@ -10,25 +10,14 @@ from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView, StageAssignment
 from ..placement.drafting import HeadState
 from ..placement.ids import NodeId, PlacementId
-from ..placement.options import ANY
-from ..placement.plan import Placement, PlanOptions
+from ..placement.options import PlanOptions
+from ..placement.plan import Placement
 from ..proto import peer_pb2 as pb
+from .runner_client import Endpoint
+from .wishes import Wish
 
 Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
 SpareStatus = Literal["loading", "ready", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A loaded stage that can be called."""
-
-    node: NodeId
-    ready: pb.LoadReady
-
-
-def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
-    """The stages of a placement that another node holds."""
-    return [Endpoint(NodeId(stage.node), stage.ready) for stage in placed.stages]
 
 
 @dataclass(slots=True)
@@ -49,30 +38,6 @@ class Spare:
         if self.endpoint is not None:
             return "ready"
         return "failed" if self.error else "loading"
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a placement."""
-
-    options: PlanOptions = ANY
-    spares: int = 0
-    flexible: bool = False
-    """Fewer nodes will do where no more are live: an answer matters more than where it runs."""
-
-    def within(self, view: ClusterView) -> PlanOptions:
-        """The options; if it is flexible, as far as the live nodes allow."""
-        options, live = self.options, {node.id for node in view.nodes}
-        if not self.flexible:
-            return options
-        pinned = [*options.nodes, *(node for node, _ in options.layers)]
-        whole = all(node in live for node in pinned)
-        return replace(
-            options,
-            min_nodes=max(1, min(options.min_nodes, len(live))),
-            nodes=options.nodes if whole else (),
-            layers=options.layers if whole else (),
-        )
 
 
 @dataclass(slots=True)

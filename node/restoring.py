@@ -10,7 +10,8 @@ from ..placement.errors import ExoNodeError, InsufficientMemory, PeerLost
 from ..placement.ids import NodeId
 from ..placement.spares import spare_node
 from ..proto import peer_pb2 as pb
-from .records import Endpoint, Record, Spare
+from .records import Record, Spare
+from .runner_client import Endpoint
 from .stages import Facts, Stages
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ..placement.errors import InvalidSettings
-from .load_watch import LOAD_TIMEOUT_S
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -34,6 +33,10 @@ from .setting_values import (
     as_switch,
     is_loopback,
 )
+
+LOAD_TIMEOUT_S: Final = 300
+"""EXO_LOAD_TIMEOUT's default: what the longest step of a small model may take on a slow machine."""
+
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["human", "json"]

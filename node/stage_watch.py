@@ -14,7 +14,8 @@ from ..proto import peer_pb2 as pb
 from .claims import Claims
 from .cluster import Cluster
 from .events import EventLog
-from .held import Held, Near, Told, record_of
+from .handover import Near, record_of
+from .held import Held, Told
 from .placements import Placements
 from .stages import Facts
 from .wishes import Wishes, wish_from_wire

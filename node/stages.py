@@ -10,7 +10,8 @@ from ..placement.drafting import EnabledState, HeadState, choose_drafting
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.split_refusal import SplitRefusal
 from ..proto import peer_pb2 as pb
-from .records import Endpoint, Record
+from .records import Record
+from .runner_client import Endpoint
 
 PREFILL_CHUNK = 512
 LEASE_S = 10

@@ -14,9 +14,10 @@ from typing import Literal
 
 from ..placement.errors import LoadFailed, from_code
 from ..proto import peer_pb2 as pb
-from .load_watch import LOAD_TIMEOUT_S, LoadWatch
+from .certificates import Credentials
+from .load_watch import LoadWatch
 from .log import LineLimit, apart
-from .trust import Credentials
+from .settings import LOAD_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 runner_log = logging.getLogger("exo_node.runner")

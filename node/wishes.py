@@ -1,12 +1,36 @@
 """What was asked of placements: told by the head with its heartbeats, and kept by the next one."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ..placement.cluster import ClusterView
 from ..placement.ids import ModelId, NodeId
-from ..placement.options import PlanOptions
+from ..placement.options import ANY, PlanOptions
 from ..proto import peer_pb2 as pb
-from .records import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a placement."""
+
+    options: PlanOptions = ANY
+    spares: int = 0
+    flexible: bool = False
+    """Fewer nodes will do where no more are live: an answer matters more than where it runs."""
+
+    def within(self, view: ClusterView) -> PlanOptions:
+        """The options; if it is flexible, as far as the live nodes allow."""
+        options, live = self.options, {node.id for node in view.nodes}
+        if not self.flexible:
+            return options
+        pinned = [*options.nodes, *(node for node, _ in options.layers)]
+        whole = all(node in live for node in pinned)
+        return replace(
+            options,
+            min_nodes=max(1, min(options.min_nodes, len(live))),
+            nodes=options.nodes if whole else (),
+            layers=options.layers if whole else (),
+        )
 
 
 class Wishes:

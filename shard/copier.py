@@ -9,8 +9,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ..proto import peer_pb2 as pb
-from .frames import Expectation, HiddenBlock, cut
+from .frames import HiddenBlock, cut
 from .request_state import RequestState
+from .stage_limits import StageLimits
 from .stage_model import StageModel
 from .wire import DTYPES, WIRE, to_bytes
 
@@ -38,7 +39,7 @@ class Copier:
     def __init__(
         self,
         model: StageModel,
-        expected: Expectation,
+        expected: StageLimits,
         clock: Callable[[], float],
         send: Callable[[pb.StateCopy], object],
         hold: Callable[[tuple[str, ...]], object],

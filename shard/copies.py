@@ -19,8 +19,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from ..mtp.rollback import TapedCache, cache_arrays
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
-from .frames import REQUEST_NAME, Assembler, Expectation, HiddenBlock
+from .frames import REQUEST_NAME, Assembler, HiddenBlock
 from .request_state import RequestState
+from .stage_limits import StageLimits
 from .stage_model import StageModel
 from .trail import Trail
 from .wire import ITEM_BYTES, WIRE, from_bytes
@@ -128,7 +129,7 @@ class Copies:
     """
 
     def __init__(
-        self, model: StageModel, expected: Expectation, clock: Callable[[], float]
+        self, model: StageModel, expected: StageLimits, clock: Callable[[], float]
     ) -> None:
         self._model = model
         self._expected = expected

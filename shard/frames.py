@@ -7,24 +7,12 @@ from dataclasses import dataclass
 
 from ..placement.errors import InvalidFrame
 from ..proto import peer_pb2 as pb
+from .stage_limits import StageLimits
 from .wire import ITEM_BYTES, WIRE
 
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
 REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What a stage's placement lets a frame be."""
-
-    placement: str
-    stage: int
-    dtype: str
-    hidden_size: int
-    max_rows: int
-    context_length: int
-    vocabulary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +55,7 @@ def cut(
         )
 
 
-def check_envelope(frame: pb.Frame, expected: Expectation) -> None:
+def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
     """What every kind of frame must carry. Raises InvalidFrame naming the field."""
     if frame.placement != expected.placement:
         raise InvalidFrame("the frame belongs to another placement", param="placement")
@@ -85,7 +73,7 @@ def check_envelope(frame: pb.Frame, expected: Expectation) -> None:
         raise InvalidFrame("the frame has no kind", param="kind")
 
 
-def check_hidden(hidden: pb.Hidden, expected: Expectation) -> None:
+def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
     """A frame of hidden states against the placement. Raises InvalidFrame naming the field."""
     shape = (1, hidden.rows, expected.hidden_size)
     checks = (
@@ -130,7 +118,7 @@ def check_hidden(hidden: pb.Hidden, expected: Expectation) -> None:
 class Assembler:
     """Puts the frames of one stream's blocks together; at most one block a request is open."""
 
-    def __init__(self, expected: Expectation) -> None:
+    def __init__(self, expected: StageLimits) -> None:
         self._expected = expected
         self._open: dict[str, list[pb.Frame]] = {}
 

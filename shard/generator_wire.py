@@ -1,10 +1,12 @@
 """The engine's requests and events as messages of peer.proto."""
 
+import dataclasses
+import json
+
 from ..mtp.loop import Prefilled, Rebuilt
-from ..mtp.types import Forward, Penalties, Round, Sampling, TokenLogprobs
+from ..mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ..proto import peer_pb2 as pb
 from .engine import Delta, Done, EngineEvent
-from .stats_json import stats_json
 from .token_bytes import TokenBytes
 
 
@@ -61,3 +63,8 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
             logit_bias=tuple(sorted(wire.logit_bias.items())),
         ),
     )
+
+
+def stats_json(stats: GenerationStats, identity: str) -> str:
+    """`GenerationStats` with `greedy_identity`; token counts stay in, for `usage`."""
+    return json.dumps({**dataclasses.asdict(stats), "greedy_identity": identity})

@@ -20,9 +20,9 @@ from ..placement.config import hidden_size, vocabulary_size
 from ..placement.errors import InvalidCheckpoint
 from ..proto import peer_pb2 as pb
 from .checkpoint import Checkpoint, read_checkpoint
-from .frames import Expectation
 from .head_tensors import HeadFound, HeadMissing, find_head
 from .self_check import require_splittable
+from .stage_limits import StageLimits
 from .stage_model import StageModel, open_model, read_layers, require_layers
 from .text import TextCodec
 from .wire import DTYPES
@@ -35,7 +35,7 @@ class Loaded:
     """A stage in memory. `codec` and `head` belong to the generator; `head_state` says why not."""
 
     model: StageModel
-    expected: Expectation
+    expected: StageLimits
     vocabulary: int
     codec: TextCodec | None
     head: Any
@@ -177,9 +177,9 @@ def _backbone_is_raw(checkpoint: Checkpoint, found: HeadFound) -> bool | None:
     return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
 
 
-def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> Expectation:
+def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
     """The card's sizes win: config.json may have them under a name that nobody here knows."""
-    return Expectation(
+    return StageLimits(
         placement=spec.placement,
         # What comes round the ring is meant for the generator under the number after the last.
         stage=spec.stage or spec.num_stages,

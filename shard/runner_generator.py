@@ -9,10 +9,11 @@ from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread, Run
 from .engine import EngineEvent, EngineRequest, TextEngine
-from .frames import REQUEST_NAME, Expectation
+from .frames import REQUEST_NAME
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
 from .prompt_encoder import PromptEncoder
 from .runner_services import Context, refuse
+from .stage_limits import StageLimits
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     def __init__(
         self,
-        expected: Expectation,
+        expected: StageLimits,
         engine: TextEngine,
         compute: ComputeThread,
         prompts: PromptEncoder,
@@ -109,7 +110,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         )
 
 
-def _check_request(request: pb.GenerateRequest, expected: Expectation) -> None:
+def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
     """What would otherwise reach the model unchecked. Raises InvalidRequest naming the field."""
     rounds_fit = all(
         1 <= len(r.tokens) <= r.forward.rows <= expected.max_rows

@@ -13,9 +13,10 @@ from ..placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerL
 from ..proto import peer_pb2 as pb
 from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
-from .frames import Assembler, Expectation, HiddenBlock, check_envelope, cut
+from .frames import Assembler, HiddenBlock, check_envelope, cut
 from .links import Address, OutgoingStream, Ring
 from .stage import Adopted, StageWorker
+from .stage_limits import StageLimits
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class StageService(peer_pb2_grpc.StageServicer):
     def __init__(
         self,
         spec: pb.StageSpec,
-        expected: Expectation,
+        expected: StageLimits,
         compute: ComputeThread,
         following: NextStage,
         worker: StageWorker | None,

@@ -16,9 +16,10 @@ from ..placement.errors import InvalidFrame, PeerLost
 from ..proto import peer_pb2 as pb
 from .copier import Copier
 from .copies import Copies
-from .frames import Expectation, HiddenBlock
+from .frames import HiddenBlock
 from .numeric import require_finite
 from .request_state import RequestState
+from .stage_limits import StageLimits
 from .stage_model import StageModel
 from .wire import from_bytes, to_bytes
 
@@ -57,7 +58,7 @@ class StageWorker:
     def __init__(
         self,
         model: StageModel,
-        expected: Expectation,
+        expected: StageLimits,
         clock: Callable[[], float],
         copier: Copier | None = None,
         copies: Copies | None = None,

@@ -17,9 +17,10 @@ from ..proto import peer_pb2_grpc
 from .compute import ComputeThread
 from .copier import MAX_COPY, Copier
 from .copies import Copies
-from .frames import MAX_DATA, Expectation
+from .frames import MAX_DATA
 from .links import CHANNEL_OPTIONS, RENEW_S, Address
 from .runner_services import Context, refuse
+from .stage_limits import StageLimits
 from .stage_model import StageModel
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Follower:
     def __init__(
         self,
         model: StageModel,
-        expected: Expectation,
+        expected: StageLimits,
         compute: ComputeThread,
         credentials: grpc.ChannelCredentials,
     ) -> None:
@@ -135,7 +136,7 @@ def _pieces(copy: pb.StateCopy) -> Iterator[pb.CopyPiece]:
 class StandbyService(peer_pb2_grpc.StandbyServicer):
     """Both sides: a runner at work follows instructions, a spare keeps what it is sent."""
 
-    def __init__(self, expected: Expectation, follower: Follower, copies: Copies) -> None:
+    def __init__(self, expected: StageLimits, follower: Follower, copies: Copies) -> None:
         self._expected = expected
         self._follower = follower
         self._copies = copies

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from exo_node.node.background import Loops
+from exo_node.node.certificates import cluster_fingerprint, join_credentials, proven_public_key
 from exo_node.node.cluster import Cluster
 from exo_node.node.ending import Ending, Rekeyed
 from exo_node.node.events import EventLog
-from exo_node.node.facts import MemberFacts
 from exo_node.node.join import Party
 from exo_node.node.join_keys import KeyFolder
 from exo_node.node.join_requests import Desk, Request
@@ -21,14 +21,8 @@ from exo_node.node.join_state import About, JoinState
 from exo_node.node.join_twins import WatchedClient
 from exo_node.node.join_wire import Line, connected, hello, party_of, tls_contexts
 from exo_node.node.joining import Joining
-from exo_node.node.trust import (
-    ClusterKey,
-    Identity,
-    cluster_fingerprint,
-    join_credentials,
-    load_or_create_identity,
-    proven_public_key,
-)
+from exo_node.node.member_facts import MemberFacts
+from exo_node.node.trust import ClusterKey, Identity, load_or_create_identity
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import Assembler, Expectation, HiddenBlock, cut
+from exo_node.shard.frames import Assembler, HiddenBlock, cut
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.stage_limits import StageLimits
 from exo_node.shard.trail import Trail
 
 
@@ -20,7 +21,7 @@ class LoopbackLink:
     def __init__(
         self,
         workers: Sequence[StageWorker],
-        expectations: Sequence[Expectation],
+        expectations: Sequence[StageLimits],
         observe: Callable[[pb.Frame], None] = lambda _: None,
     ) -> None:
         self._workers = workers
@@ -91,7 +92,7 @@ class LoopbackLink:
             blocks = [out for b in blocks for out in worker.forward(self._carry(b, expected))]
         return blocks
 
-    def _carry(self, block: HiddenBlock, e: Expectation) -> HiddenBlock:
+    def _carry(self, block: HiddenBlock, e: StageLimits) -> HiddenBlock:
         assembler = Assembler(e)
         for frame in cut(block, e.placement, e.stage, e.dtype, e.hidden_size):
             if e in self._expectations:  # not on the way back to the generator

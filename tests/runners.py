@@ -21,11 +21,13 @@ from typing import Any
 
 from engines import DEMO, spec
 
-from exo_node.node.control_client import Channels, RunnerClient
+from exo_node.node.certificates import runner_credentials, runner_name
+from exo_node.node.channels import Channels
 from exo_node.node.placements import Endpoint
+from exo_node.node.runner_client import RunnerClient
 from exo_node.node.settings import runner_environment
 from exo_node.node.supervisor import RunnerHost, RunnerProcess
-from exo_node.node.trust import ClusterKey, runner_credentials, runner_name
+from exo_node.node.trust import ClusterKey
 from exo_node.placement.ids import NodeId, PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc

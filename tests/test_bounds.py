@@ -29,7 +29,8 @@ from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.bound_server import BoundNumbers
 from exo_node.proto.bounds import MAX_COUNTER, fault
-from exo_node.shard.frames import Assembler, Expectation, check_envelope
+from exo_node.shard.frames import Assembler, check_envelope
+from exo_node.shard.stage_limits import StageLimits
 
 EVERY: Mapping[str, Descriptor] = pb.DESCRIPTOR.message_types_by_name
 U64, U32 = 2**64 - 1, 2**32 - 1
@@ -295,7 +296,7 @@ def test_the_highest_numbers_that_pass_leave_room_for_what_follows_from_them() -
 
 # --------------------------------------------------------------------------------- frames
 
-EXPECTED = Expectation(
+EXPECTED = StageLimits(
     placement="p1",
     stage=1,
     dtype="float32",

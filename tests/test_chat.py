@@ -16,7 +16,6 @@ from exo_node.node import resuming
 from exo_node.node.chat import ChatService
 from exo_node.node.metrics import Metrics
 from exo_node.node.placements import Placements
-from exo_node.node.records import Endpoint
 from exo_node.node.requests import (
     Event,
     Finished,
@@ -26,6 +25,7 @@ from exo_node.node.requests import (
     TextDelta,
     TokenLogprob,
 )
+from exo_node.node.runner_client import Endpoint
 from exo_node.node.totals import Totals
 from exo_node.placement.drafting import DraftPolicy
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost

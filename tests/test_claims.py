@@ -14,10 +14,12 @@ from exo_node.node import claim as claim_module
 from exo_node.node.claim import Claim
 from exo_node.node.claims import Claims
 from exo_node.node.events import EventLog
-from exo_node.node.held import Held, held_of, record_of
+from exo_node.node.handover import held_of, record_of
+from exo_node.node.held import Held
 from exo_node.node.placements import Placements
-from exo_node.node.records import Endpoint, Record
+from exo_node.node.records import Record
 from exo_node.node.requests import GenerationRequest
+from exo_node.node.runner_client import Endpoint
 from exo_node.node.turns import MAX_RUNNING, MAX_WAITING, Turns
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId

@@ -287,7 +287,7 @@ def test_stop_ends_the_node_that_holds_the_folder(tmp_path: Path, json_flag: lis
 def test_stop_gives_up_on_a_node_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exo_node.node.cli_stop._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("exo_node.node.cli_start._TIMEOUT_S", 0.2)
     with holder(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)") as process:
         result = CliRunner().invoke(cli.app, ["stop", "--data-dir", str(tmp_path)])
         assert result.exit_code == 1

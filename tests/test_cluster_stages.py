@@ -8,7 +8,7 @@ import pytest
 
 from exo_node.node.cluster_stages import ClusterStages
 from exo_node.node.peers import Member
-from exo_node.node.records import Endpoint
+from exo_node.node.runner_client import Endpoint
 from exo_node.placement.ids import NodeId, PlacementId
 from exo_node.proto import peer_pb2 as pb
 

@@ -11,18 +11,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.control_links import LinkService
-from exo_node.node.control_server import ControlServer, NodeSide
-from exo_node.node.trust import (
-    ClusterKey,
+from exo_node.node.certificates import (
     Credentials,
-    Identity,
     channel_credentials,
-    load_or_create_identity,
     node_credentials,
     node_name,
     runner_credentials,
 )
+from exo_node.node.control_links import LinkService
+from exo_node.node.control_server import ControlServer, NodeSide
+from exo_node.node.trust import ClusterKey, Identity, load_or_create_identity
 from exo_node.proto import peer_pb2 as pb
 
 KEY = ClusterKey(bytes(range(20)))

@@ -14,13 +14,14 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard import copier as copier_module
 from exo_node.shard.copier import EVERY_S, Copier
 from exo_node.shard.copies import Copies, why_not_copied
-from exo_node.shard.frames import Expectation, HiddenBlock
+from exo_node.shard.frames import HiddenBlock
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.stage_limits import StageLimits
 from exo_node.shard.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.wire import to_bytes
 
 HIDDEN, LAYERS = 64, 4
-EXPECTED = Expectation(
+EXPECTED = StageLimits(
     placement="p1",
     stage=1,
     dtype="float32",

@@ -14,18 +14,12 @@ from hypothesis import strategies as st
 
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import (
-    MAX_DATA,
-    Assembler,
-    Expectation,
-    HiddenBlock,
-    check_envelope,
-    cut,
-)
+from exo_node.shard.frames import MAX_DATA, Assembler, HiddenBlock, check_envelope, cut
+from exo_node.shard.stage_limits import StageLimits
 from exo_node.shard.wire import ITEM_BYTES
 
 HIDDEN = 8
-EXPECTED = Expectation(
+EXPECTED = StageLimits(
     placement="p1",
     stage=1,
     dtype="float16",
@@ -39,7 +33,7 @@ WIDE = replace(EXPECTED, dtype="float32", hidden_size=65_536, max_rows=16)
 
 
 def a_block(
-    request: str = "r1", rows: int = 3, expected: Expectation = EXPECTED, attempt: int = 2
+    request: str = "r1", rows: int = 3, expected: StageLimits = EXPECTED, attempt: int = 2
 ) -> HiddenBlock:
     size = rows * expected.hidden_size * ITEM_BYTES[expected.dtype]
     return HiddenBlock(
@@ -54,7 +48,7 @@ def a_block(
     )
 
 
-def frames_of(block: HiddenBlock, expected: Expectation = EXPECTED) -> list[pb.Frame]:
+def frames_of(block: HiddenBlock, expected: StageLimits = EXPECTED) -> list[pb.Frame]:
     return list(
         cut(block, expected.placement, expected.stage, expected.dtype, expected.hidden_size)
     )
@@ -267,9 +261,9 @@ def test_what_a_forgotten_request_left_open_does_not_spoil_its_next_block() -> N
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, Expectation]:
+def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
     dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
-    expected = Expectation(
+    expected = StageLimits(
         placement=draw(st.text(max_size=8)),
         stage=draw(st.integers(0, 5)),
         dtype=dtype,
@@ -296,7 +290,7 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, Expectation]:
 @settings(deadline=None)
 @given(blocks())
 def test_cutting_and_putting_together_is_the_identity(
-    case: tuple[HiddenBlock, Expectation],
+    case: tuple[HiddenBlock, StageLimits],
 ) -> None:
     block, expected = case
     frames = [pb.Frame.FromString(f.SerializeToString()) for f in frames_of(block, expected)]

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from exo_node.node.certificates import cluster_fingerprint
 from exo_node.node.join_keys import FRESH_FILE, KeyFolder
-from exo_node.node.trust import ClusterKey, cluster_fingerprint
+from exo_node.node.trust import ClusterKey
 from exo_node.placement.errors import InvalidSettings
 
 OTHER = ClusterKey(b"\x07" * 20)

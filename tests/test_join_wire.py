@@ -10,13 +10,13 @@ import pytest
 from joiners import Impostor, Joiner, asks, joiner, run, until
 
 from exo_node.node import join_wire, joining, trust
-from exo_node.node.facts import MemberFacts
 from exo_node.node.join import ROUNDS, Party, Passkey, transcript
 from exo_node.node.join_approver import Approver
 from exo_node.node.join_asker import Asker
 from exo_node.node.join_port import JoinPort
 from exo_node.node.join_state import prove_digits
 from exo_node.node.join_wire import Line
+from exo_node.node.member_facts import MemberFacts
 from exo_node.node.trust import ClusterKey
 from exo_node.placement.errors import (
     DigitsDiffer,

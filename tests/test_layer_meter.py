@@ -14,7 +14,8 @@ from runners import eventually
 from exo_node.node import profiling as profiling_module
 from exo_node.node.background import Loops
 from exo_node.node.events import EventLog
-from exo_node.node.facts import MemberFacts, NodeFactsSource
+from exo_node.node.facts import NodeFactsSource
+from exo_node.node.member_facts import MemberFacts
 from exo_node.node.profiles import LayerProfiles
 from exo_node.node.profiling import Profiling
 from exo_node.placement.cluster import ClusterView

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.facts import MemberFacts, NodeFactsSource, with_kin_profiles
+from exo_node.node.facts import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.node.link_table import fastest, link_facts, nearest, reached_at, ways
+from exo_node.node.member_facts import MemberFacts
 from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.correction import FADE_S
 from exo_node.placement.ids import ModelId, NodeId
@@ -135,7 +136,7 @@ def test_the_planner_gets_the_last_measurement_of_the_model(
     told: list[pb.LayerTimes], profile: LayerProfile | None
 ) -> None:
     facts = pb.NodeFacts(id=A, profiles=told)
-    assert MemberFacts(facts).for_planner(DEMO).profile == profile
+    assert node_facts(MemberFacts(facts), DEMO).profile == profile
 
 
 def node(name: str, chip: str, profile: LayerProfile | None) -> NodeFacts:

@@ -14,7 +14,8 @@ import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, eventually, running, shared
 
-from exo_node.node.trust import ClusterKey, channel_credentials, runner_credentials
+from exo_node.node.certificates import channel_credentials, runner_credentials
+from exo_node.node.trust import ClusterKey
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc

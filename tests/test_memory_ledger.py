@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.facts import MemberFacts
+from exo_node.node.facts import node_facts
+from exo_node.node.member_facts import MemberFacts
 from exo_node.node.memory_ledger import left, promised
 from exo_node.node.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
@@ -183,6 +184,6 @@ def test_a_view_subtracts_promises_of_other_models_only() -> None:
     loading = pb.PlacementState(model=MODELS[0], weight_bytes=0)
     member = MemberFacts(pb.NodeFacts(id=NODES[0], memory_bytes=100), [loading])
     promises = {MODELS[0]: 60, MODELS[1]: 10}
-    assert member.for_planner(MODELS[0], promises).memory_bytes == 90
-    assert member.for_planner(MODELS[2], promises).memory_bytes == 30
-    assert member.for_planner(MODELS[2]).memory_bytes == 100
+    assert node_facts(member, MODELS[0], promises).memory_bytes == 90
+    assert node_facts(member, MODELS[2], promises).memory_bytes == 30
+    assert node_facts(member, MODELS[2]).memory_bytes == 100

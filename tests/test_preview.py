@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from exo_node.node.cli_plan import query, told
+from exo_node.node.operations import preview_json
 from exo_node.node.plan_request import PlacementBody, PlanBody, parse_query
-from exo_node.node.preview_json import as_json
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
@@ -282,7 +282,7 @@ def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
 
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
     view = cluster(100, 100, 100)
-    text = told(as_json(preview(card(), view), view, "not declared"))
+    text = told(preview_json(preview(card(), view), view, "not declared"))
     assert "  node-a: layers 0-5\n  node-b: layers 6-11\n" in text
     assert "runner-up: " in text
     assert "bound: nothing else is faster by these figures" in text

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from exo_node.node import failures, settling, upkeep
+from exo_node.node import failures, upkeep
+from exo_node.node import upkeep as settling
 from exo_node.node.events import EventLog
 from exo_node.node.placements import Placements
-from exo_node.node.records import Endpoint, Record
+from exo_node.node.records import Record
+from exo_node.node.runner_client import Endpoint
 from exo_node.node.stages import StageSettings
 from exo_node.node.wishes import Wishes
 from exo_node.placement.card import ModelCard

@@ -22,24 +22,26 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from exo_node.node import control_client
-from exo_node.node.control_client import from_status
-from exo_node.node.trust import (
-    ClusterKey,
+from exo_node.node.certificates import (
     Credentials,
-    Identity,
     authenticated_node,
     channel_credentials,
     clock_trouble,
     cluster_fingerprint,
-    load_or_create_cluster_key,
-    load_or_create_identity,
     node_credentials,
-    node_id,
     node_name,
-    parse_cluster_key,
     runner_credentials,
     runner_name,
     server_credentials,
+)
+from exo_node.node.channels import from_status
+from exo_node.node.trust import (
+    ClusterKey,
+    Identity,
+    load_or_create_cluster_key,
+    load_or_create_identity,
+    node_id,
+    parse_cluster_key,
 )
 from exo_node.placement.errors import ExoNodeError, InvalidSettings, Untrusted
 from exo_node.placement.ids import NodeId

@@ -22,11 +22,11 @@ from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.seams import Verifier
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.config import hidden_size
-from exo_node.shard.frames import Expectation
 from exo_node.shard.local import FamilyTarget, LocalVerifier, WholeTarget
 from exo_node.shard.pipeline import PipelineVerifier
 from exo_node.shard.self_check import small_model
 from exo_node.shard.stage import StageWorker
+from exo_node.shard.stage_limits import StageLimits
 from exo_node.shard.stage_model import StageModel
 
 PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
@@ -66,7 +66,7 @@ def as_two_stages(
     """Frames are cut, checked and joined as between two machines."""
     layers = len(cast(Any, model).layers)
     first, second = StageModel(model, 0, at), StageModel(model, at, layers)
-    expected = Expectation("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
+    expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
     worker = StageWorker(second, expected, time.monotonic)
     link = LoopbackLink([worker], [expected])
     return _ids(PipelineVerifier(first, link, "r", 1, "float32"), chunk, tokens)
