@@ -31,9 +31,9 @@ from mlx_lm.utils import load as load_mlx_lm
 from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import Delta, Done, EngineRequest, TextEngine
-from exo_node.shard.load import load
-from exo_node.shard.wire import DTYPES
+from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.model.load import load
+from exo_node.shard.model.tensors import DTYPES
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 MAX_TOKENS = 160

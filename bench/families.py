@@ -3,9 +3,10 @@
     python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
 
 Each is a tiny model of random weights (`tests/zoo.py`). The ids must be those of `generate_step`,
-in chunks of two sizes; a border is good where both stages' own check passes (`shard/self_check.py`)
-and the ids of the two stages over frames are the whole model's. What mlx-lm itself cannot run on
-this machine is listed with its own reason. A class runs in a process of its own: some abort.
+in chunks of two sizes; a border is good where both stages' own check passes
+(`shard/model/split_check.py`) and the ids of the two stages over frames are the whole model's. What
+mlx-lm itself cannot run on this machine is listed with its own reason.
+A class runs in a process of its own: some abort.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def examine(name: str) -> Row:
     from zoo_runs import mlx_lms, on_one_node, small
 
     from exo_node.mtp.family import family_of
-    from exo_node.shard.stage_model import MODEL_FAULTS
+    from exo_node.shard.model.stage_model import MODEL_FAULTS
 
     try:
         config = tiny_config(name)
@@ -69,7 +70,7 @@ def _borders(model: Any, config: dict[str, Any], wanted: Sequence[int]) -> tuple
     from zoo_runs import as_two_stages
 
     from exo_node.placement.errors import LoadFailed
-    from exo_node.shard.self_check import require_splittable
+    from exo_node.shard.model.split_check import require_splittable
 
     layers = len(model.layers)
     good: list[int] = []

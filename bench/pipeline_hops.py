@@ -25,19 +25,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from runners import KEY, NODE
 
 from exo_node.mtp.seams import Wait
-from exo_node.node.certificates import runner_credentials, runner_name
-from exo_node.node.channels import Channels
-from exo_node.node.runner_client import Endpoint, RunnerClient
+from exo_node.node.rpc.channels import Channels
+from exo_node.node.runners.runner_client import Endpoint, RunnerClient
+from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.compute import ComputeThread
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.links import SERVER_OPTIONS, Ring
-from exo_node.shard.runner_services import NextStage, StageService
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.wire import from_bytes, to_bytes
+from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.tensors import from_bytes, to_bytes
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.streams import SERVER_OPTIONS, Ring
+from exo_node.shard.runner.stage_service import NextStage, StageService
 
 PLACEMENT = PlacementId("hops")
 DTYPE, HIDDEN = "bfloat16", 5120

@@ -22,9 +22,9 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine import Delta, EngineRequest, TextEngine
-from exo_node.shard.stage_model import StageModel
-from exo_node.shard.text import TextCodec
+from exo_node.shard.engine.engine import Delta, EngineRequest, TextEngine
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.text.codec import TextCodec
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 VOCABULARY = 4096

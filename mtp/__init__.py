@@ -1,1 +1,30 @@
-"""Native multi-token prediction: draft, verify, accept, roll back."""
+"""Native multi-token prediction: draft, verify, accept, roll back.
+
+accept.py: which drafts stand: greedy prefix, ratio, block, coupled
+chooser.py: from logits to tokens and verdicts, for one request
+costs.py: what rounds were measured to cost
+deepseek_v3.py: the DeepSeek-V3 family
+depth.py: how many tokens a round drafts: fixed, or what pays
+draft_vocabulary.py: drafts from the first rows of lm_head only
+drafters.py: NoDrafter and NativeDrafter
+family.py: what the engine needs of a model family, and which file has it
+finite.py: logits that are no distribution
+fixed_rows.py: strict mode: every decode forward has the same rows
+glm4_moe.py: the GLM-4.x MoE family
+head.py: the head of the Qwen families
+kernel_choice.py: which kernel computes each layer
+logprobs.py: log-probabilities of emitted tokens
+loop.py: the whole algorithm
+nextn.py: what DeepSeek-V3 and GLM share, head included
+probe.py: whether a verify computes what single steps do
+processors.py: penalties and logit bias, row by row
+qwen.py: what the Qwen families share
+qwen35.py: the Qwen3.5 family
+qwen3_next.py: the Qwen3-Next family
+rollback.py: takes rows back from caches, bit for bit
+sampling.py: the one target distribution, for drafts and their verification
+seams.py: the Protocols Verifier, Drafter and Ending
+stats.py: counts what a generation did
+types.py: Sampling, Round, GenerationStats; free of MLX
+weights.py: fills a head: quantisation, dtype, what is missing
+"""

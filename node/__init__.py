@@ -1,1 +1,11 @@
-"""The node process: discovery, membership, trust, planning, supervision and HTTP."""
+"""The node process: its parts put together, started, and closed in reverse.
+
+head_client.py: calls to whichever node is the head, this one included
+local_node.py: what a node is by itself: identity, address, models, runners
+node.py: the node: its parts put together and closed in reverse
+node_api.py: the node's HTTP application and its background loops
+operations.py: what the operations API tells and changes
+peer_service.py: what this node does when a peer asks for it
+peering.py: a node among others: membership, joining, and where peers are looked for
+run.py: the life of the process, from settings to exit status
+"""

@@ -7,9 +7,9 @@ from contextlib import aclosing
 from ..placement.errors import HeadGone, PeerLost
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .claims import Claims
-from .cluster import Cluster
-from .control_client import ControlClient
+from .cluster.cluster import Cluster
+from .placements.claims import Claims
+from .rpc.control_client import ControlClient
 
 
 class ClusterHead:

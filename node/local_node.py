@@ -8,15 +8,15 @@ from importlib.metadata import version as installed_version
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .control_links import LinkClient
-from .hardware import Hardware
-from .interfaces import advertised_host, announced_addresses, own_interfaces
-from .join_state import About
-from .keyring import Keyring
-from .models import ModelLibrary
-from .profiling import Profiling, build_profiling
-from .settings import Settings
-from .switches import Switches
+from .join.state import About
+from .links.measurements import Profiling, build_profiling
+from .machine.hardware import Hardware
+from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
+from .machine.settings import Settings
+from .machine.switches import Switches
+from .models.library import ModelLibrary
+from .rpc.link_rpc import LinkClient
+from .trust.keyring import Keyring
 
 log = logging.getLogger(__name__)
 

@@ -7,30 +7,30 @@ from contextlib import AsyncExitStack
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .background import Loops
-from .claims import Claims
-from .cluster_stages import ClusterStages, LocalStages
-from .control_links import LinkService
-from .control_server import ControlServer
-from .ending import Outcome
-from .events import EventLog
-from .facts import NodeFactsSource
-from .handover import held_of
-from .hardware import Hardware
+from .api.draining import Leaving
+from .cluster.desired import Wishes
+from .cluster.ending import Outcome
+from .cluster.held import Held
 from .head_client import ClusterHead
-from .held import Held
-from .interfaces import LOOPBACK
-from .leaving import Leaving
 from .local_node import LocalNode
-from .memory_ledger import promised
+from .machine.events import EventLog
+from .machine.hardware import Hardware
+from .machine.interfaces import LOOPBACK
+from .machine.settings import Settings, environment, runner_environment
+from .machine.tasks import Loops
 from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import Peering
-from .placements import Placements
-from .settings import Settings, environment, runner_environment
-from .stage_watch import StageWatch
-from .supervisor import RunnerHost, Supervisor
-from .wishes import Wishes
+from .placements.claims import Claims
+from .placements.handover import held_of
+from .placements.memory_ledger import promised
+from .placements.placements import Placements
+from .placements.planner_view import NodeFactsSource
+from .placements.reconcile import StageWatch
+from .placements.stage_runners import ClusterStages, LocalStages
+from .rpc.control_server import ControlServer
+from .rpc.link_rpc import LinkService
+from .runners.supervisor import RunnerHost, Supervisor
 
 log = logging.getLogger(__name__)
 

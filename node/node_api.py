@@ -9,29 +9,29 @@ from starlette.types import ASGIApp
 
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
-from .background import Loops
-from .certificates import clock_trouble
-from .chat import ChatService
-from .cluster_stages import ClusterStages
-from .events import EventLog
-from .facts import NodeFactsSource
-from .forward import HeadForwarder, answer_forwarded
+from .api.connection_limits import ConnectionLimits
+from .api.draining import Leaving
+from .api.forward import HeadForwarder, answer_forwarded
+from .api.server import HttpServer, build_app
+from .chat.chat import ChatService
+from .chat.metrics import Metrics
+from .chat.readiness import Readiness
+from .chat.totals import Totals
 from .head_client import ClusterHead
-from .http_connection import ConnectionLimits
-from .http_server import HttpServer, build_app
-from .join_operations import JoinOperations
-from .leaving import Leaving
+from .join.operations import JoinOperations
 from .local_node import LocalNode
-from .local_token import TOKEN_HEADER, LocalToken
-from .metrics import Metrics
-from .open_files import connections_within, soft_limit
+from .machine.events import EventLog
+from .machine.open_files import connections_within, soft_limit
+from .machine.setting_values import is_loopback
+from .machine.settings import Settings
+from .machine.tasks import Loops
 from .operations import NodeOperations
 from .peering import Peering
-from .placements import Placements
-from .readiness import Readiness
-from .setting_values import is_loopback
-from .settings import Settings
-from .totals import Totals
+from .placements.placements import Placements
+from .placements.planner_view import NodeFactsSource
+from .placements.stage_runners import ClusterStages
+from .trust.certificates import clock_trouble
+from .trust.local_token import TOKEN_HEADER, LocalToken
 
 CONNECTIONS = 256
 GRACE_S = 10

@@ -11,18 +11,18 @@ from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ExoNodeError, InvalidRequest
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, preview
-from .cluster import Cluster
-from .facts import NodeFactsSource
-from .membership import Status as NodeStatus
-from .metrics import CONTENT_TYPE, Metrics, NodeState, RunnerMemory
-from .models import KnownModel, ModelLibrary
-from .placements import Placements, Record
-from .placements import Status as PlacementStatus
-from .plan_request import PlacementBody, PlanBody
-from .readiness import Readiness
-from .records import Spare
-from .switches import Switches, SwitchName
-from .totals import Totals
+from .api.plan_request import PlacementBody, PlanBody
+from .chat.metrics import CONTENT_TYPE, Metrics, NodeState, RunnerMemory
+from .chat.readiness import Readiness
+from .chat.totals import Totals
+from .cluster.cluster import Cluster
+from .cluster.membership import Status as NodeStatus
+from .machine.switches import Switches, SwitchName
+from .models.library import KnownModel, ModelLibrary
+from .placements.placements import Placements, Record
+from .placements.placements import Status as PlacementStatus
+from .placements.planner_view import NodeFactsSource
+from .placements.record import Spare
 
 
 class NodeOperations:

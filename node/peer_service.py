@@ -4,12 +4,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from ..placement.ids import NodeId, PlacementId
 from ..proto import peer_pb2 as pb
-from .claims import Claims
-from .cluster import Cluster
-from .cluster_stages import LocalStages
-from .join_operations import JoinOperations
-from .joining import Joining
-from .stages import Progress
+from .cluster.cluster import Cluster
+from .join.joining import Joining
+from .join.operations import JoinOperations
+from .placements.claims import Claims
+from .placements.stage_runners import LocalStages
+from .placements.stages import Progress
 
 Answer = Callable[[pb.HttpRequest], AsyncIterator[pb.HttpChunk]]
 """Runs a request that another node forwarded through this node's own API."""

@@ -5,24 +5,24 @@ from collections.abc import Callable, Iterable
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .background import Loops
-from .channels import Channels
-from .cluster import Cluster
-from .discovery import Announcement, Candidate, Discovery
-from .ending import Ending
-from .events import EventLog
-from .held import Held
-from .join_operations import on_the_wire
-from .join_requests import Desk
-from .join_state import JoinState
-from .join_twins import WatchedClient, uptime_ms
-from .joining import Joining
+from .cluster.cluster import Cluster
+from .cluster.cluster_state import Standing
+from .cluster.desired import Wishes
+from .cluster.discovery import Announcement, Candidate, Discovery
+from .cluster.ending import Ending
+from .cluster.held import Held
+from .cluster.term_file import TermFile
+from .join.duplicates import WatchedClient, uptime_ms
+from .join.joining import Joining
+from .join.operations import on_the_wire
+from .join.requests import Desk
+from .join.state import JoinState
 from .local_node import LocalNode
-from .runner_client import RunnerClient
-from .settings import Settings
-from .standing import Standing
-from .term_file import TermFile
-from .wishes import Wishes
+from .machine.events import EventLog
+from .machine.settings import Settings
+from .machine.tasks import Loops
+from .rpc.channels import Channels
+from .runners.runner_client import RunnerClient
 
 HEAD_WAIT_S = 1.0
 """How long a node that may have peers looks for their head before it leads by itself."""

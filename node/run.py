@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from ..placement.errors import InvalidSettings
-from .ending import Outcome, Rekeyed
-from .hardware import Hardware, detect_hardware
-from .log import configure
+from .cluster.ending import Outcome, Rekeyed
+from .machine.hardware import Hardware, detect_hardware
+from .machine.log import configure
+from .machine.open_files import quiet_accepts, raise_limit
+from .machine.presence import Presence
+from .machine.settings import Settings, check_mlx_extras, installed_distributions
 from .node import Node
-from .open_files import quiet_accepts, raise_limit
-from .presence import Presence
-from .settings import Settings, check_mlx_extras, installed_distributions
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,22 @@
-"""Where a model runs: cards, cluster facts, the planner and the choice of drafter. Pure."""
+"""Where a model runs: cards, costs, the exact planner; pure but for reading card files.
+
+candidates.py: single nodes and pipelines with their costs
+card.py: ModelCard and NativeMtp, derived or written down
+cluster.py: what the planner is told of nodes
+config.py: a checkpoint's config.json, read as hostile input
+correction.py: probed layer times, corrected by those at work
+cost.py: bytes on a node, and seconds a token of a list of stages
+drafting.py: whether a request drafts, and why not
+dtype.py: the dtype that a node computes a model in
+errors.py: the error tree, drawn in its docstring
+ids.py: names that several processes use
+library.py: cards from TOML files
+options.py: what may be asked of a placement, checked
+plan.py: the choice
+reasons.py: what a person is told of it
+search.py: the cheapest pipeline, exact
+spares.py: which nodes hold warm spares
+split.py: how many layers each stage gets
+split_refusal.py: at which layers a model may be split
+tour.py: the cheapest way round every set of nodes
+"""

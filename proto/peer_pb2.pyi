@@ -843,7 +843,7 @@ class JoinFrame(_message.Message):
 
     On the join port: TLS 1.3 between nodes that do not trust each other yet, each with a certificate
     of its own key. No gRPC, which shows neither side's program the other's certificate. A frame is
-    its length (4 bytes, big endian, at most 16 KiB) and a JoinFrame. See `node/join.py`.
+    its length (4 bytes, big endian, at most 16 KiB) and a JoinFrame. See `node/join/handshake.py`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1084,7 +1084,7 @@ class JoinRefused(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """of `node/join.py`"""
+    """of `node/join/handshake.py`"""
     message: _builtins.str
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Sharded execution: checkpoints, stages, links, the text engine and the runner process."""
+"""Sharded execution: checkpoints, models, pipelines, the text engine and the runner process."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-COMMAND = [sys.executable, "-c", "from exo_node.node.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from exo_node.node.cli.main import main; main()"]
 DEMO = {"id": "demo", "loaded": False, "context_length": 4096, "native_mtp": None}
 QWEN = {
     "id": "Qwen/Qwen3.6-27B",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from joiners import Impostor, Joiner, joiner, until
 
-from exo_node.node.join import Party, new_code
-from exo_node.node.join_wire import Line
+from exo_node.node.join.handshake import Party, new_code
+from exo_node.node.join.wire import Line
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 

@@ -13,9 +13,9 @@ from loopback import LoopbackLink
 
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import Delta, Done, EngineRequest, TextEngine
-from exo_node.shard.load import Loaded, load
-from exo_node.shard.stage import StageWorker
+from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.model.load import Loaded, load
+from exo_node.shard.pipeline.stage import StageWorker
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 ORACLE: list[dict[str, Any]] = json.loads(

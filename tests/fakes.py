@@ -6,11 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
-from exo_node.node.claims import Claims
-from exo_node.node.events import EventLog
-from exo_node.node.placements import Endpoint, Placements, StageSettings
-from exo_node.node.plan_request import PlacementBody, PlanBody
-from exo_node.node.requests import (
+from exo_node.node.api.plan_request import PlacementBody, PlanBody
+from exo_node.node.chat.requests import (
     Event,
     Finished,
     GenerationRequest,
@@ -18,7 +15,10 @@ from exo_node.node.requests import (
     Started,
     TextDelta,
 )
-from exo_node.node.switches import SwitchName
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.switches import SwitchName
+from exo_node.node.placements.claims import Claims
+from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState

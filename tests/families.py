@@ -17,7 +17,7 @@ from models import Family as Name
 from exo_node.mtp.family import Family, family_of
 from exo_node.mtp.head import HiddenKind
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
-from exo_node.shard.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 
 ORACLE = Path(__file__).parent / "oracle"
 FED: dict[str, tuple[HiddenKind, ...]] = {

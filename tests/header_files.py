@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from exo_node.shard.checkpoint import Checkpoint
-from exo_node.shard.head_tensors import HeadFound, HeadMissing, find_head
-from exo_node.shard.headers import Tensor
+from exo_node.shard.checkpoint.checkpoint import Checkpoint
+from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from exo_node.shard.checkpoint.headers import Tensor
 
 HEADERS = Path(__file__).parent / "headers"
 NAMES = sorted(path.stem for path in HEADERS.glob("*.json"))

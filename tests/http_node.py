@@ -13,8 +13,8 @@ from typing import Any
 from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
 
-from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.http_server import HttpServer, StaticFiles, build_app
+from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.api.server import HttpServer, StaticFiles, build_app
 
 PATIENCE_S = 20.0
 """How long a test waits for what should happen at once."""

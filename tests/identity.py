@@ -29,7 +29,7 @@ from exo_node.mtp.family import draft_logits
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.seams import Drafter, Drafts, as_row
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.local import LocalVerifier
+from exo_node.shard.engine.local import LocalVerifier
 
 Weights = Literal["float32", "bfloat16", "4-bit", "8-bit"]
 Kind = Literal["head", "perfect", "adversarial"]

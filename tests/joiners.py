@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from exo_node.node.background import Loops
-from exo_node.node.certificates import cluster_fingerprint, join_credentials, proven_public_key
-from exo_node.node.cluster import Cluster
-from exo_node.node.ending import Ending, Rekeyed
-from exo_node.node.events import EventLog
-from exo_node.node.join import Party
-from exo_node.node.join_keys import KeyFolder
-from exo_node.node.join_requests import Desk, Request
-from exo_node.node.join_state import About, JoinState
-from exo_node.node.join_twins import WatchedClient
-from exo_node.node.join_wire import Line, connected, hello, party_of, tls_contexts
-from exo_node.node.joining import Joining
-from exo_node.node.member_facts import MemberFacts
-from exo_node.node.trust import ClusterKey, Identity, load_or_create_identity
+from exo_node.node.cluster.cluster import Cluster
+from exo_node.node.cluster.ending import Ending, Rekeyed
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.join.duplicates import WatchedClient
+from exo_node.node.join.handshake import Party
+from exo_node.node.join.joining import Joining
+from exo_node.node.join.requests import Desk, Request
+from exo_node.node.join.state import About, JoinState
+from exo_node.node.join.wire import Line, connected, hello, party_of, tls_contexts
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
+from exo_node.node.trust.certificates import (
+    cluster_fingerprint,
+    join_credentials,
+    proven_public_key,
+)
+from exo_node.node.trust.cluster_key import KeyFolder
+from exo_node.node.trust.keys import ClusterKey, Identity, load_or_create_identity
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 

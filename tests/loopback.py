@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import Assembler, HiddenBlock, cut
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.trail import Trail
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, cut
+from exo_node.shard.pipeline.replay_buffer import Trail
+from exo_node.shard.pipeline.stage import StageWorker
 
 
 class LoopbackLink:

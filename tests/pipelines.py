@@ -18,13 +18,13 @@ from shims import by_rows, perturb
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.copier import EVERY_S, Copier
-from exo_node.shard.copies import Copies
-from exo_node.shard.engine import Delta, TextEngine
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.load import Loaded
-from exo_node.shard.request_state import RequestState
-from exo_node.shard.stage import StageWorker
+from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.request_state import RequestState
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
+from exo_node.shard.pipeline.state_store import Copies
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 48

@@ -21,13 +21,13 @@ from typing import Any
 
 from engines import DEMO, spec
 
-from exo_node.node.certificates import runner_credentials, runner_name
-from exo_node.node.channels import Channels
-from exo_node.node.placements import Endpoint
-from exo_node.node.runner_client import RunnerClient
-from exo_node.node.settings import runner_environment
-from exo_node.node.supervisor import RunnerHost, RunnerProcess
-from exo_node.node.trust import ClusterKey
+from exo_node.node.machine.settings import runner_environment
+from exo_node.node.placements.placements import Endpoint
+from exo_node.node.rpc.channels import Channels
+from exo_node.node.runners.runner_client import RunnerClient
+from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess
+from exo_node.node.trust.certificates import runner_credentials, runner_name
+from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.ids import NodeId, PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
@@ -197,7 +197,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs, stderr.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "exo_node.shard.runner", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "exo_node.shard.runner.main", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

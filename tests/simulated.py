@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from exo_node.node.election import HeadChanged, TermRaised
-from exo_node.node.standing import Change, Standing
+from exo_node.node.cluster.cluster_state import Change, Standing
+from exo_node.node.cluster.election import HeadChanged, TermRaised
 from exo_node.placement.ids import NodeId, Term
 
 STEP_S = 0.25

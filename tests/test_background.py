@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.background import Loops
-from exo_node.node.events import EventLog
-from exo_node.node.log import HumanFormatter, request_scope
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.log import HumanFormatter, request_scope
+from exo_node.node.machine.tasks import Loops
 
 STEADY_S = 0.2
 

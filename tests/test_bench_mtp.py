@@ -14,14 +14,14 @@ from api_stub import exo_node
 from engines import DEMO, spec
 from PIL import Image
 
-from exo_node.node import cli_bench
+from exo_node.node.cli import bench as cli_bench
 from exo_node.placement.errors import InvalidSettings
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import bench_mtp
-from exo_node.shard.bench_mtp import run_bench, write_results
-from exo_node.shard.bench_output import Results, as_text
-from exo_node.shard.bench_plot import NoPlot
-from exo_node.shard.bench_request import BenchRequest, parse_bench_request
+from exo_node.shard.bench import main as bench_mtp
+from exo_node.shard.bench.main import run_bench, write_results
+from exo_node.shard.bench.output import Results, as_text
+from exo_node.shard.bench.plot import NoPlot
+from exo_node.shard.bench.request import BenchRequest, parse_bench_request
 
 # ------------------------------------------------------------------- a sweep on the demo
 

@@ -15,22 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Disk
 
-from exo_node.node import control_server
-from exo_node.node.background import Loops
-from exo_node.node.cluster import Cluster
-from exo_node.node.cluster_wire import checked
-from exo_node.node.control_server import PROTOCOL
-from exo_node.node.events import EventLog
-from exo_node.node.held import Held
-from exo_node.node.standing import Standing
-from exo_node.node.wishes import Wishes
+from exo_node.node.cluster.cluster import Cluster
+from exo_node.node.cluster.cluster_state import Standing
+from exo_node.node.cluster.desired import Wishes
+from exo_node.node.cluster.heartbeats import checked
+from exo_node.node.cluster.held import Held
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
+from exo_node.node.rpc import control_server
+from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import ExoNodeError, InvalidRequest, PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.bound_server import BoundNumbers
 from exo_node.proto.bounds import MAX_COUNTER, fault
-from exo_node.shard.frames import Assembler, check_envelope
-from exo_node.shard.stage_limits import StageLimits
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.pipeline.frames import Assembler, check_envelope
 
 EVERY: Mapping[str, Descriptor] = pb.DESCRIPTOR.message_types_by_name
 U64, U32 = 2**64 - 1, 2**32 - 1

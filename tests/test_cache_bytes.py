@@ -25,7 +25,7 @@ from exo_node.mtp.rollback import TapedCache, cache_arrays
 from exo_node.mtp.types import Sampling
 from exo_node.placement.card import derive_card
 from exo_node.placement.ids import ModelId
-from exo_node.shard.local import LocalVerifier, WholeTarget
+from exo_node.shard.engine.local import LocalVerifier, WholeTarget
 
 BASE: dict[str, Any] = {
     "dtype": "float32",

@@ -11,12 +11,11 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 
 from exo_node.mtp.types import GenerationStats, Sampling
-from exo_node.node import chat as chat_module
-from exo_node.node import resuming
-from exo_node.node.chat import ChatService
-from exo_node.node.metrics import Metrics
-from exo_node.node.placements import Placements
-from exo_node.node.requests import (
+from exo_node.node.chat import chat as chat_module
+from exo_node.node.chat import resuming
+from exo_node.node.chat.chat import ChatService
+from exo_node.node.chat.metrics import Metrics
+from exo_node.node.chat.requests import (
     Event,
     Finished,
     GenerationRequest,
@@ -25,8 +24,9 @@ from exo_node.node.requests import (
     TextDelta,
     TokenLogprob,
 )
-from exo_node.node.runner_client import Endpoint
-from exo_node.node.totals import Totals
+from exo_node.node.chat.totals import Totals
+from exo_node.node.placements.placements import Placements
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.drafting import DraftPolicy
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost
 from exo_node.placement.ids import ModelId, PlacementId, RequestId

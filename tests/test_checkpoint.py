@@ -16,14 +16,14 @@ import pytest
 from models import DEMO, Family, make_checkpoint
 
 from exo_node.placement.errors import InvalidCheckpoint
-from exo_node.shard import checkpoint, headers
-from exo_node.shard.checkpoint import (
+from exo_node.shard.checkpoint import checkpoint, headers
+from exo_node.shard.checkpoint.checkpoint import (
     MAX_CONFIG_BYTES,
     is_weight_file,
     read_checkpoint,
     read_config,
 )
-from exo_node.shard.headers import MAX_HEADER_BYTES
+from exo_node.shard.checkpoint.headers import MAX_HEADER_BYTES
 
 ZEROS = bytes(64)
 
@@ -369,7 +369,7 @@ def load(folder: Path) -> Any:
 
 def test_reading_a_checkpoint_does_not_import_mlx() -> None:
     code = (
-        "import sys, exo_node.shard.download, exo_node.shard.head_tensors\n"
+        "import sys, exo_node.shard.checkpoint.download, exo_node.shard.checkpoint.head_tensors\n"
         "bad = {'mlx', 'mlx_lm', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(bad) or 0)"
     )

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from api_stub import COMMAND, environment
 
-from exo_node.node.child import run_child
+from exo_node.node.cli.child import run_child
 from exo_node.placement.errors import LoadFailed
 
 
@@ -39,7 +39,7 @@ def test_a_child_that_a_signal_ends_is_an_error_that_says_so(tmp_path: Path) -> 
 def test_an_interrupted_command_ends_a_child_that_does_not_listen(tmp_path: Path) -> None:
     _ = module(tmp_path, "import signal, sys\nprint('up', file=sys.stderr)\nsignal.pause()")
     script = (
-        "import sys; from exo_node.node.child import run_child; "
+        "import sys; from exo_node.node.cli.child import run_child; "
         "run_child('child', '{}', {'PYTHONPATH': sys.argv[1]})"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

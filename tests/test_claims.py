@@ -10,17 +10,17 @@ from fakes import NODE, FakeFacts, FakeStages
 from test_restoring import A, B, Cluster
 
 from exo_node.mtp.types import Sampling
-from exo_node.node import claim as claim_module
-from exo_node.node.claim import Claim
-from exo_node.node.claims import Claims
-from exo_node.node.events import EventLog
-from exo_node.node.handover import held_of, record_of
-from exo_node.node.held import Held
-from exo_node.node.placements import Placements
-from exo_node.node.records import Record
-from exo_node.node.requests import GenerationRequest
-from exo_node.node.runner_client import Endpoint
-from exo_node.node.turns import MAX_RUNNING, MAX_WAITING, Turns
+from exo_node.node.chat import claim as claim_module
+from exo_node.node.chat.claim import Claim
+from exo_node.node.chat.requests import GenerationRequest
+from exo_node.node.cluster.held import Held
+from exo_node.node.machine.events import EventLog
+from exo_node.node.placements.claims import Claims
+from exo_node.node.placements.handover import held_of, record_of
+from exo_node.node.placements.placements import Placements
+from exo_node.node.placements.record import Record
+from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, Turns
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
 from exo_node.placement.library import packaged_cards

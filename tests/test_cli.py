@@ -16,9 +16,10 @@ import pytest
 from api_stub import DEMO, QWEN, Stub, as_json, exo_node, serve_stub
 from typer.testing import CliRunner
 
-from exo_node.node import cli, cli_output
-from exo_node.node.presence import Presence, find_running
-from exo_node.node.settings import Settings
+from exo_node.node.cli import main as cli
+from exo_node.node.cli import output as cli_output
+from exo_node.node.machine.presence import Presence, find_running
+from exo_node.node.machine.settings import Settings
 
 _CLUSTER: dict[str, Any] = {
     "self": "n1",
@@ -66,7 +67,7 @@ def stub() -> Generator[Stub]:
 
 def test_help_imports_nothing_slow_and_names_every_command() -> None:
     code = (
-        "import sys; from exo_node.node.cli import app\n"
+        "import sys; from exo_node.node.cli.main import app\n"
         "app(['--help'], standalone_mode=False)\n"
         "slow = {'rich', 'pydantic', 'http.client', 'asyncio', 'mlx', 'grpc', 'uvicorn'}\n"
         "sys.exit(f'imported: {slow & set(sys.modules)}' if slow & set(sys.modules) else 0)"
@@ -253,7 +254,7 @@ def test_fields_of_another_version_may_be_missing() -> None:
 def holder(data_dir: Path, before: str) -> "Generator[subprocess.Popen[str]]":
     code = (
         "import signal, sys; from pathlib import Path\n"
-        "from exo_node.node.presence import Presence\n"
+        "from exo_node.node.machine.presence import Presence\n"
         f"{before}\nheld = Presence.acquire(Path(sys.argv[1]))\n"
         "print('held', flush=True); sys.stdin.read()"
     )
@@ -287,7 +288,7 @@ def test_stop_ends_the_node_that_holds_the_folder(tmp_path: Path, json_flag: lis
 def test_stop_gives_up_on_a_node_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exo_node.node.cli_start._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("exo_node.node.cli.start._TIMEOUT_S", 0.2)
     with holder(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)") as process:
         result = CliRunner().invoke(cli.app, ["stop", "--data-dir", str(tmp_path)])
         assert result.exit_code == 1

@@ -22,8 +22,8 @@ from api_stub import (
     serve_stub,
 )
 
-from exo_node.node import cli_output
-from exo_node.node.cli_client import Comment, Message, parse_sse
+from exo_node.node.cli import output as cli_output
+from exo_node.node.cli.client import Comment, Message, parse_sse
 
 _CHAT = "/v1/chat/completions"
 _STATS = {

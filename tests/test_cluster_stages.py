@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from exo_node.node.cluster_stages import ClusterStages
-from exo_node.node.peers import Member
-from exo_node.node.runner_client import Endpoint
+from exo_node.node.cluster.member import Member
+from exo_node.node.placements.stage_runners import ClusterStages
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.ids import NodeId, PlacementId
 from exo_node.proto import peer_pb2 as pb
 

@@ -4,7 +4,7 @@ import asyncio
 
 from test_bounds import Node
 
-from exo_node.node.events import EventLog
+from exo_node.node.machine.events import EventLog
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 

@@ -11,7 +11,7 @@ import pytest
 
 from exo_node.mtp.seams import Wait
 from exo_node.placement.errors import ExoNodeError
-from exo_node.shard.compute import OUTBOX_LIMIT, ComputeThread, Run
+from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run
 
 SOON_S = 5.0
 """Far more than anything here takes; only a fault waits this long."""

@@ -11,16 +11,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.certificates import (
+from exo_node.node.rpc.control_server import ControlServer, NodeSide
+from exo_node.node.rpc.link_rpc import LinkService
+from exo_node.node.trust.certificates import (
     Credentials,
     channel_credentials,
     node_credentials,
     node_name,
     runner_credentials,
 )
-from exo_node.node.control_links import LinkService
-from exo_node.node.control_server import ControlServer, NodeSide
-from exo_node.node.trust import ClusterKey, Identity, load_or_create_identity
+from exo_node.node.trust.keys import ClusterKey, Identity, load_or_create_identity
 from exo_node.proto import peer_pb2 as pb
 
 KEY = ClusterKey(bytes(range(20)))

@@ -8,12 +8,16 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from exo_node.node import control_server
-from exo_node.node.certificates import node_credentials, runner_credentials, server_credentials
-from exo_node.node.channels import Channels
-from exo_node.node.placements import Endpoint
-from exo_node.node.runner_client import RunnerClient
-from exo_node.node.trust import load_or_create_cluster_key, load_or_create_identity
+from exo_node.node.placements.placements import Endpoint
+from exo_node.node.rpc import control_server
+from exo_node.node.rpc.channels import Channels
+from exo_node.node.runners.runner_client import RunnerClient
+from exo_node.node.trust.certificates import (
+    node_credentials,
+    runner_credentials,
+    server_credentials,
+)
+from exo_node.node.trust.keys import load_or_create_cluster_key, load_or_create_identity
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb

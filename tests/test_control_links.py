@@ -12,15 +12,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.certificates import (
+from exo_node.node.rpc.link_rpc import MAX_ANSWER_BYTES, LinkClient, LinkService
+from exo_node.node.trust.certificates import (
     Credentials,
     channel_credentials,
     node_credentials,
     node_name,
     server_credentials,
 )
-from exo_node.node.control_links import MAX_ANSWER_BYTES, LinkClient, LinkService
-from exo_node.node.trust import ClusterKey, load_or_create_identity
+from exo_node.node.trust.keys import ClusterKey, load_or_create_identity
 from exo_node.placement.errors import PeerLost, Untrusted
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb

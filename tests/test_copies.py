@@ -11,14 +11,14 @@ from models import make_checkpoint
 
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import copier as copier_module
-from exo_node.shard.copier import EVERY_S, Copier
-from exo_node.shard.copies import Copies, why_not_copied
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.stage_model import StageModel, open_model, read_layers
-from exo_node.shard.wire import to_bytes
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.tensors import to_bytes
+from exo_node.shard.pipeline import state_sender as copier_module
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
+from exo_node.shard.pipeline.state_store import Copies, why_not_copied
 
 HIDDEN, LAYERS = 64, 4
 EXPECTED = StageLimits(

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from exo_node.node import discovery
-from exo_node.node.background import Loops
-from exo_node.node.discovery import (
+from exo_node.node.cluster import discovery
+from exo_node.node.cluster.discovery import (
     MAX_CANDIDATES,
     SERVICE,
     Announcement,
@@ -22,7 +21,8 @@ from exo_node.node.discovery import (
     Discovery,
     candidates,
 )
-from exo_node.node.events import EventLog
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
 from exo_node.placement.ids import NodeId
 
 LOOPBACK = "127.0.0.1"
@@ -97,9 +97,9 @@ def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> Non
 
 CHILD = """
 import asyncio, sys
-from exo_node.node.background import Loops
-from exo_node.node.discovery import Announcement, Discovery
-from exo_node.node.events import EventLog
+from exo_node.node.machine.tasks import Loops
+from exo_node.node.cluster.discovery import Announcement, Discovery
+from exo_node.node.machine.events import EventLog
 
 async def main(node, cluster):
     found = asyncio.Queue()

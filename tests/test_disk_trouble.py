@@ -15,7 +15,7 @@ from nodes import Node, eventually, node, start_process
 from simulated import Disk
 from test_cluster import grpc_address, sees
 
-from exo_node.node.election import (
+from exo_node.node.cluster.election import (
     MAX_TERM,
     Claim,
     Claimed,
@@ -27,7 +27,7 @@ from exo_node.node.election import (
     TermStored,
     Tick,
 )
-from exo_node.node.term_file import TermFile
+from exo_node.node.cluster.term_file import TermFile
 from exo_node.placement.errors import InvalidSettings
 from exo_node.placement.ids import NodeId, Term
 

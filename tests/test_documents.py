@@ -1,5 +1,6 @@
 """What the documents name exists: files, commands, flags, variables, endpoints, fields."""
 
+import ast
 import dataclasses
 import re
 import subprocess
@@ -17,16 +18,16 @@ from starlette.routing import Route
 from typer.core import TyperGroup
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node import settings
-from exo_node.node.cli import app
-from exo_node.node.events import EventLog
-from exo_node.node.guard import Guard
-from exo_node.node.http_server import build_app
-from exo_node.node.join_operations import JoinOperations
-from exo_node.node.joining import Joining
-from exo_node.node.local_token import LocalToken
-from exo_node.node.openai_schema import ChatBody
-from exo_node.node.profile_api import Measurements
+from exo_node.node.api.guard import Guard
+from exo_node.node.api.openai_schema import ChatBody
+from exo_node.node.api.profile_api import Measurements
+from exo_node.node.api.server import build_app
+from exo_node.node.cli.main import app
+from exo_node.node.join.joining import Joining
+from exo_node.node.join.operations import JoinOperations
+from exo_node.node.machine import settings
+from exo_node.node.machine.events import EventLog
+from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
 
@@ -96,15 +97,26 @@ def test_a_link_leads_to_a_file(document: str) -> None:
     assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
 
 
-def test_the_architecture_names_every_module() -> None:
-    named = set(spans(text_of("ARCHITECTURE.md")))
-    modules = {
-        path.relative_to(ROOT).as_posix()
-        for folder in FOLDERS
-        for path in (ROOT / folder).glob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert sorted(modules - named) == [], "give each its line in ARCHITECTURE.md"
+ROOMS = sorted(
+    path.parent
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("__init__.py")
+    if path.parent.relative_to(ROOT).parts[:2] != ("shard", "models")
+)
+
+
+def test_the_architecture_names_every_room() -> None:
+    named = {span.rstrip("/") for span in spans(text_of("ARCHITECTURE.md"))}
+    rooms = {room.relative_to(ROOT).as_posix() for room in ROOMS}
+    assert sorted(rooms - named) == [], "give each its line in ARCHITECTURE.md"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
+def test_a_room_says_what_its_files_are(room: Path) -> None:
+    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    named = re.findall(r"^(\w+\.py): \S", said, re.MULTILINE)
+    files = (path.name for path in room.glob("*.py") if "_pb2" not in path.name)
+    assert named == sorted({*files} - {"__init__.py"}), "name each file of the room, in order"
 
 
 def test_no_tracked_text_names_a_place_on_one_machine() -> None:

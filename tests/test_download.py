@@ -9,9 +9,9 @@ from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
 from models import make_checkpoint
 
 from exo_node.placement.errors import DownloadFailed
-from exo_node.shard import fetch
-from exo_node.shard.checkpoint import read_checkpoint
-from exo_node.shard.download import Progress, download, is_wanted, locate
+from exo_node.shard.checkpoint import fetch
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.download import Progress, download, is_wanted, locate
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 from simulated import Disk, Simulated, VolatileDisk
 
-from exo_node.node.election import Claim, Claimed, Election, HeadChanged, Tick
-from exo_node.node.membership import Died
+from exo_node.node.cluster.election import Claim, Claimed, Election, HeadChanged, Tick
+from exo_node.node.cluster.membership import Died
 from exo_node.placement.ids import NodeId, Term
 
 # Each line: what happens, or `SECONDS` that pass, or `NODES: HEAD TERM` that must hold.

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
-from exo_node.shard.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import Delta, TextEngine
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 

@@ -13,8 +13,8 @@ from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine import Delta, TextEngine
-from exo_node.shard.profile import Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import Profile, ProfileKey
+from exo_node.shard.engine.engine import Delta, TextEngine
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
 STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))

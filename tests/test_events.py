@@ -12,11 +12,11 @@ from api_stub import as_events, exo_node, serve_stub
 from fakes import FakeChat, FakeOperations
 from http_node import no_files, serving_fakes
 
-from exo_node.node.cli_events import line
-from exo_node.node.events import BACKLOG, Event, EventLog
-from exo_node.node.events_api import EventsApi
-from exo_node.node.http_server import HttpServer, build_app
-from exo_node.node.sse import comment
+from exo_node.node.api.events_api import EventsApi
+from exo_node.node.api.server import HttpServer, build_app
+from exo_node.node.api.sse import comment
+from exo_node.node.cli.events import line
+from exo_node.node.machine.events import BACKLOG, Event, EventLog
 
 
 def log_of(count: int, capacity: int = 1000) -> EventLog:
@@ -306,7 +306,7 @@ def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
 def test_one_listener_too_many_is_refused_and_told_how_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("exo_node.node.events_api.MAX_LISTENERS", 2)
+    monkeypatch.setattr("exo_node.node.api.events_api.MAX_LISTENERS", 2)
     with serving_fakes(events=log_of(1)) as node:
         request = f"GET /v1/events HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n".encode()
         with node.raw(request) as one, node.raw(request) as two:

@@ -25,8 +25,8 @@ from exo_node.mtp.head import HiddenKind
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.rollback import cache_arrays, rollback
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.local import FamilyTarget, LocalVerifier
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
+from exo_node.shard.model.stage_model import StageModel
 
 
 def close(got: mx.array, wanted: Any) -> bool:

@@ -31,7 +31,7 @@ from models import Family as Name
 
 from exo_node.mtp.family import Family, draft_logits
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.model.stage_model import StageModel
 
 
 def made(folder: Path, name: Name) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from pipelines import PROMPT, Pipeline
 
 from exo_node.mtp.types import Forward, Round
-from exo_node.shard.copies import Copies
+from exo_node.shard.pipeline.state_store import Copies
 
 EVERY = 8
 """Steps from one copy to the next."""

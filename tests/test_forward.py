@@ -12,9 +12,9 @@ from fakes import FakeChat, FakeOperations
 from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
-from exo_node.node.events import EventLog
-from exo_node.node.forward import HeadForwarder
-from exo_node.node.http_server import build_app
+from exo_node.node.api.forward import HeadForwarder
+from exo_node.node.api.server import build_app
+from exo_node.node.machine.events import EventLog
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb

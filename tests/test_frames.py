@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import MAX_DATA, Assembler, HiddenBlock, check_envelope, cut
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.wire import ITEM_BYTES
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.tensors import ITEM_BYTES
+from exo_node.shard.pipeline.frames import MAX_DATA, Assembler, HiddenBlock, check_envelope, cut
 
 HIDDEN = 8
 EXPECTED = StageLimits(

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exo_node.node.guard import Guard
+from exo_node.node.api.guard import Guard
 from exo_node.placement.errors import PeerLost
 
 KEY = "a-secret-key"

@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from exo_node.node.hardware import (
+from exo_node.node.machine.hardware import (
     Backend,
     Gpu,
     detect_hardware,

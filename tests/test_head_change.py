@@ -11,7 +11,7 @@ import pytest
 from nodes import Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
-from exo_node.node.peers import HEARTBEAT_S
+from exo_node.node.cluster.member import HEARTBEAT_S
 
 
 class Trio:

@@ -15,8 +15,8 @@ from header_files import (
     reason,
 )
 
-from exo_node.shard.checkpoint import Checkpoint
-from exo_node.shard.head_tensors import HeadFound, HeadMissing, find_head
+from exo_node.shard.checkpoint.checkpoint import Checkpoint
+from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b", "deepseek-v3"])

@@ -12,8 +12,8 @@ from models import DEMO, Experts, bytes_of_ends, bytes_of_layers, make_checkpoin
 
 from exo_node.mtp.family import family_of
 from exo_node.mtp.weights import HeadSource, load_head
-from exo_node.shard.checkpoint import HEAD_FILES, read_checkpoint
-from exo_node.shard.head_tensors import HeadFound, HeadMissing, find_head
+from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, read_checkpoint
+from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 
 ORACLE = Path(__file__).parent / "oracle"
 

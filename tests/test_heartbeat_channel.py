@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from exo_node.node.certificates import node_credentials, server_credentials
-from exo_node.node.channels import Channels
-from exo_node.node.control_client import ControlClient
-from exo_node.node.control_server import SERVER_OPTIONS
-from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.trust import load_or_create_cluster_key, load_or_create_identity
+from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.rpc.channels import Channels
+from exo_node.node.rpc.control_client import ControlClient
+from exo_node.node.rpc.control_server import SERVER_OPTIONS
+from exo_node.node.trust.certificates import node_credentials, server_credentials
+from exo_node.node.trust.keys import load_or_create_cluster_key, load_or_create_identity
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 

@@ -13,9 +13,9 @@ from fakes import hangs, repeats
 from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 from starlette.types import Receive, Scope, Send
 
-from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.http_server import HttpServer
-from exo_node.node.requests import Started, TextDelta
+from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.api.server import HttpServer
+from exo_node.node.chat.requests import Started, TextDelta
 from exo_node.placement.errors import InvalidSettings
 
 PAGE = b"<!doctype html><p>exo-node"
@@ -372,7 +372,7 @@ def test_the_server_leaves_the_signals_to_its_node() -> None:
 
 def test_the_server_is_imported_without_what_is_slow_to_import() -> None:
     code = (
-        "import sys, exo_node.node.http_server; print([m for m in sys.modules "
+        "import sys, exo_node.node.api.server; print([m for m in sys.modules "
         "if m.split('.')[0] in ('mlx', 'mlx_lm', 'transformers', 'grpc', 'openai')])"
     )
     run = [sys.executable, "-c", code]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from exo_node.node.interfaces import (
+from exo_node.node.machine.interfaces import (
     MAX_ADDRESSES,
     Interface,
     advertised_host,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.node.join import (
+from exo_node.node.join.handshake import (
     NONCE_BYTES,
     ROUNDS,
     Party,
@@ -25,7 +25,7 @@ from exo_node.node.join import (
     spaced,
     transcript,
 )
-from exo_node.node.join_requests import (
+from exo_node.node.join.requests import (
     BURST,
     BURST_OF_ONE,
     MAX_PENDING,

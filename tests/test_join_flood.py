@@ -15,8 +15,8 @@ from joiners import Impostor
 from nodes import Node, eventually, node
 from test_join_nodes import QUIET, asks_at, cluster, free_ports, joining, together, typed
 
-from exo_node.node.join_port import MAX_CONNECTIONS
-from exo_node.node.join_wire import FRAME_BYTES, ask_for_hint
+from exo_node.node.join.port import MAX_CONNECTIONS
+from exo_node.node.join.wire import FRAME_BYTES, ask_for_hint
 from exo_node.proto import peer_pb2 as pb
 
 HALF_OPEN = 300

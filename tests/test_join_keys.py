@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.certificates import cluster_fingerprint
-from exo_node.node.join_keys import FRESH_FILE, KeyFolder
-from exo_node.node.trust import ClusterKey
+from exo_node.node.trust.certificates import cluster_fingerprint
+from exo_node.node.trust.cluster_key import FRESH_FILE, KeyFolder
+from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidSettings
 
 OTHER = ClusterKey(b"\x07" * 20)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from nodes import COMMAND, Node, eventually, node, start_process
 
-from exo_node.node.join import spaced
+from exo_node.node.join.handshake import spaced
 
 QUIET = "--no-mdns"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.node.join_open import PRIME, SECRET_BYTES, SHARE_BYTES, SameName
+from exo_node.node.join.open_proof import PRIME, SECRET_BYTES, SHARE_BYTES, SameName
 from exo_node.placement.errors import DigitsDiffer, Untrusted
 
 NAMES = st.text(min_size=1, max_size=20)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from exo_node.node import join_pursuits
-from exo_node.node.background import Loops
-from exo_node.node.events import EventLog
-from exo_node.node.join_pursuits import MAX_ADDRESSES, MAX_FAILURES, MAX_RETRY_S, Pursuits
+from exo_node.node.join import pursuits as join_pursuits
+from exo_node.node.join.pursuits import MAX_ADDRESSES, MAX_FAILURES, MAX_RETRY_S, Pursuits
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
 from exo_node.placement.errors import PeerLost, Untrusted
 
 

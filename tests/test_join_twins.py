@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.join_twins import FRESH_S, Twins
+from exo_node.node.join.duplicates import FRESH_S, Twins
 from exo_node.placement.errors import DuplicateIdentity, PeerLost, Untrusted
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from joiners import Impostor, Joiner, asks, joiner, run, until
 
-from exo_node.node import join_wire, joining, trust
-from exo_node.node.join import ROUNDS, Party, Passkey, transcript
-from exo_node.node.join_approver import Approver
-from exo_node.node.join_asker import Asker
-from exo_node.node.join_port import JoinPort
-from exo_node.node.join_state import prove_digits
-from exo_node.node.join_wire import Line
-from exo_node.node.member_facts import MemberFacts
-from exo_node.node.trust import ClusterKey
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.join import joining
+from exo_node.node.join import wire as join_wire
+from exo_node.node.join.approver import Approver
+from exo_node.node.join.asker import Asker
+from exo_node.node.join.handshake import ROUNDS, Party, Passkey, transcript
+from exo_node.node.join.port import JoinPort
+from exo_node.node.join.state import prove_digits
+from exo_node.node.join.wire import Line
+from exo_node.node.trust import certificates
+from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import (
     DigitsDiffer,
     ExoNodeError,
@@ -360,7 +362,7 @@ def test_a_clock_that_spoils_a_handshake_is_named_on_both_sides(
     async def scenario() -> None:
         async with joiner("good") as good:
             with monkeypatch.context() as past:
-                past.setattr(trust, "_VALID_TO", datetime(2021, 1, 1, tzinfo=UTC))
+                past.setattr(certificates, "_VALID_TO", datetime(2021, 1, 1, tzinfo=UTC))
                 ended = joiner("ended")
                 old = await ended.__aenter__()
             if mine:

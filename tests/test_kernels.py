@@ -15,8 +15,9 @@ from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
 
+from exo_node.mtp import kernel_choice
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import attention, gated_delta, install, product, trial
+from exo_node.mtp.kernels import attention, gated_delta, product, trial
 from exo_node.mtp.rollback import TapedCache
 
 TEXT = {
@@ -99,7 +100,7 @@ def model() -> qwen3_5.Model:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """As if MLX ran on CUDA; the kernels are stand-ins."""
     made: dict[str, Any] = {"product": PlainProduct()}
-    monkeypatch.setattr(install, "available", lambda: True)
+    monkeypatch.setattr(kernel_choice, "available", lambda: True)
 
     def delta(sizes: gated_delta.Sizes) -> StandIn:
         return made.setdefault("delta", StandIn(sizes))
@@ -128,7 +129,7 @@ def clock(seconds: Sequence[float] = (1.0,)) -> Callable[[], float]:
 def test_nothing_is_chosen_where_mlx_is_not_on_cuda(model: qwen3_5.Model) -> None:
     kinds = [type(module) for _, module in model.named_modules()]
     notes: list[str] = []
-    assert install.install([model], "auto", clock(), notes.append) == () and notes == []
+    assert kernel_choice.install([model], "auto", clock(), notes.append) == () and notes == []
     assert [type(module) for _, module in model.named_modules()] == kinds
 
 
@@ -136,7 +137,7 @@ def test_the_setting_turns_them_off_and_says_so(
     model: qwen3_5.Model, on_gpu: dict[str, Any]
 ) -> None:
     del on_gpu
-    [chosen] = install.install([model], "mlx", clock(), lambda _: None)
+    [chosen] = kernel_choice.install([model], "mlx", clock(), lambda _: None)
     assert not chosen.used and "EXO_KERNELS" in chosen.reason
     assert not any(
         isinstance(module, product.RowsLinear | attention.SingleRowAttention)
@@ -148,9 +149,9 @@ def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
     model: qwen3_5.Model, on_gpu: dict[str, Any]
 ) -> None:
     notes: list[str] = []
-    chosen = install.install([model], "auto", clock(), notes.append)
-    assert notes == [install.COMPILING]
-    assert {"gated_delta", "product"} <= set(install.used(chosen))
+    chosen = kernel_choice.install([model], "auto", clock(), notes.append)
+    assert notes == [kernel_choice.COMPILING]
+    assert {"gated_delta", "product"} <= set(kernel_choice.used(chosen))
     assert all("us for 1 and 4 rows" in c.reason for c in chosen if c.kernel != "attention")
     layers = [m for _, m in model.named_modules() if type(m).__name__ == "TapedGatedDeltaNet"]
     assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
@@ -191,7 +192,7 @@ def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, 
 def give_kernel(layer: Any) -> None:
     sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
     layer.kernel = StandIn(sizes)
-    layer.fixed = install._fixed(layer)  # pyright: ignore[reportPrivateUsage]
+    layer.fixed = kernel_choice._fixed(layer)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_few_rows_take_the_product_and_many_take_mlxs() -> None:
@@ -330,7 +331,7 @@ def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
     """What MLX chooses depends on the buffers of an answer, and no trial sees those."""
     del on_gpu
     model.set_dtype(dtype)
-    chosen = install.install([model], "auto", clock(), lambda _: None)
+    chosen = kernel_choice.install([model], "auto", clock(), lambda _: None)
     [taken] = [c for c in chosen if c.kernel == "attention"]
     assert "cuDNN" in taken.reason if cudnn else "cuDNN" not in taken.reason
     assert taken.used or not cudnn

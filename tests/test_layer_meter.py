@@ -11,13 +11,13 @@ import pytest
 from engines import ORACLE, answer, load_quietly, request, spec, split_engine
 from runners import eventually
 
-from exo_node.node import profiling as profiling_module
-from exo_node.node.background import Loops
-from exo_node.node.events import EventLog
-from exo_node.node.facts import NodeFactsSource
-from exo_node.node.member_facts import MemberFacts
-from exo_node.node.profiles import LayerProfiles
-from exo_node.node.profiling import Profiling
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.links import measurements as profiling_module
+from exo_node.node.links.layer_profiles import LayerProfiles
+from exo_node.node.links.measurements import Profiling
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
+from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.placement.cluster import ClusterView
 from exo_node.placement.correction import FADE_S, FIRST, HALF_LIFE, WINDOW
 from exo_node.placement.cost import stage_bytes
@@ -26,16 +26,16 @@ from exo_node.placement.library import packaged_cards
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import pipeline as pipeline_module
-from exo_node.shard import stage as stage_module
-from exo_node.shard.engine import TextEngine
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.layer_meter import CHUNK_ROWS, FEWEST_LAYERS, SHORT_CONTEXT, LayerMeter
-from exo_node.shard.layer_probe import ProbeRows, probe_layers
-from exo_node.shard.load import Loaded
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_model import StageModel
-from exo_node.shard.wire import to_bytes
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.model.layer_meter import CHUNK_ROWS, FEWEST_LAYERS, SHORT_CONTEXT, LayerMeter
+from exo_node.shard.model.layer_probe import ProbeRows, probe_layers
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.model.tensors import to_bytes
+from exo_node.shard.pipeline import stage as stage_module
+from exo_node.shard.pipeline import verifier as pipeline_module
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.stage import StageWorker
 
 DEMO = packaged_cards()[ModelId("demo")]
 ROWS = ProbeRows(verify=4, prefill=16)

@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from engines import load_quietly, spec
 
-from exo_node.shard import layer_probe
-from exo_node.shard.layer_probe import BUDGET_S, LayerTimes, probe_layers, probed_rows
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.model import layer_probe
+from exo_node.shard.model.layer_probe import BUDGET_S, LayerTimes, probe_layers, probed_rows
+from exo_node.shard.model.stage_model import StageModel
 
 HIDDEN = 256
 

@@ -12,80 +12,98 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FOLDERS: dict[str, set[str]] = {
-    "placement": set(),
-    "proto": set(),
-    "mtp": set(),
-    "dashboard": set(),
-    "shard": {"placement", "proto", "mtp"},
-    "node": {"placement", "proto", "mtp", "shard", "dashboard"},
+ROOMS: dict[str, str] = {
+    "placement": "",
+    "proto": "",
+    "dashboard": "",
+    "mtp": "mtp/kernels",
+    "mtp/kernels": "",
+    "shard": "",
+    "shard/checkpoint": "placement",
+    "shard/prompts": "placement",
+    "shard/text": "placement mtp shard/checkpoint",
+    "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
+    "shard/pipeline": "placement proto mtp shard/model",
+    "shard/engine": "placement mtp shard/pipeline shard/model shard/text",
+    "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
+    "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
+    "shard/runner": (
+        "placement proto mtp mtp/kernels "
+        "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
+    ),
+    "node/machine": "placement",
+    "node/trust": "placement node/machine",
+    "node/models": "placement shard/checkpoint",
+    "node/rpc": "placement proto node/trust",
+    "node/runners": "placement proto node/rpc node/trust node/machine",
+    "node/cluster": "placement proto node/rpc node/machine",
+    "node/links": (
+        "placement proto shard/checkpoint "
+        "node/cluster node/runners node/rpc node/trust node/machine"
+    ),
+    "node/join": "placement proto node/cluster node/rpc node/trust node/machine",
+    "node/placements": (
+        "placement proto shard/checkpoint "
+        "node/cluster node/links node/runners node/rpc node/models node/trust node/machine"
+    ),
+    "node/chat": "placement proto mtp node/placements node/runners node/machine",
+    "node/api": "placement proto mtp node/chat node/join node/trust node/machine",
+    "node": (
+        "placement proto mtp dashboard "
+        "node/api node/chat node/cluster node/join node/links node/machine node/models "
+        "node/placements node/rpc node/runners node/trust"
+    ),
+    "node/cli": "placement node node/join node/placements node/trust node/machine",
 }
-"""Which folder may import which others."""
+"""Which other rooms a room may import. A room is a folder of modules; no arrow runs back up."""
 
 MODULES = {
-    ("node", "shard"): {"checkpoint", "download", "head_tensors", "kept_file"},
     ("node", "mtp"): {"types"},
+    ("shard/text", "mtp"): {"types"},
+    ("node/cli", "node"): {"run"},
+    ("node/cli", "node/placements"): {"local_model"},
 }
-"""Where only some modules of the other folder may be imported: those that are free of mlx."""
+"""Where only some modules of the other room may be imported; `node` stands for its rooms too."""
 
-_MLX_FREE = (
-    "mtp/types.py",
-    "shard/checkpoint.py",
-    "shard/download.py",
-    "shard/head_layouts.py",
-    "shard/head_storage.py",
-    "shard/head_tensors.py",
-    "shard/kept_file.py",
-)
-_GRPC = (
-    "proto/*_pb2_grpc.py",
-    "proto/bound_server.py",
-    "shard/links.py",
-    "shard/runner.py",
-    "shard/runner_services.py",
-    "shard/standby.py",
-    "node/control_callers.py",
-    "node/control_client.py",
-    "node/control_links.py",
-    "node/control_server.py",
-    "node/trust.py",
-)
+_MLX_FREE = ("mtp/types.py", "shard/checkpoint/*", "shard/prompts/*")
 LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
-    "grpc": _GRPC,
-    "zeroconf": ("node/discovery.py",),
-    "huggingface_hub": ("shard/download.py",),
-    "httpx2": ("shard/download.py", "shard/fetch.py"),
-    "jinja2": ("shard/text.py",),
-    "typer": (
-        "node/cli.py",
-        "node/cli_bench.py",
-        "node/cli_flags.py",
-        "node/cli_join.py",
-        "node/cli_start.py",
+    "grpc": (
+        "proto/*_pb2_grpc.py",
+        "proto/bound_server.py",
+        "shard/pipeline/streams.py",
+        "shard/runner/*",
+        "node/rpc/*",
+        "node/runners/runner_client.py",
+        "node/trust/certificates.py",
     ),
-    "ssl": ("node/join_*.py",),
-    "matplotlib": ("shard/bench_plot.py",),
-    "starlette": ("node/*",),
-    "prometheus_client": ("node/metrics.py",),
-    "uvicorn": ("node/http_server.py", "node/http_connection.py"),
+    "zeroconf": ("node/cluster/discovery.py",),
+    "huggingface_hub": ("shard/checkpoint/download.py",),
+    "httpx2": ("shard/checkpoint/download.py", "shard/checkpoint/fetch.py"),
+    "jinja2": ("shard/text/codec.py",),
+    "typer": ("node/cli/*",),
+    "ssl": ("node/join/*",),
+    "matplotlib": ("shard/bench/plot.py",),
+    "starlette": ("node/api/*", "node/node_api.py"),
+    "prometheus_client": ("node/chat/metrics.py",),
+    "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }
 """Which files may import a library; none may import what runs code that data holds."""
 
-ENVIRONMENT = "node/settings.py"
+ENVIRONMENT = "node/machine/settings.py"
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 PURE = (
     "placement/*",
     "mtp/*",
-    "node/membership.py",
-    "node/election.py",
-    "node/standing.py",
-    "node/join.py",
-    "node/join_open.py",
-    "node/join_requests.py",
-    "node/told.py",
+    "node/cluster/membership.py",
+    "node/cluster/election.py",
+    "node/cluster/cluster_state.py",
+    "node/join/handshake.py",
+    "node/join/open_proof.py",
+    "node/join/requests.py",
+    "node/cluster/told.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
@@ -109,7 +127,7 @@ def breaches(path: str, source: str) -> list[str]:
     """What the file at `path` (such as `node/run.py`) must not say."""
     tree = ast.parse(source)
     found = [
-        b for each in _imports(tree) for b in (*_of_folders(path, each), *_of_libraries(path, each))
+        b for each in _imports(tree) for b in (*_of_rooms(path, each), *_of_libraries(path, each))
     ]
     return sorted({*found, *_of_environment(path, tree), *_of_code(tree)})
 
@@ -125,27 +143,36 @@ def _imports(tree: ast.AST) -> Iterator[Import]:
                 yield Import((*stem, alias.name), node.level)
 
 
-def _of_folders(path: str, each: Import) -> Iterator[str]:
-    folder, top = path.partition("/")[0], path.count("/") + 1
+def _of_rooms(path: str, each: Import) -> Iterator[str]:
+    here = path.rpartition("/")[0]
     if each.library == "exo_node":
         yield "imports exo_node by name; a module must not have two names, so import relatively"
-    if each.level > top:
-        yield "imports from above the package"
-    if each.level != top or each.parts[0] == folder:
+    if not each.level:
         return
-    other, module = each.parts[0], each.parts[1] if len(each.parts) > 1 else "*"
-    allowed = MODULES.get((folder, other))
-    if other not in FOLDERS[folder]:
-        yield f"{folder} imports {other}"
+    above = ("exo_node", *here.split("/"))
+    if each.level > len(above):
+        yield "imports from above the package"
+        return
+    whole = (*above[1 : len(above) - each.level + 1], *each.parts)
+    room = next(
+        ("/".join(whole[:n]) for n in (2, 1) if "/".join(whole[:n]) in {*ROOMS, "node"}), whole[0]
+    )
+    module = whole[room.count("/") + 1] if len(whole) > room.count("/") + 1 else "*"
+    if room == here:
+        return
+    allowed = MODULES.get((here, room), MODULES.get((here.partition("/")[0], room)))
+    if room not in ROOMS[here].split():
+        yield f"{here} imports {room}"
     elif allowed is not None and module not in allowed:
-        yield f"{folder} imports {other}.{module}"
+        yield f"{here} imports {room}.{module}"
 
 
 def _of_libraries(path: str, each: Import) -> Iterator[str]:
     library = each.library
     if library in LIBRARIES and not any(fnmatchcase(path, p) for p in LIBRARIES[library]):
         yield f"imports {library}"
-    if library in ("mlx", "mlx_lm", "transformers") and path in _MLX_FREE:
+    heavy = library in ("mlx", "mlx_lm", "transformers")
+    if heavy and any(fnmatchcase(path, p) for p in _MLX_FREE):
         yield f"imports {library}, and the node imports this file"
     if library in IMPURE and any(fnmatchcase(path, p) for p in PURE):
         yield f"is pure and imports {library}"
@@ -198,8 +225,21 @@ def _is_text(node: ast.AST | None, text: str) -> bool:
     return isinstance(node, ast.Constant) and node.value == text
 
 
-ROOMS = (*FOLDERS, "mtp/kernels")
-SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).glob("*.py"))
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
+
+
+def test_every_folder_of_modules_is_a_room() -> None:
+    folders = {each.partition("/")[0] for each in ROOMS}
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {path.parent.relative_to(ROOT).as_posix() for path in files}
+    assert found - set(ROOMS) == {"shard/models/demo/recipe"}
+
+
+def test_the_arrows_between_rooms_make_no_circle() -> None:
+    done: set[str] = set()
+    while ready := {r for r, to in ROOMS.items() if r not in done and set(to.split()) <= done}:
+        done |= ready
+    assert set(ROOMS) - done == set()
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
@@ -219,55 +259,68 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
     [
         ("placement/plan.py", "from ..mtp.types import Round", "placement imports mtp"),
         ("placement/plan.py", "from .. import node", "placement imports node"),
-        ("mtp/loop.py", "from ..shard.wire import to_bytes", "mtp imports shard"),
+        ("mtp/loop.py", "from ..shard.model.load import load", "mtp imports shard/model"),
         ("dashboard/__init__.py", "from ..node import run", "dashboard imports node"),
-        ("shard/stage.py", "from ..node.settings import Settings", "shard imports node"),
-        ("shard/stage.py", "from ..dashboard import asset", "shard imports dashboard"),
-        ("node/chat.py", "from ..mtp.loop import Task", "node imports mtp.loop"),
-        ("node/chat.py", "from ..mtp import types, loop", "node imports mtp.loop"),
-        ("node/chat.py", "from .. import shard", "node imports shard.*"),
-        ("node/chat.py", "def f():\n    from ..shard import engine", "node imports shard.engine"),
-        ("node/chat.py", "from exo_node.placement.plan import plan", "import relatively"),
-        ("node/chat.py", "import exo_node.shard.engine", "import relatively"),
-        ("node/chat.py", "from ...other import x", "from above the package"),
+        ("shard/pipeline/stage.py", "from ...node.machine import log", "imports node/machine"),
+        ("shard/pipeline/stage.py", "from ...dashboard import asset", "imports dashboard"),
+        ("shard/model/load.py", "from ..engine.engine import TextEngine", "imports shard/engine"),
+        ("shard/checkpoint/fetch.py", "from ..model import load", "imports shard/model"),
+        ("node/chat/chat.py", "from ...mtp.loop import Task", "node/chat imports mtp.loop"),
+        ("node/chat/chat.py", "from ...mtp import types, loop", "node/chat imports mtp.loop"),
+        ("node/chat/chat.py", "from ... import shard", "node/chat imports shard"),
+        ("node/chat/chat.py", "def f():\n    from ...shard import engine", "imports shard/engine"),
+        ("node/chat/chat.py", "from ..api.sse import frames", "node/chat imports node/api"),
+        ("node/cluster/cluster.py", "from ..placements.record import R", "imports node/placements"),
+        ("node/machine/log.py", "from ..trust import keys", "node/machine imports node/trust"),
+        ("node/run.py", "from .cli import main", "node imports node/cli"),
+        ("node/cli/main.py", "from ..node import Node", "node/cli imports node.node"),
+        ("node/cli/plan.py", "from ..placements.record import R", "imports node/placements.record"),
+        ("node/api/guard.py", "from ..cluster.cluster import Cluster", "imports node/cluster"),
+        ("node/chat/chat.py", "from exo_node.placement.plan import plan", "import relatively"),
+        ("node/chat/chat.py", "import exo_node.shard.engine.engine", "import relatively"),
+        ("node/chat/chat.py", "from ....other import x", "from above the package"),
+        ("node/run.py", "from ...other import x", "from above the package"),
         ("mtp/kernels/trial.py", "from ....other import x", "from above the package"),
-        ("mtp/kernels/trial.py", "from ...shard.load import load", "mtp imports shard"),
+        ("mtp/kernels/trial.py", "from ...shard.model.load import load", "imports shard/model"),
+        ("mtp/kernels/trial.py", "from ..loop import Task", "mtp/kernels imports mtp"),
         ("mtp/kernels/trial.py", "import time", "is pure and imports time"),
-        ("node/chat.py", "from ..mtp.kernels import install", "node imports mtp.kernels"),
-        ("node/chat.py", "import mlx.core as mx", "imports mlx"),
-        ("node/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
+        ("node/chat/chat.py", "from ...mtp.kernels import cuda", "node/chat imports mtp/kernels"),
+        ("node/chat/chat.py", "import mlx.core as mx", "imports mlx"),
+        ("node/chat/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
         ("placement/plan.py", "import transformers", "imports transformers"),
         ("mtp/types.py", "import mlx.core as mx", "the node imports this file"),
-        ("shard/checkpoint.py", "import mlx.core", "the node imports this file"),
-        ("shard/stage.py", "import grpc.aio", "imports grpc"),
+        ("shard/checkpoint/checkpoint.py", "import mlx.core", "the node imports this file"),
+        ("shard/pipeline/stage.py", "import grpc.aio", "imports grpc"),
         ("node/run.py", "from grpc import aio", "imports grpc"),
-        ("node/cluster.py", "from zeroconf import Zeroconf", "imports zeroconf"),
-        ("node/models.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
-        ("node/models.py", "import httpx2", "imports httpx2"),
-        ("node/chat.py", "from prometheus_client import Counter", "imports prometheus_client"),
-        ("node/chat.py", "import os\nos.environ['A']", "reads the environment"),
-        ("shard/load.py", "import os as system\nsystem.getenv('A')", "reads the environment"),
-        ("shard/load.py", "from os import environ", "reads the environment"),
+        ("node/cluster/cluster.py", "from zeroconf import Zeroconf", "imports zeroconf"),
+        ("node/models/library.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
+        ("node/models/library.py", "import httpx2", "imports httpx2"),
+        ("node/api/guard.py", "from prometheus_client import Counter", "imports prometheus_client"),
+        ("node/chat/chat.py", "import typer", "imports typer"),
+        ("node/chat/chat.py", "import starlette", "imports starlette"),
+        ("node/chat/chat.py", "import os\nos.environ['A']", "reads the environment"),
+        ("shard/model/load.py", "import os as system\nsystem.getenv('A')", "the environment"),
+        ("shard/model/load.py", "from os import environ", "reads the environment"),
         ("placement/plan.py", "import time", "is pure and imports time"),
-        ("node/election.py", "from random import random", "is pure and imports random"),
-        ("node/join.py", "from secrets import token_bytes", "is pure and imports secrets"),
-        ("node/join_requests.py", "import time", "is pure and imports time"),
-        ("node/joining.py", "import grpc.aio", "imports grpc"),
-        ("node/cluster.py", "import ssl", "imports ssl"),
+        ("node/cluster/election.py", "from random import random", "is pure and imports random"),
+        ("node/join/handshake.py", "from secrets import token_hex", "is pure and imports secrets"),
+        ("node/join/requests.py", "import time", "is pure and imports time"),
+        ("node/join/joining.py", "import grpc.aio", "imports grpc"),
+        ("node/cluster/cluster.py", "import ssl", "imports ssl"),
         ("mtp/accept.py", "import asyncio", "is pure and imports asyncio"),
-        ("shard/wire.py", "import pickle", "imports pickle"),
-        ("shard/wire.py", "from marshal import loads", "imports marshal"),
-        ("node/chat.py", "import dill", "imports dill"),
-        ("shard/wire.py", "eval('1')", "names eval"),
-        ("shard/wire.py", "run = exec", "names exec"),
-        ("shard/wire.py", "import builtins\nbuiltins.eval('1')", "names eval"),
-        ("shard/wire.py", "__import__('mlx')", "names __import__"),
-        ("node/chat.py", "import importlib\nimportlib.import_module('mlx')", "name in a string"),
-        ("node/chat.py", "from importlib import import_module", "name in a string"),
-        ("shard/text.py", "load(trust_remote_code=True)", "trusts remote code"),
-        ("shard/text.py", "load(trust_remote_code=wanted)", "trusts remote code"),
-        ("shard/text.py", "x = {'trust_remote_code': True}", "trusts remote code"),
-        ("shard/text.py", "x['trust_remote_code'] = True", "trusts remote code"),
+        ("shard/model/tensors.py", "import pickle", "imports pickle"),
+        ("shard/model/tensors.py", "from marshal import loads", "imports marshal"),
+        ("node/chat/chat.py", "import dill", "imports dill"),
+        ("shard/model/tensors.py", "eval('1')", "names eval"),
+        ("shard/model/tensors.py", "run = exec", "names exec"),
+        ("shard/model/tensors.py", "import builtins\nbuiltins.eval('1')", "names eval"),
+        ("shard/model/tensors.py", "__import__('mlx')", "names __import__"),
+        ("node/run.py", "import importlib\nimportlib.import_module('mlx')", "name in a string"),
+        ("node/run.py", "from importlib import import_module", "name in a string"),
+        ("shard/text/codec.py", "load(trust_remote_code=True)", "trusts remote code"),
+        ("shard/text/codec.py", "load(trust_remote_code=wanted)", "trusts remote code"),
+        ("shard/text/codec.py", "x = {'trust_remote_code': True}", "trusts remote code"),
+        ("shard/text/codec.py", "x['trust_remote_code'] = True", "trusts remote code"),
     ],
 )
 def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
@@ -279,16 +332,17 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("node/models.py", "from ..shard.checkpoint import read_checkpoint"),
-        ("node/models.py", "from ..shard import download, head_tensors"),
-        ("mtp/kernels/install.py", "from ..rollback import rollback\nfrom .trial import judge"),
-        ("node/chat.py", "from ..mtp.types import Sampling\nfrom . import settings"),
+        ("node/models/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
+        ("node/models/library.py", "from ...shard.checkpoint import download, head_tensors"),
+        ("mtp/kernel_choice.py", "from .kernels import product\nfrom .rollback import rollback"),
+        ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
-        ("shard/engine.py", "import mlx.core as mx\nfrom ..mtp.loop import Task\nmx.eval(x)"),
-        ("shard/text.py", "load(trust_remote_code=False)\nx = {'trust_remote_code': False}"),
-        ("node/trust.py", "import grpc\nimport os\nos.open('a', 0)"),
-        ("node/settings.py", "import os\nos.environ"),
-        ("node/membership.py", "def apply(time): return time.environ"),
+        ("node/cli/start.py", "from ..run import run\nfrom ..machine.settings import Settings"),
+        ("shard/engine/engine.py", "import mlx.core as mx\nfrom ...mtp.loop import Task"),
+        ("shard/text/codec.py", "load(trust_remote_code=False)\nx = {'trust_remote_code': False}"),
+        ("node/trust/certificates.py", "import grpc\nimport os\nos.open('a', 0)"),
+        ("node/machine/settings.py", "import os\nos.environ"),
+        ("node/cluster/membership.py", "def apply(time): return time.environ"),
     ],
 )
 def test_what_is_allowed_is_let_through(path: str, source: str) -> None:
@@ -302,13 +356,14 @@ def test_the_fences_name_files_that_exist() -> None:
 
 
 def test_the_node_process_loads_no_mlx() -> None:
-    modules = [f"exo_node.node.{f.stem}" for f in (ROOT / "node").glob("*.py") if f.stem[0] != "_"]
-    assert {"exo_node.node.run", "exo_node.node.cli"} <= set(modules)
+    files = [f for f in SOURCES if f.relative_to(ROOT).parts[0] == "node" and f.stem[0] != "_"]
+    modules = [".".join(("exo_node", *f.relative_to(ROOT).with_suffix("").parts)) for f in files]
+    assert {"exo_node.node.run", "exo_node.node.cli.main"} <= set(modules)
     assert _loaded_with(*modules) == set()
 
 
 def test_the_same_look_sees_mlx_in_a_runner() -> None:
-    assert {"mlx", "mlx_lm"} <= _loaded_with("exo_node.shard.runner")
+    assert {"mlx", "mlx_lm"} <= _loaded_with("exo_node.shard.runner.main")
 
 
 def _loaded_with(*modules: str) -> set[str]:

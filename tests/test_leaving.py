@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from fakes import Script
 from http_node import serving_fakes
 
-from exo_node.node.leaving import Leaving
-from exo_node.node.requests import Event, Started, TextDelta
+from exo_node.node.api.draining import Leaving
+from exo_node.node.chat.requests import Event, Started, TextDelta
 
 
 def until_cut_off(leaving: Leaving) -> Script:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.control_links import Measured
-from exo_node.node.link_probe import (
+from exo_node.node.links.prober import (
     PATIENCE_S,
     REFRESH_S,
     SECOND_LOOK_S,
@@ -14,6 +13,7 @@ from exo_node.node.link_probe import (
     LinkTable,
     Peer,
 )
+from exo_node.node.rpc.link_rpc import Measured
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.facts import NodeFactsSource, node_facts, with_kin_profiles
-from exo_node.node.link_table import fastest, link_facts, nearest, reached_at, ways
-from exo_node.node.member_facts import MemberFacts
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.links.paths import fastest, link_facts, nearest, reached_at, ways
+from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.correction import FADE_S
 from exo_node.placement.ids import ModelId, NodeId

@@ -14,13 +14,13 @@ import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, eventually, running, shared
 
-from exo_node.node.certificates import channel_credentials, runner_credentials
-from exo_node.node.trust import ClusterKey
+from exo_node.node.trust.certificates import channel_credentials, runner_credentials
+from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.frames import HiddenBlock, cut
-from exo_node.shard.links import Address, OutgoingStream
+from exo_node.shard.pipeline.frames import HiddenBlock, cut
+from exo_node.shard.pipeline.streams import Address, OutgoingStream
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")

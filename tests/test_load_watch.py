@@ -13,14 +13,14 @@ import psutil
 import pytest
 from runners import eventually, runner_host, spec
 
-from exo_node.node.load_watch import SLOWEST_BYTES_S, LoadWatch
-from exo_node.node.supervisor import RunnerHost, RunnerProcess, Supervisor
+from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
+from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
 from exo_node.placement.errors import ExoNodeError, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 
 STUCK = """
 import threading
-import exo_node.shard.load as load
+import exo_node.shard.model.load as load
 
 def hang(spec, report):
     report(load.pb.LoadProgress(step="reading"))
@@ -29,7 +29,7 @@ def hang(spec, report):
 load.load = hang
 """
 NUMB = """
-import exo_node.shard.compute as compute
+import exo_node.shard.engine.compute as compute
 
 def loop(self):
     self._inbox.get()
@@ -40,7 +40,7 @@ compute.ComputeThread._loop = loop
 NUMB_LATER = """
 import threading, time
 from pathlib import Path
-import exo_node.shard.compute as compute
+import exo_node.shard.engine.compute as compute
 
 begin = compute.ComputeThread.__init__
 

@@ -16,7 +16,7 @@ from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.seams import Want, as_row
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.local import LocalVerifier, WholeTarget
+from exo_node.shard.engine.local import LocalVerifier, WholeTarget
 
 V = 8
 GPT_OSS = gpt_oss.ModelArgs(

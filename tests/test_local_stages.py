@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from exo_node.node.cluster_stages import LocalStages
-from exo_node.node.settings import Settings
+from exo_node.node.machine.settings import Settings
+from exo_node.node.placements.stage_runners import LocalStages
 from exo_node.proto import peer_pb2 as pb
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.local_token import TICKET_S, TOKEN_FILE, LocalToken, read_token
+from exo_node.node.trust.local_token import TICKET_S, TOKEN_FILE, LocalToken, read_token
 from exo_node.placement.errors import InvalidRequest, InvalidSettings
 
 needs_another_user = pytest.mark.skipif(os.geteuid() == 0, reason="root reads everybody's files")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from exo_node.node.log import (
+from exo_node.node.machine.log import (
     JsonFormatter,
     LineLimit,
     apart,
@@ -18,7 +18,7 @@ from exo_node.node.log import (
     request_scope,
 )
 
-_log = logging.getLogger("exo_node.node.membership")
+_log = logging.getLogger("exo_node.node.cluster.membership")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_json_lines_carry_time_level_logger_message_node_and_request() -> None:
     assert first.pop("time").endswith("+00:00")
     assert first == {
         "level": "warning",
-        "logger": "exo_node.node.membership",
+        "logger": "exo_node.node.cluster.membership",
         "message": "beta is suspect",
         "node": "alpha",
         "request": "r1",

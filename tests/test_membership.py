@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.node.membership import (
+from exo_node.node.cluster.membership import (
     REFUSED_DEAD_AFTER_S,
     Change,
     Died,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.facts import node_facts
-from exo_node.node.member_facts import MemberFacts
-from exo_node.node.memory_ledger import left, promised
-from exo_node.node.placements import Endpoint, Placements, StageSettings
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.placements.memory_ledger import left, promised
+from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
+from exo_node.node.placements.planner_view import node_facts
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.cost import stage_bytes

@@ -15,12 +15,12 @@ from samples import PLAIN, Samples, of_demo, sampled, stats_of
 from starlette.types import ASGIApp
 
 from exo_node.mtp.types import FinishReason, Sampling
-from exo_node.node.chat import ChatService
-from exo_node.node.forward import HeadForwarder
-from exo_node.node.metrics import Ending, Metrics, NodeState, RunnerMemory
-from exo_node.node.placements import Placements
-from exo_node.node.requests import Event, Finished, GenerationRequest, Started, TextDelta
-from exo_node.node.totals import Totals
+from exo_node.node.api.forward import HeadForwarder
+from exo_node.node.chat.chat import ChatService
+from exo_node.node.chat.metrics import Ending, Metrics, NodeState, RunnerMemory
+from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
+from exo_node.node.chat.totals import Totals
+from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import (
     ContextLengthExceeded,
     InvalidRequest,

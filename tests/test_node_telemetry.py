@@ -8,7 +8,7 @@ import pytest
 from nodes import Node, eventually, node
 from samples import Samples, of_demo, sampled
 
-from exo_node.node.metrics import CONTENT_TYPE
+from exo_node.node.chat.metrics import CONTENT_TYPE
 
 # --------------------------------------------------------------------------- a real node
 

@@ -12,9 +12,9 @@ from tables import PROMPT, Logits, random_table, tell
 from exo_node.mtp.finite import NotFinite
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine import Delta, TextEngine
-from exo_node.shard.numeric import last_row_is_finite
-from exo_node.shard.wire import DTYPES, to_bytes
+from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.model.numeric import last_row_is_finite
+from exo_node.shard.model.tensors import DTYPES, to_bytes
 
 STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
 IDS: list[int] = STORY["prompt_ids"]

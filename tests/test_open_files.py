@@ -13,9 +13,9 @@ import pytest
 from fakes import hangs
 from http_node import raw_chat, serving_fakes
 
-from exo_node.node.http_connection import ConnectionLimits
-from exo_node.node.open_files import RESERVED, connections_within, quiet_accepts
-from exo_node.node.requests import Started
+from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.chat.requests import Started
+from exo_node.node.machine.open_files import RESERVED, connections_within, quiet_accepts
 
 _LIMITED = """
 import resource
@@ -31,12 +31,12 @@ def run_limited(program: str, soft: int, hard: int) -> subprocess.CompletedProce
 
 
 STARTS = {
-    "runner": "import exo_node.shard.runner; print('up')",
+    "runner": "import exo_node.shard.runner.main; print('up')",
     "bench": """
 from types import SimpleNamespace
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.proto.peer_pb2 import StageSpec
-from exo_node.shard.bench_mtp import run_bench
+from exo_node.shard.bench.main import run_bench
 try:
     run_bench(SimpleNamespace(prompts=None), StageSpec(path="/nowhere"))
 except InvalidCheckpoint:
@@ -45,7 +45,7 @@ except InvalidCheckpoint:
     "verify": """
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.proto.peer_pb2 import StageSpec
-from exo_node.shard.verify import run_verify
+from exo_node.shard.verify.main import run_verify
 try:
     run_verify(None, StageSpec(path="/nowhere"), lambda _: None)
 except InvalidCheckpoint:
@@ -65,7 +65,9 @@ def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 5000:
         pytest.skip("the hard limit is too low here")
-    program = "import exo_node.shard.runner\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program = (
+        "import exo_node.shard.runner.main\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
     assert run_limited(program, 5000, 5000).stdout.split() == ["5000", "5000"]
 
 
@@ -75,7 +77,7 @@ def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, wan
     if ours != resource.RLIM_INFINITY and ours < hard:
         pytest.skip("the hard limit is too low here")
     program = (
-        "from exo_node.node.open_files import raise_limit, soft_limit\n"
+        "from exo_node.node.machine.open_files import raise_limit, soft_limit\n"
         "print(raise_limit(), soft_limit())"
     )
     assert run_limited(program, soft, hard).stdout.split() == [str(wanted)] * 2
@@ -83,7 +85,7 @@ def test_the_soft_limit_is_raised_towards_the_hard_one(soft: int, hard: int, wan
 
 def test_a_limit_that_stays_too_low_is_told_with_the_remedy() -> None:
     program = "import logging; logging.basicConfig()\n"
-    program += "from exo_node.node.open_files import raise_limit; raise_limit()"
+    program += "from exo_node.node.machine.open_files import raise_limit; raise_limit()"
     assert "ulimit -Hn" in run_limited(program, 128, 200).stderr
     assert run_limited(program, 128, 4096).stderr == ""
 
@@ -174,7 +176,7 @@ def test_failed_accepts_are_told_once_in_a_while_and_other_faults_as_ever(
 def test_a_remote_address_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback stands in for another machine: only what tells them apart is replaced."""
     monkeypatch.setattr(
-        "exo_node.node.http_connection.LimitedConnection._is_remote", property(lambda _: True)
+        "exo_node.node.api.connection_limits.LimitedConnection._is_remote", property(lambda _: True)
     )
     limits = ConnectionLimits(connections=50, per_address=2, spare_s=0.0)
     with serving_fakes(limits=limits) as node, node.raw(b"GET "), node.raw(b"GET "):

@@ -11,7 +11,7 @@ from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
 from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 
 from exo_node.mtp.types import Sampling
-from exo_node.node.requests import (
+from exo_node.node.chat.requests import (
     Finished,
     Loading,
     PrefillProgress,

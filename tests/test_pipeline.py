@@ -8,7 +8,7 @@ from engines import DEMO, ORACLE, answer, load_quietly, request, spec, split_eng
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import Delta
+from exo_node.shard.engine.engine import Delta
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 

@@ -33,10 +33,10 @@ from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
-from exo_node.shard.checkpoint import read_checkpoint
-from exo_node.shard.engine import Delta, TextEngine
-from exo_node.shard.head_tensors import HeadMissing, find_head
-from exo_node.shard.local import LocalVerifier
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.head_tensors import HeadMissing, find_head
+from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.local import LocalVerifier
 
 V = 8
 TARGET = random_table(V, seed=1)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.background import background
-from exo_node.node.placements import Endpoint, Placements, StageSettings
+from exo_node.node.machine.tasks import background
+from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.presence import Presence, Running, find_running
+from exo_node.node.machine.presence import Presence, Running, find_running
 from exo_node.placement.errors import InvalidSettings
 
 _HOLD = """
 import sys
 from pathlib import Path
-from exo_node.node.presence import Presence
+from exo_node.node.machine.presence import Presence
 held = Presence.acquire(Path(sys.argv[1]))
 held.announce("127.0.0.1", 7001, version="9.9")
 print("held", flush=True)

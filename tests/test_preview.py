@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.node.cli_plan import query, told
+from exo_node.node.api.plan_request import PlacementBody, PlanBody, parse_query
+from exo_node.node.cli.plan import query, told
 from exo_node.node.operations import preview_json
-from exo_node.node.plan_request import PlacementBody, PlanBody, parse_query
 from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from exo_node.mtp.costs import RoundCosts
-from exo_node.shard.profile import SAVE_EVERY_S, Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, Profile, ProfileKey
 
 KEY = ProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)
 

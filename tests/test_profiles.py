@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from exo_node.node.profiles import LayerProfiles
+from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.proto import peer_pb2 as pb
 
 

@@ -15,13 +15,13 @@ from fakes import FakeFacts, FakeStages
 from nodes import COMMAND, Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
-from exo_node.node.placements import Placements
+from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.plan import PlanOptions
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.self_check import require_splittable
+from exo_node.shard.model.split_check import require_splittable
 
 PROFILE = "/v1/cluster/profile"
 FLAGS = ("--no-mdns", "--dtype", "float32")

@@ -22,8 +22,8 @@ from exo_node.placement.errors import (
     InvalidCheckpoint,
     InvalidRequest,
 )
-from exo_node.shard.prompt_encoder import LONG_BYTES, HelperLimits, PromptEncoder
-from exo_node.shard.text import TextCodec
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.prompt_encoder import LONG_BYTES, HelperLimits, PromptEncoder
 
 CODEC = TextCodec.load(DEMO)
 CONTEXT = 4096

@@ -25,7 +25,7 @@ from header_files import (
 from exo_node.placement.card import ModelCard, derive_card
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
-from exo_node.shard.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 
 _REMEDY = re.compile(r"\. (Use a repository whose head|Use the original repository)")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from exo_node.node import failures, upkeep
-from exo_node.node import upkeep as settling
-from exo_node.node.events import EventLog
-from exo_node.node.placements import Placements
-from exo_node.node.records import Record
-from exo_node.node.runner_client import Endpoint
-from exo_node.node.stages import StageSettings
-from exo_node.node.wishes import Wishes
+from exo_node.node.cluster.desired import Wishes
+from exo_node.node.machine.events import EventLog
+from exo_node.node.placements import failures, upkeep
+from exo_node.node.placements import upkeep as settling
+from exo_node.node.placements.placements import Placements
+from exo_node.node.placements.record import Record
+from exo_node.node.placements.stages import StageSettings
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState

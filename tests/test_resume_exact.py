@@ -18,9 +18,9 @@ from shims import by_rows, perturb
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine import TextEngine
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.trail import Trail
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.pipeline.replay_buffer import Trail
+from exo_node.shard.pipeline.stage import StageWorker
 
 CUTS = (1, 17, 40)
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.node.records import Record, placed_of
-from exo_node.node.resuming import MAX_BARREN, RESUME_WITHIN_S, STEADY_S, AnswerLog
-from exo_node.node.runner_client import Endpoint
+from exo_node.node.chat.resuming import MAX_BARREN, RESUME_WITHIN_S, STEADY_S, AnswerLog
+from exo_node.node.placements.record import Record, placed_of
+from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.cluster import ClusterView, NodeFacts, StageAssignment
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId, NodeId, PlacementId

@@ -11,9 +11,9 @@ import pytest
 
 from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import links
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.links import Ring
+from exo_node.shard.pipeline import streams as links
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.streams import Ring
 
 HIDDEN = 4
 

@@ -24,7 +24,7 @@ from exo_node.mtp.rollback import (
     takes_tapes,
     with_tapes,
 )
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.model.stage_model import StageModel
 
 KINDS = {
     "float32": {"dtype": "float32"},

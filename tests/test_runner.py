@@ -14,9 +14,9 @@ import pytest
 from engines import DEMO, ORACLE, spec
 from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
 
-from exo_node.node.certificates import runner_credentials, runner_name
-from exo_node.node.channels import Channels
-from exo_node.node.supervisor import RunnerProcess, Supervisor
+from exo_node.node.rpc.channels import Channels
+from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
+from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc

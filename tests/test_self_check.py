@@ -15,10 +15,10 @@ from mlx_lm.models.llama import TransformerBlock
 from zoo import LAYERS, VOCABULARY, tiny_config
 
 from exo_node.placement.errors import LoadFailed
-from exo_node.shard import self_check
-from exo_node.shard.self_check import Trial, require_splittable, small_model, stage_fault
-from exo_node.shard.small_config import small_config
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.model import split_check as self_check
+from exo_node.shard.model.small_config import small_config
+from exo_node.shard.model.split_check import Trial, require_splittable, small_model, stage_fault
+from exo_node.shard.model.stage_model import StageModel
 
 HEADERS = Path(__file__).parent / "headers"
 PLAIN: dict[str, Any] = {

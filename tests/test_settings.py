@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from exo_node.node.setting_values import is_loopback
-from exo_node.node.settings import (
+from exo_node.node.machine.setting_values import is_loopback
+from exo_node.node.machine.settings import (
     Settings,
     check_mlx_extras,
     installed_distributions,

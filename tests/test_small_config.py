@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.shard.small_config import HEAD_DIM, HIDDEN, small_config
+from exo_node.shard.model.small_config import HEAD_DIM, HIDDEN, small_config
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from models import make_checkpoint
 
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import stage as stage_module
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.stage_model import StageModel, open_model, read_layers
-from exo_node.shard.wire import to_bytes
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.model.tensors import to_bytes
+from exo_node.shard.pipeline import stage as stage_module
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.stage import StageWorker
 
 HIDDEN, LAYERS, FIRST = 64, 4, 2
 EXPECTED = StageLimits(

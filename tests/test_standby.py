@@ -11,9 +11,9 @@ import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
 
-from exo_node.node.certificates import channel_credentials, runner_credentials
-from exo_node.node.placements import Endpoint
-from exo_node.node.supervisor import RunnerProcess
+from exo_node.node.placements.placements import Endpoint
+from exo_node.node.runners.supervisor import RunnerProcess
+from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.placement.errors import InvalidFrame
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb

@@ -27,7 +27,7 @@ from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.seams import Block, Drafter, Drafts, Verifier, Want, as_row
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.local import FamilyTarget, LocalVerifier
+from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 
 MADE: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"moe": True}}
 SAMPLINGS = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 
-from exo_node.shard.text import TextCodec
+from exo_node.shard.text.codec import TextCodec
 
 IM_END, END_OF_TEXT = 4095, 4093
 CODEC = TextCodec.load(DEMO)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
-from exo_node.shard.messages import messages_from_json
-from exo_node.shard.text import TextCodec
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.messages import messages_from_json
 
 IM_START, IM_END, END_OF_TEXT = 4094, 4095, 4093
 CODEC = TextCodec.load(DEMO)

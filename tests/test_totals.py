@@ -2,7 +2,7 @@
 
 from samples import PLAIN, stats_of
 
-from exo_node.node.totals import Totals
+from exo_node.node.chat.totals import Totals
 from exo_node.placement.ids import ModelId
 
 DEMO = ModelId("demo")

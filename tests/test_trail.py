@@ -6,8 +6,8 @@ import pytest
 
 from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.frames import HiddenBlock
-from exo_node.shard.trail import Trail
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.replay_buffer import Trail
 
 ROW = 4
 """Bytes of a row."""

@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
-from exo_node.node import control_client
-from exo_node.node.certificates import (
+from exo_node.node.rpc import channels
+from exo_node.node.rpc.channels import from_status
+from exo_node.node.trust.certificates import (
     Credentials,
     authenticated_node,
     channel_credentials,
@@ -34,8 +35,7 @@ from exo_node.node.certificates import (
     runner_name,
     server_credentials,
 )
-from exo_node.node.channels import from_status
-from exo_node.node.trust import (
+from exo_node.node.trust.keys import (
     ClusterKey,
     Identity,
     load_or_create_cluster_key,
@@ -491,5 +491,5 @@ def test_a_handshake_that_a_clock_spoils_is_not_blamed_on_the_key(
     assert isinstance(other, Untrusted)
     assert "compare the clocks" in other.message and "of this cluster" not in other.message
     assert "is not of this cluster" in _refusal(f"{verify}: self-signed").message
-    monkeypatch.setattr(control_client, "datetime", _At)
+    monkeypatch.setattr(channels, "datetime", _At)
     assert "this machine's clock says 2055-06-01" in _refusal(verify).message

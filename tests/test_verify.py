@@ -25,14 +25,14 @@ from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
 from exo_node.mtp.sampling import Distribution, Noise
-from exo_node.node.cli_verify import run_verify
-from exo_node.node.local_model import resolve
-from exo_node.node.settings import load_settings
+from exo_node.node.cli.verify import run_verify
+from exo_node.node.machine.settings import load_settings
+from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard import verify
-from exo_node.shard.local import FamilyTarget
-from exo_node.shard.verify_answers import (
+from exo_node.shard.engine.local import FamilyTarget
+from exo_node.shard.verify import main as verify
+from exo_node.shard.verify.answers import (
     Compared,
     check_greedy,
     check_strict,
@@ -40,9 +40,9 @@ from exo_node.shard.verify_answers import (
     pattern_of,
     surprise,
 )
-from exo_node.shard.verify_numbers import chain_of, check_blocks, compare
-from exo_node.shard.verify_report import Check, Report, as_json, as_text
-from exo_node.shard.verify_subject import Subject
+from exo_node.shard.verify.numbers import chain_of, check_blocks, compare
+from exo_node.shard.verify.report import Check, Report, as_json, as_text
+from exo_node.shard.verify.subject import Subject
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
@@ -182,7 +182,7 @@ def leave_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(caches: Sequence[object], rows: int) -> None:
         rollback(caches, rows - 1 if rows > 1 else rows)
 
-    monkeypatch.setattr("exo_node.shard.local.rollback", short)
+    monkeypatch.setattr("exo_node.shard.engine.local.rollback", short)
 
 
 def keep_the_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +360,11 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
     asked: list[str] = []
 
     def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
-        assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.verify", False)
+        assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.verify.main", False)
         asked.append(request)
         return 0
 
-    monkeypatch.setattr("exo_node.node.child.run_child", run_child)
+    monkeypatch.setattr("exo_node.node.cli.child.run_child", run_child)
     wanted: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
     assert run_verify("demo", k=2, json_file="-", **wanted) == 0
     request, spec = verify.parse_request(asked[0].encode())
@@ -376,7 +376,7 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
     done = subprocess.run(
-        (sys.executable, "-P", "-m", "exo_node.shard.verify"),
+        (sys.executable, "-P", "-m", "exo_node.shard.verify.main"),
         input=b"{}\n",
         capture_output=True,
         timeout=60,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from exo_node.shard.wire import DTYPES, ITEM_BYTES, WIRE, from_bytes, to_bytes
+from exo_node.shard.model.tensors import DTYPES, ITEM_BYTES, WIRE, from_bytes, to_bytes
 
 LAYOUTS: dict[str, Callable[[mx.array], mx.array]] = {
     "contiguous": lambda x: x,

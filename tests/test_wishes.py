@@ -2,7 +2,7 @@
 
 import pytest
 
-from exo_node.node.wishes import Wish, Wishes
+from exo_node.node.cluster.desired import Wish, Wishes
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_START = "#!{python}\nimport sys\n\nfrom exo_node.node.cli import main\n\nsys.exit(main())\n"
+_START = "#!{python}\nimport sys\n\nfrom exo_node.node.cli.main import main\n\nsys.exit(main())\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ _HERE = str(Path(__file__).parent)
 
 def install(log: str) -> None:
     """In a runner, makes its stage write; in any other process nothing."""
-    if "exo_node.shard.runner" not in sys.orig_argv:
+    if "exo_node.shard.runner.main" not in sys.orig_argv:
         return
-    from exo_node.shard.frames import HiddenBlock
-    from exo_node.shard.stage import StageWorker
+    from exo_node.shard.pipeline.frames import HiddenBlock
+    from exo_node.shard.pipeline.stage import StageWorker
 
     forward = StageWorker.forward
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -22,12 +22,12 @@ from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.seams import Verifier
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.config import hidden_size
-from exo_node.shard.local import FamilyTarget, LocalVerifier, WholeTarget
-from exo_node.shard.pipeline import PipelineVerifier
-from exo_node.shard.self_check import small_model
-from exo_node.shard.stage import StageWorker
-from exo_node.shard.stage_limits import StageLimits
-from exo_node.shard.stage_model import StageModel
+from exo_node.shard.engine.local import FamilyTarget, LocalVerifier, WholeTarget
+from exo_node.shard.model.split_check import small_model
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.verifier import PipelineVerifier
 
 PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
 """Longer than a window, and no multiple of a chunk."""

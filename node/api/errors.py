@@ -1,0 +1,124 @@
+"""Errors as the HTTP API shows them: one status, one JSON object and its headers per kind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+
+from ...placement.errors import (
+    DigitsDiffer,
+    DownloadFailed,
+    ExoNodeError,
+    InsufficientMemory,
+    InvalidRequest,
+    JoinRefused,
+    JoinRequestNotFound,
+    LoadFailed,
+    ModelNotFound,
+    PeerLost,
+    PlacementNotFound,
+    QueueFull,
+)
+from .strict_json import encode
+
+_STATUS: Mapping[type[ExoNodeError], int] = {
+    InvalidRequest: 400,
+    DigitsDiffer: 400,
+    ModelNotFound: 404,
+    PlacementNotFound: 404,
+    JoinRequestNotFound: 404,
+    JoinRefused: 409,
+    QueueFull: 429,
+    InsufficientMemory: 503,
+    PeerLost: 503,
+    LoadFailed: 503,
+    DownloadFailed: 503,
+}
+
+# Seconds after which the same request may succeed; the kinds without one are not worth a retry by
+# a client that would do it unasked (the openai package does, from 500 up).
+_RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int, bool]] = {
+    QueueFull: (1, True),
+    PeerLost: (2, True),
+    InsufficientMemory: (30, False),
+    LoadFailed: (30, False),
+    DownloadFailed: (30, False),
+}
+
+
+class JsonResponse(Response):
+    """A value of `strict_json.encode` with its content type."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode(content)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFault:
+    """A refusal in HTTP's terms; `code` is one of the API's, `param` the field at fault."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def fault_of(error: ExoNodeError) -> HttpFault:
+    """How the API shows `error`; kinds that are no client's business are a 500 with their code."""
+    for kind in type(error).__mro__:
+        if kind in _STATUS:
+            headers = _retry_headers(kind)
+            return HttpFault(_STATUS[kind], error.code, error.message, error.param, headers)
+    return HttpFault(500, error.code, error.message, error.param, (("x-should-retry", "false"),))
+
+
+def internal_fault(request_id: str) -> HttpFault:
+    """What a client learns of a defect: where to look for it, and nothing of what it was."""
+    message = f"the node failed unexpectedly; its log has the cause under {request_id}"
+    return HttpFault(500, "internal_error", message, None, (("x-should-retry", "false"),))
+
+
+def error_object(fault: HttpFault) -> dict[str, Any]:
+    """`{"error": …}` in the form that OpenAI's clients parse."""
+    return {
+        "error": {
+            "message": fault.message,
+            "type": _type_of(fault.status),
+            "param": fault.param,
+            "code": fault.code,
+        }
+    }
+
+
+def error_response(fault: HttpFault) -> JsonResponse:
+    return JsonResponse(error_object(fault), fault.status, headers=dict(fault.headers))
+
+
+def unnamed_fault(status: int, path: str) -> HttpFault:
+    """The fault of a bare status, as a router raises it."""
+    match status:
+        case 404:
+            return HttpFault(404, "not_found", f"there is nothing at {path}; the API is below /v1")
+        case 405:
+            return HttpFault(405, "method_not_allowed", f"{path} has no such method; see Allow")
+        case _:
+            phrase = HTTPStatus(status).phrase
+            return HttpFault(status, phrase.lower().replace(" ", "_"), phrase)
+
+
+def _type_of(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def _retry_headers(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    if kind not in _RETRY_AFTER:
+        return ()
+    seconds, worth_it = _RETRY_AFTER[kind]
+    return (("Retry-After", str(seconds)), ("x-should-retry", str(worth_it).lower()))

@@ -1,0 +1,121 @@
+"""`GET /v1/events`: the event log as server-sent events."""
+
+import re
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...placement.errors import InvalidRequest, QueueFull
+from ..machine.events import CAPACITY, EVENTS_PATH, Event, EventLog
+from .sse import EventStream, attended, comment
+from .strict_json import encode
+
+KEEP_ALIVE_S: Final = 15.0
+MAX_LISTENERS: Final = 128
+
+_ID: Final = re.compile(r"(?:[0-9a-f]{8}-)?[0-9]{1,15}")
+_SCOPES: Final = ("cluster", "node")
+_FLAGS: Final = {"0": False, "1": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked for. `scope` is taken care of before: see `node/api/forward.py`."""
+
+    after: str | int | None = None
+    """An event's id, or its number in the log that is asked."""
+    limit: int = CAPACITY
+    """Of the events that are held, the latest so many."""
+    follow: bool = True
+
+
+def parse_query(pairs: list[tuple[str, str]], last_event_id: str | None) -> Query:
+    """Raises InvalidRequest naming the parameter at fault."""
+    given: dict[str, str] = {}
+    for name, text in pairs:
+        if name in given:
+            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
+        given[name] = text
+    if unknown := given.keys() - {"after", "limit", "follow", "scope"}:
+        name = min(unknown)[:64]
+        raise InvalidRequest(
+            f"this endpoint has no parameter '{name}'; it takes after, limit, follow and scope",
+            param=name,
+        )
+    if given.get("scope", "cluster") not in _SCOPES:
+        raise InvalidRequest("'scope' should be cluster or node", param="scope")
+    return Query(_after(given.get("after"), last_event_id), _limit(given), _follow(given))
+
+
+def _after(after: str | None, last_event_id: str | None) -> str | int | None:
+    """A browser that reconnects asks with the header for what it has missed."""
+    text, param = (last_event_id, "Last-Event-ID") if last_event_id else (after, "after")
+    if text is None:
+        return None
+    if not _ID.fullmatch(text):
+        raise InvalidRequest(f"'{param}' should be the id of an event", param=param)
+    return int(text) if text.isdecimal() else text
+
+
+def _limit(given: Mapping[str, str]) -> int:
+    text = given.get("limit", str(CAPACITY))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) > CAPACITY:
+        raise InvalidRequest(f"'limit' should be a number from 0 to {CAPACITY}", param="limit")
+    return int(text)
+
+
+def _follow(given: Mapping[str, str]) -> bool:
+    text = given.get("follow", "1")
+    if text not in _FLAGS:
+        raise InvalidRequest("'follow' should be 1, or 0 to end after what is held", param="follow")
+    return _FLAGS[text]
+
+
+class EventsApi:
+    """The endpoint over an `EventLog`. `keep_alive_s` is the longest silence on a stream."""
+
+    def __init__(self, events: EventLog, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._events = events
+        self._keep_alive_s = keep_alive_s
+
+    def routes(self) -> list[Route]:
+        return [Route(EVENTS_PATH, self.events, methods=["GET"])]
+
+    async def events(self, request: Request) -> Response:
+        last_id = request.headers.get("last-event-id")
+        query = parse_query(request.query_params.multi_items(), last_id)
+        if query.follow and self._events.listeners >= MAX_LISTENERS:
+            raise QueueFull(
+                f"{MAX_LISTENERS} clients follow the events already; close one, or ask with "
+                "follow=0 now and then"
+            )
+        return EventStream(self._frames(query, request))
+
+    async def _frames(self, query: Query, request: Request) -> AsyncGenerator[bytes]:
+        held = self._events.held(query.after)
+        skipped = held[: max(0, len(held) - query.limit)]
+        after = skipped[-1].id if skipped else query.after
+        if not query.follow:
+            for event in held[len(skipped) :]:
+                yield frame(event)
+            return
+        # The head is out at once, so that a client knows that it is connected.
+        yield comment("events follow")
+        news = attended(self._events.subscribe(after), request.receive, self._keep_alive_s)
+        async with aclosing(news):
+            async for event in news:
+                yield comment("no news") if event is None else frame(event)
+
+
+def frame(event: Event) -> bytes:
+    """One event with its id, its kind as the event's name, and everything as JSON."""
+    # Named events reach only listeners of that name: without `event:` a browser's `onmessage`
+    # would get them all, but a client could not choose.
+    name = event.kind.encode()
+    head = b"id: " + event.id.encode() + b"\nevent: " + name + b"\n"
+    return head + b"data: " + encode(event.describe()) + b"\n\n"

@@ -1,0 +1,216 @@
+"""Requests about cluster state go to the head, whichever node they reach."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Protocol
+from urllib.parse import parse_qsl
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...placement.errors import PeerLost
+from ...placement.ids import NodeId
+from ...proto import peer_pb2 as pb
+from ..machine.events import EVENTS_PATH
+from .join_api import JOIN_PREFIX
+
+LOCAL = ("/v1/cluster", "/v1/chat/completions", "/v1/mtp/stats")
+"""What every node answers for itself, under /v1."""
+_OWN_SCOPE = ("scope", "node")
+"""In the query: what this node itself knows is asked for, not what the head does."""
+_PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id")
+
+
+class HeadClient(Protocol):
+    """The way to the head, where this node is not it."""
+
+    async def head_elsewhere(self, other_than: NodeId | None = None) -> NodeId | None:
+        """The head's id; None where this node is the head. Waits while there is an election.
+
+        Raises PeerLost where that takes too long. `other_than` is a head that did not answer.
+        """
+        ...
+
+    def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk, None]: ...
+
+    async def until_gone(self, node: NodeId) -> None:
+        """Returns when that node is known to be dead, gone or restarted."""
+        ...
+
+
+class HeadForwarder:
+    """ASGI middleware inside the guard: what arrives here is allowed already.
+
+    It raises what no other head can mend; the guard makes an answer of it, or ends a stream of
+    events that has begun with it.
+    """
+
+    def __init__(self, app: ASGIApp, client: HeadClient) -> None:
+        self._app = app
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = None if _is_local(scope) else await self._client.head_elsewhere()
+        if head is None:
+            await self._app(scope, receive, send)
+            return
+        request = await _collect(scope, receive)
+        passage = _Passage(self._client, request, receive, send)
+        try:
+            await passage.through(head)
+        except PeerLost:
+            if passage.started:
+                raise
+            # Nothing was said yet: the next head, which may be this node, answers instead.
+            head = await self._client.head_elsewhere(other_than=head)
+            if head is None:
+                await self._app(scope, _again(request.body, receive), send)
+            else:
+                await passage.through(head)
+
+
+class _Passage:
+    """One request on its way to a head, and its answer back."""
+
+    def __init__(
+        self, client: HeadClient, request: pb.HttpRequest, receive: Receive, send: Send
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._receive = receive
+        self._send = send
+        self.started = False
+
+    async def through(self, head: NodeId) -> None:
+        """Ends with the answer, or with the client. Raises PeerLost as soon as the head is lost.
+
+        gRPC tells at once of a process that ended, and of a stopped one after a while; the
+        membership may know that earlier.
+        """
+        answer = self._client.http(head, self._request)
+        gone = asyncio.create_task(_disconnected(self._receive))
+        lost = asyncio.create_task(self._client.until_gone(head))
+        relay = asyncio.create_task(self._relay(answer))
+        tasks = (gone, lost, relay)
+        try:
+            _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if relay.done():
+                relay.result()
+            elif not gone.done():
+                raise PeerLost(f"the head {head} was lost while it answered; try again")
+        finally:
+            for task in tasks:
+                _ = task.cancel()
+            _ = await asyncio.gather(*tasks, return_exceptions=True)
+            await answer.aclose()
+
+    async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
+        async for chunk in answer:
+            if not self.started:
+                self.started = True
+                headers = [(k.encode(), v.encode()) for k, v in chunk.headers.items()]
+                await self._send(
+                    {"type": "http.response.start", "status": chunk.status, "headers": headers}
+                )
+            body = {"type": "http.response.body", "body": chunk.body, "more_body": True}
+            await self._send(body)
+        if not self.started:
+            raise PeerLost("the head ended the request without an answer; try again")
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def _is_local(scope: Scope) -> bool:
+    path: str = scope.get("path", "")
+    if scope["type"] != "http" or not path.startswith("/v1/") or path in LOCAL:
+        return True
+    if path.startswith(f"{JOIN_PREFIX}/"):
+        return True
+    return path == EVENTS_PATH and _OWN_SCOPE in parse_qsl(scope["query_string"].decode())
+
+
+async def answer_forwarded(
+    app: ASGIApp, request: pb.HttpRequest, host: str, credentials: Mapping[str, str]
+) -> AsyncIterator[pb.HttpChunk]:
+    """Runs a forwarded request through the head's own application; closing it disconnects.
+
+    `credentials`: headers that the head's guard lets through.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=64)
+    body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        _ = await asyncio.Event().wait()  # until the task is cancelled
+        raise AssertionError("unreachable")
+
+    async def run() -> None:
+        try:
+            await app(_scope(request, host, credentials), receive, messages.put)
+        finally:
+            await messages.put(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            if message["type"] == "http.response.start":
+                headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message["headers"]}
+                yield pb.HttpChunk(status=message["status"], headers=headers)
+            elif message.get("body"):
+                yield pb.HttpChunk(body=message["body"])
+    finally:
+        _ = task.cancel()
+        _ = await asyncio.gather(task, return_exceptions=True)
+
+
+async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    query = scope["query_string"].decode()
+    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+    return pb.HttpRequest(
+        method=scope["method"],
+        path=scope["path"] + (f"?{query}" if query else ""),
+        body=body,
+        headers={name: headers[name] for name in _PASSED_ON if name in headers},
+    )
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A request whose body was read already."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def first_the_body() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return first_the_body
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:
+    path, _, query = request.path.partition("?")
+    name, _, port = host.rpartition(":")
+    said = [*request.headers.items(), *credentials.items()]
+    headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in said]
+    headers += [(b"host", host.encode()), (b"content-length", str(len(request.body)).encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("forwarded", 0),
+        "server": (name, int(port)),
+    }

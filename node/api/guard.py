@@ -1,0 +1,325 @@
+"""What every HTTP request passes before the API sees it, and every answer on its way out.
+
+Pure ASGI: loopback is no boundary (web pages reach it, DNS names can be rebound to it), so Host and
+Origin are checked; bodies are read here, whole and bounded, so that no endpoint can forget to.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...placement.errors import ExoNodeError
+from ..machine.log import request_scope
+from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
+from .errors import HttpFault, error_object, error_response, fault_of, internal_fault
+from .session_api import SESSION_PATH
+from .sse import data
+
+_LOG: Final = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+BODY_TIMEOUT_S: Final = 30.0
+
+CONTENT_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "style-src-attr 'unsafe-inline'",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+)
+
+_LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
+_METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT")
+_OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
+_STATIC_PREFIX: Final = "/static/"
+_ANYBODYS_PATHS: Final = ("/v1/chat/completions", "/v1/cluster/profile", SESSION_PATH)
+"""What every user of the machine may POST to where there is no API key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Wraps `app`.
+
+    `allowed_hosts` are names beside the loopback's and the address that was connected to: `name`
+    with the port that was connected to, `name:port` as it stands. `api_key` None leaves all paths
+    open; otherwise only the page, its files and the health paths are. Where it is None, `token` is
+    what changes anything but a chat has to show; with neither, nothing has to be shown.
+    """
+
+    app: ASGIApp
+    allowed_hosts: Collection[str] = ()
+    api_key: str | None = field(default=None, repr=False)
+    token: LocalToken | None = field(default=None, repr=False)
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                exchange = _Exchange(self, scope, receive, send)
+                with request_scope(exchange.id):
+                    await exchange.run()
+            case "lifespan":
+                await self.app(scope, receive, send)
+            case _:
+                await send({"type": "websocket.close", "code": 1008})
+
+    def refusal(self, scope: Scope) -> HttpFault | None:
+        """The fault that the request's head shows, None where there is none."""
+        headers = Headers(scope=scope)
+        return (
+            self._refused_host(scope, headers)
+            or _refused_origin(scope, headers)
+            or self._refused_key(scope["path"], headers)
+            or self._refused_token(scope, headers)
+            or _refused_framing(headers)
+            or self._refused_body(scope["method"], headers)
+        )
+
+    def _refused_host(self, scope: Scope, headers: Headers) -> HttpFault | None:
+        if scope["server"] is None:
+            return None  # a call from within the process, such as a peer's forwarded request
+        given = headers.getlist("host")
+        if len(given) == 1 and given[0].lower() in self._hosts(scope):
+            return None
+        message = (
+            "this node does not answer under that host name; use http://localhost with its port, "
+            "or start it with --host and the name that you use"
+        )
+        return HttpFault(421, "misdirected_request", message, "Host")
+
+    def _hosts(self, scope: Scope) -> set[str]:
+        address, port = scope["server"]
+        literal = f"[{address}]" if ":" in address else address
+        hosts: set[str] = set()
+        for name in (*_LOOPBACK_NAMES, literal, *(each.lower() for each in self.allowed_hosts)):
+            if _has_port(name):
+                hosts.add(name)
+                continue
+            hosts.add(f"{name}:{port}")
+            if port == 80:
+                hosts.add(name)
+        return hosts
+
+    def _refused_key(self, path: str, headers: Headers) -> HttpFault | None:
+        if self.api_key is None or path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX):
+            return None
+        expected = self.api_key.encode()
+        # Headers are latin-1 to ASGI: this gives back the bytes that were sent.
+        given = (each.encode("latin-1") for each in _keys(headers))
+        if any([hmac.compare_digest(each, expected) for each in given]):
+            return None
+        message = "this node wants its API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        challenge = (("WWW-Authenticate", "Bearer"),)
+        return HttpFault(401, "invalid_api_key", message, headers=challenge)
+
+    def _refused_token(self, scope: Scope, headers: Headers) -> HttpFault | None:
+        """Other users of this machine reach its loopback; they may chat and look, and no more."""
+        trusted = self._is_trusted(headers)
+        scope.setdefault("state", {})["trusted"] = trusted
+        reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
+        if trusted or reads or scope["path"] in _ANYBODYS_PATHS:
+            return None
+        message = (
+            "this is for the node's own user: use the `exo-node` command, open the dashboard by "
+            f"the link that `exo-node dashboard` prints, or send the content of the data folder's "
+            f"{TOKEN_FILE} as '{TOKEN_HEADER}'"
+        )
+        return HttpFault(403, "local_token_required", message, TOKEN_HEADER)
+
+    def _is_trusted(self, headers: Headers) -> bool:
+        if self.token is None or self.api_key is not None:
+            return True  # an API key was shown, or the paths that need none change nothing
+        return self.token.is_shown(v.encode("latin-1") for v in headers.getlist(TOKEN_HEADER))
+
+    def _refused_body(self, method: str, headers: Headers) -> HttpFault | None:
+        if method not in _METHODS_WITH_BODY:
+            return None
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            message = "send the body as JSON, with 'Content-Type: application/json'"
+            return HttpFault(415, "unsupported_media_type", message, "Content-Type")
+        # The server has checked that Content-Length is a number.
+        if int(headers.get("content-length", "0")) > self.max_body_bytes:
+            return self.too_large()
+        return None
+
+    def too_large(self) -> HttpFault:
+        message = f"the body is longer than {self.max_body_bytes} bytes; send less at once"
+        return HttpFault(413, "request_too_large", message, "body")
+
+
+def _has_port(host: str) -> bool:
+    return host.rpartition(":")[2].isdecimal() and not host.endswith("]")
+
+
+def _refused_origin(scope: Scope, headers: Headers) -> HttpFault | None:
+    """A browser names the page's origin in each request that the page makes to elsewhere."""
+    own = f"{scope['scheme']}://{headers['host']}".lower()
+    named = all(origin.lower() == own for origin in headers.getlist("origin"))
+    if named and not _from_elsewhere(scope["method"], headers):
+        return None
+    message = "pages of other origins may not use this node; call it from a program instead"
+    return HttpFault(403, "origin_not_allowed", message, "Origin")
+
+
+def _from_elsewhere(method: str, headers: Headers) -> bool:
+    """Whether the browser says that another site's page asks, as images and no-cors GETs do.
+
+    A link that a person follows to this node is none of that.
+    """
+    sites = headers.getlist("sec-fetch-site")
+    followed = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))
+    link = method == "GET" and followed == ("navigate", "document")
+    return not link and not all(site in ("same-origin", "none") for site in sites)
+
+
+def _refused_framing(headers: Headers) -> HttpFault | None:
+    """Two lengths let two servers in a row disagree on where the next request begins."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        message = "send either Content-Length or Transfer-Encoding"
+        close = (("Connection", "close"),)
+        return HttpFault(400, "invalid_value", message, "Content-Length", close)
+    return None
+
+
+def _keys(headers: Headers) -> Iterable[str]:
+    yield from headers.getlist("x-api-key")
+    for value in headers.getlist("authorization"):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer":
+            yield key.strip()
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Disconnected(Exception):
+    pass
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
+        self._guard = guard
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.id = f"req_{secrets.token_hex(12)}"
+        self._status = 0
+        self._streams_events = False
+        self._complete = False
+        self._body: bytes | None = None
+        scope.setdefault("state", {})["request_id"] = self.id
+
+    async def run(self) -> None:
+        began = time.monotonic()
+        try:
+            fault = self._guard.refusal(self._scope) or await self._take_body()
+            if fault is None:
+                await self._guard.app(self._scope, self._next, self._answer)
+            else:
+                await error_response(fault)(self._scope, self._receive, self._answer)
+        except _Disconnected:
+            self._status = 499
+        except ExoNodeError as error:
+            await self._end_with(fault_of(error))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this request: something that it waited for was.
+            _LOG.exception("the request failed unexpectedly")
+            await self._end_with(internal_fault(self.id))
+        except Exception:  # the edge: whatever it was, a client must get an answer without it
+            _LOG.exception("the request failed unexpectedly")
+            await self._end_with(internal_fault(self.id))
+        finally:
+            took = 1000 * (time.monotonic() - began)
+            path = self._scope.get("raw_path", b"").decode("latin-1")
+            method = self._scope["method"]
+            # The dashboard asks every two seconds; what somebody did is what a person looks for.
+            quiet = method == "GET" and self._status < 400
+            level = logging.DEBUG if quiet else logging.INFO
+            _LOG.log(level, "%s %s %d %.0f ms", method, path, self._status, took)
+
+    async def _take_body(self) -> HttpFault | None:
+        if self._scope["method"] not in _METHODS_WITH_BODY:
+            return None
+        try:
+            async with asyncio.timeout(self._guard.body_timeout_s):
+                self._body = await self._read()
+        except TimeoutError:
+            wait = self._guard.body_timeout_s
+            message = f"the body did not arrive within {wait:g} s; send it without a pause"
+            return HttpFault(
+                408, "request_timeout", message, "body", headers=(("Connection", "close"),)
+            )
+        except _TooLarge:
+            return self._guard.too_large()
+        return None
+
+    async def _read(self) -> bytes:
+        body = bytearray()
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _Disconnected
+            body += message.get("body", b"")
+            if len(body) > self._guard.max_body_bytes:
+                raise _TooLarge
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    async def _next(self) -> Message:
+        """The body that was read, once; after it what the server says, a disconnect at most."""
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _answer(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._add_headers(MutableHeaders(scope=message))
+        await self._send(message)
+        is_body = message["type"] == "http.response.body"
+        self._complete = is_body and not message.get("more_body", False)
+
+    def _add_headers(self, headers: MutableHeaders) -> None:
+        media_type = headers.get("content-type", "").partition(";")[0]
+        self._streams_events = media_type == "text/event-stream"
+        headers["x-request-id"] = self.id
+        headers["X-Content-Type-Options"] = "nosniff"
+        headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        headers["Referrer-Policy"] = "no-referrer"
+        if media_type == "text/html":
+            headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+
+    async def _end_with(self, fault: HttpFault) -> None:
+        """Ends the exchange, in the form that its state still allows."""
+        if self._status == 0:
+            await error_response(fault)(self._scope, self._receive, self._answer)
+        elif self._streams_events and not self._complete:
+            body = data(error_object(fault))
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        elif not self._complete:
+            raise ConnectionError(f"{self.id} ended in the middle of its answer")

@@ -1,0 +1,264 @@
+"""`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
+
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final, TypeVar, assert_never
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...mtp.types import Penalties, Sampling
+from ...placement.errors import ExoNodeError
+from ...placement.ids import ModelId, RequestId
+from ..chat.requests import (
+    Chat,
+    Event,
+    Finished,
+    GenerationRequest,
+    Loading,
+    PrefillProgress,
+    Resuming,
+    Started,
+    TextDelta,
+    TokenLogprob,
+)
+from .body_schema import read_body
+from .errors import JsonResponse, error_object, fault_of
+from .openai_schema import ChatBody
+from .sse import DONE, EventStream, attended, comment, data
+
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "seed",
+)
+
+_LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
+
+Number = TypeVar("Number", int, float)
+
+Events = AsyncGenerator[Event | None]
+"""None is a spell of silence."""
+
+
+def generation_request(body: ChatBody, request_id: RequestId) -> GenerationRequest:
+    off = Penalties()
+    penalties = Penalties(
+        repetition=_or(body.repetition_penalty, off.repetition),
+        presence=_or(body.presence_penalty, off.presence),
+        frequency=_or(body.frequency_penalty, off.frequency),
+        context_size=_or(body.repetition_context_size, off.context_size),
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+    )
+    fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    given = {name: value for name, value in fields.items() if value is not None}
+    newer, older = body.max_completion_tokens, body.max_tokens
+    return GenerationRequest(
+        id=request_id,
+        model=ModelId(body.model),
+        messages=tuple(message.for_template() for message in body.messages),
+        sampling=replace(Sampling(temperature=1.0, penalties=penalties), **given),
+        given=frozenset(given),
+        max_tokens=older if newer is None else newer,
+        stop=tuple(body.stop or ()),
+        num_draft_tokens=body.num_draft_tokens,
+        draft_policy=body.draft_policy,
+        top_logprobs=body.wanted_logprobs,
+    )
+
+
+def _or(given: Number | None, otherwise: Number) -> Number:
+    return otherwise if given is None else given
+
+
+class ChatCompletions:
+    """The endpoint over a `Chat`. `keep_alive_s` is the longest silence on a stream."""
+
+    def __init__(self, chat: Chat, keep_alive_s: float) -> None:
+        self._chat = chat
+        self._keep_alive_s = keep_alive_s
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/chat/completions", self.complete, methods=["POST"])]
+
+    async def complete(self, request: Request) -> Response:
+        body = await read_body(request, ChatBody)
+        request_id = RequestId(request.state.request_id)
+        generation = generation_request(body, request_id)
+        events = attended(self._chat.stream(generation), request.receive, self._keep_alive_s)
+        answer = _Answer(body, generation.id)
+        if not body.stream:
+            async with aclosing(events):
+                return JsonResponse(await answer.whole(events))
+        # A refusal, or the end of a model's loading, decides the status: it is waited for, but not
+        # past the first silence, in which a client could take the node for dead.
+        first = await anext(events, None)
+        return EventStream(answer.frames(first, events))
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(self, body: ChatBody, request_id: RequestId) -> None:
+        self._with_ids = bool(body.return_token_ids)
+        self._with_logprobs = bool(body.logprobs)
+        options = body.stream_options
+        self._with_usage = options is None or options.include_usage is not False
+        self._head = {
+            "id": request_id.replace("req_", "chatcmpl-", 1),
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._prompt_ids: tuple[int, ...] = ()
+        self._has_begun = False
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        texts: list[str] = []
+        ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        async for event in events:
+            match event:
+                case None | Loading() | Resuming() | PrefillProgress():
+                    pass
+                case Started(prompt_ids):
+                    self._prompt_ids = prompt_ids
+                case TextDelta():
+                    texts.append(event.text)
+                    ids.extend(event.token_ids)
+                    logprobs.extend(event.logprobs)
+                case Finished():
+                    return self._body("".join(texts), ids, logprobs, event)
+                case _:
+                    assert_never(event)
+        raise _unfinished()
+
+    def _body(
+        self, text: str, ids: list[int], logprobs: list[TokenLogprob], end: Finished
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": _logprobs(logprobs) if self._with_logprobs else None,
+            "finish_reason": end.reason,
+        }
+        body = {**self._head, "object": "chat.completion", "choices": [choice], **_statistics(end)}
+        if self._with_ids:
+            choice["token_ids"] = ids
+            body["prompt_token_ids"] = self._prompt_ids
+        return body
+
+    async def frames(self, first: Event | None, events: Events) -> AsyncGenerator[bytes]:
+        """The frames of a stream; an ExoNodeError becomes its last one, in place of `[DONE]`."""
+        async with aclosing(events):
+            try:
+                for frame in self._of(first):
+                    yield frame
+                if isinstance(first, Finished):
+                    return
+                async for event in events:
+                    for frame in self._of(event):
+                        yield frame
+                    if isinstance(event, Finished):
+                        return
+                raise _unfinished()
+            except ExoNodeError as error:
+                yield data(error_object(fault_of(error)))
+
+    def _of(self, event: Event | None) -> list[bytes]:
+        match event:
+            case None:
+                return [comment("keep-alive")]
+            case Loading(step):
+                return [comment(step)]
+            case Resuming(step):
+                return [comment(f"resuming: {step}")]
+            case PrefillProgress(done, total):
+                return [comment(f"prefill {done}/{total}")]
+            case Started(prompt_ids):
+                self._prompt_ids = prompt_ids
+                return self._beginning()
+            case TextDelta():
+                return self._spoken(event)
+            case Finished():
+                end = self._chunk({}, TextDelta("", ()), event.reason)
+                return [*self._beginning(), end, *self._end(event)]
+            case _:
+                assert_never(event)
+
+    def _spoken(self, delta: TextDelta) -> list[bytes]:
+        tells = delta.text or delta.logprobs or (delta.token_ids and self._with_ids)
+        if not tells:
+            return []
+        return [*self._beginning(), self._chunk({"content": delta.text}, delta, None)]
+
+    def _beginning(self) -> list[bytes]:
+        """The first chunk, once: it names the role and, where asked for, the prompt's ids."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self._with_ids else {}
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(role, TextDelta("", ()), None, **extra)]
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        spoken: TextDelta,
+        finish_reason: str | None,
+        **extra: Any,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": _logprobs(spoken.logprobs) if spoken.logprobs else None,
+            "finish_reason": finish_reason,
+        }
+        if self._with_ids:
+            choice["token_ids"] = spoken.token_ids
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return data({**head, "choices": [choice], **extra})
+
+    def _end(self, end: Finished) -> list[bytes]:
+        if not self._with_usage:
+            return [DONE]
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return [data({**head, "choices": [], **_statistics(end)}), DONE]
+
+
+def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+    content = [{**_token(one), "top_logprobs": [_token(t) for t in one.top]} for one in entries]
+    return {"content": content, "refusal": None}
+
+
+def _token(one: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": one.raw.decode(errors="replace"),
+        "logprob": max(_LEAST_LOGPROB, one.logprob),  # in this order NaN is the least, too
+        "bytes": list(one.raw) or None,
+    }
+
+
+def _statistics(end: Finished) -> dict[str, Any]:
+    return {
+        "usage": {
+            "prompt_tokens": end.prompt_tokens,
+            "completion_tokens": end.completion_tokens,
+            "total_tokens": end.prompt_tokens + end.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+            "completion_tokens_details": {"accepted_prediction_tokens": end.accepted_draft_tokens},
+        },
+        "generation_stats": dict(end.stats),
+    }
+
+
+def _unfinished() -> ExoNodeError:
+    return ExoNodeError("the answer ended without its final event; please report this")

@@ -1,0 +1,255 @@
+"""The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
+
+Honoured: what `ChatBody` gives a meaning. Without effect: `user`, `metadata`, `store`,
+`service_tier`, `prompt_cache_key`, `safety_identifier`, `verbosity`, `parallel_tool_calls`, and the
+fields of `_NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's
+clients send it. Everything else is refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, cast
+
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from ...placement.errors import InvalidRequest
+from .body_schema import StrictBody
+from .strict_json import brief, decode, encode
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+_UINT32: Final = 2**32 - 1
+_UINT64: Final = 2**64 - 1
+
+# Fields that this node does not implement, and the values that ask for nothing.
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+
+
+def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+    """Python's True equals 1 and 0 equals False; a JSON client means different things by them."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+    )
+
+
+def _without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` less those that ask for nothing; raises for those that ask for something."""
+    for name, neutral in _NEUTRAL.items():
+        value = fields.get(name)
+        if value is not None and not _is_neutral(value, neutral):
+            wanted = (
+                f"leave it out or send {encode(neutral[0]).decode()}" if neutral else "leave it out"
+            )
+            raise _unsupported(name, f"is not supported by this node; {wanted}")
+    return {name: value for name, value in fields.items() if name not in _NEUTRAL}
+
+
+def _unsupported(at: str, sentence: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "unsupported_parameter", "{sentence}", {"sentence": sentence, "at": at}
+    )
+
+
+def _joined(value: Any) -> Any:
+    """Text parts as one string, without a separator, as mlx-lm's server joins them."""
+    if not isinstance(value, list):
+        return value
+    parts = cast(list[object], value)
+    return "".join(_text_of(part, f"[{index}]") for index, part in enumerate(parts))
+
+
+def _text_of(part: Any, at: str) -> str:
+    match part:
+        case {"type": "text", "text": str(text), **extra} if not extra:
+            return text
+        case {"type": "text", "text": str(), **extra}:
+            raise _unsupported(f"{at}.{brief(next(iter(extra)))}", "is not supported; remove it")
+        case {"type": str(kind)} if kind != "text":
+            sentence = f"is a part of type '{brief(kind)}'; this node reads parts of type 'text'"
+            raise _unsupported(f"{at}.type", sentence)
+        case _:
+            raise PydanticCustomError(
+                "invalid_part", "should be a part of type 'text' with its 'text'", {"at": at}
+            )
+
+
+def _decoded(value: Any) -> Any:
+    """Chat templates take arguments as an object, OpenAI's clients send them as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode(value.encode())
+    except InvalidRequest as fault:
+        raise PydanticCustomError("arguments", "{why}", {"why": fault.message}) from None
+
+
+class FunctionCall(StrictBody):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_decoded)]
+
+
+class ToolCall(StrictBody):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(StrictBody):
+    """One turn. `refusal`, `audio`, `annotations` and `function_call` come back from OpenAI's
+    clients as null when they repeat an answer; other values are refused.
+    """
+
+    role: Role
+    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
+    tool_call_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    refusal: None = None
+    audio: None = None
+    annotations: None = None
+    function_call: None = None
+
+    @field_validator("refusal", "audio", "annotations", "function_call", mode="before")
+    @classmethod
+    def _nothing_only(cls, value: Any) -> None:
+        if value is not None and value != []:
+            raise PydanticCustomError("unsupported_parameter", "is not supported; remove it")
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError(
+                "missing_content", "should be text or text parts", {"at": ".content"}
+            )
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise PydanticCustomError(
+                    "wrong_role", "belongs to the assistant's messages only", {"at": f".{name}"}
+                )
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError(
+                "wrong_role",
+                "is required in a message of role 'tool' and has no place in another",
+                {"at": ".tool_call_id"},
+            )
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What the model's chat template sees; `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+class StreamOptions(StrictBody):
+    """`include_usage` false drops the last chunk, which is otherwise always sent."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _without_padding(cls, value: bool | None) -> bool | None:
+        if value:
+            raise PydanticCustomError(
+                "unsupported_parameter", "is not supported by this node; send false"
+            )
+        return value
+
+
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""A token's id, which JSON has as the text of a key."""
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class ChatBody(StrictBody):
+    """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
+    seed: Annotated[int | None, Field(ge=0, le=_UINT64)] = None
+    stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repetition_context_size: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Tokens that all three penalties look at, the prompt's among them; mlx-lm's 20 by default."""
+    logit_bias: Annotated[
+        dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
+    ] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    draft_policy: Literal["adaptive", "fixed"] | None = None
+    """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
+    return_token_ids: bool | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return _without_neutral(fields)
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs_at_all(self) -> "ChatBody":
+        """0 asks for nothing, so it may stand without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "without_logprobs", 'needs "logprobs": true beside it', {"at": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens come with each emitted one; None: nothing at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return [*cls.model_fields, *_NEUTRAL]

@@ -1,0 +1,110 @@
+"""What a request says of a placement: a body or a query, and the nodes that it names."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from ...placement.cluster import NodeFacts
+from ...placement.errors import InvalidRequest
+from ...placement.ids import NodeId
+from ...placement.plan import PlanOptions
+from .body_schema import StrictBody, parse_body
+
+Count = Annotated[int, Field(ge=1, le=1024)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+_NUMBERS = ("min_nodes", "max_nodes", "context")
+
+
+class LayersOn(StrictBody):
+    """One stage of a split by hand."""
+
+    node: Name
+    layers: Count
+
+
+class PlanBody(StrictBody):
+    """What may be asked of a plan; nodes go by name or id."""
+
+    model: Name
+    min_nodes: Count = 1
+    max_nodes: Count | None = None
+    context: Annotated[int, Field(ge=1)] | None = None
+    exclude: list[Name] = Field(default_factory=list[Name], max_length=1024)
+    nodes: list[Name] = Field(default_factory=list[Name], max_length=1024)
+    layers: list[LayersOn] = Field(default_factory=list[LayersOn], max_length=1024)
+    """In pipeline order, the generator first."""
+
+    def options(self, live: Sequence[NodeFacts]) -> PlanOptions:
+        """Raises InvalidRequest for a name that no live node has, or that several have."""
+        on = _resolved("layers", [stage.node for stage in self.layers], live)
+        return PlanOptions(
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            context=self.context,
+            exclude=frozenset(_resolved("exclude", self.exclude, live)),
+            nodes=tuple(_resolved("nodes", self.nodes, live)),
+            layers=tuple((node, s.layers) for node, s in zip(on, self.layers, strict=True)),
+        )
+
+
+class PlacementBody(PlanBody):
+    """As a plan, and loaded."""
+
+    spares: Annotated[int, Field(ge=0, le=4)] = 0
+    """Further runners of each stage, loaded and idle, on other nodes."""
+
+
+def parse_query(query: Iterable[tuple[str, str]]) -> PlanBody:
+    """The PlanBody of `model=…&nodes=a,b&layers=a:8,b:8`.
+
+    Raises InvalidRequest naming the field.
+    """
+    given = list(query)
+    for name, times in Counter(name for name, _ in given).items():
+        if times > 1:
+            raise InvalidRequest(f"'{name[:100]}' is given {times} times; give it once", param=name)
+    fields = {name: _value(name, text) for name, text in given}
+    return parse_body(json.dumps(fields).encode(), PlanBody)
+
+
+def _value(name: str, text: str) -> object:
+    """As a body has it; a text that makes no sense stays one, so that it is refused as such."""
+    if name in _NUMBERS:
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
+    if name in ("nodes", "exclude"):
+        return text.split(",")
+    return [_stage(part) for part in text.split(",")] if name == "layers" else text
+
+
+def _stage(part: str) -> dict[str, object]:
+    node, colon, count = part.rpartition(":")
+    if not (node and colon and count.isascii() and count.isdecimal() and len(count) < 10):
+        raise InvalidRequest(
+            f"'layers' has {part[:100]!r}; write node:number with commas between, generator first",
+            param="layers",
+        )
+    return {"node": node, "layers": int(count)}
+
+
+def _resolved(field: str, names: Sequence[str], live: Sequence[NodeFacts]) -> list[NodeId]:
+    return [_node(field, name, live) for name in names]
+
+
+def _node(field: str, name: str, live: Sequence[NodeFacts]) -> NodeId:
+    found = [node.id for node in live if node.id == name]
+    found = found or [node.id for node in live if node.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidRequest(
+            f"'{field}': {len(found)} nodes are called {name}; name it by its id: "
+            f"{', '.join(sorted(found))}",
+            param=field,
+        )
+    known = ", ".join(sorted(node.name for node in live))
+    raise InvalidRequest(
+        f"'{field}': no live node is called {name}; there are {known}", param=field
+    )

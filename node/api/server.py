@@ -1,0 +1,260 @@
+"""The HTTP side of a node: its routes put together, and the server that runs them."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Collection, Generator
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ...placement.errors import ExoNodeError, InvalidSettings
+from ..chat.requests import Chat
+from ..machine.events import EventLog
+from ..trust.local_token import LocalToken
+from .connection_limits import ConnectionLimits, LimitedConnection
+from .errors import error_response, fault_of, internal_fault, unnamed_fault
+from .events_api import EventsApi
+from .guard import Guard
+from .join_api import JoinApi
+from .openai_api import ChatCompletions
+from .operations_api import Operations, OperationsApi
+from .profile_api import Measurements, ProfileApi
+from .session_api import SessionApi
+from .sse import KEEP_ALIVE_S
+
+if TYPE_CHECKING:
+    from ..join.operations import JoinOperations
+
+StaticFiles = Callable[[str], tuple[bytes, str] | None]
+"""Content and content type of a path below the dashboard's folder, None where there is none."""
+
+_PORTS_TO_TRY: Final = 100
+_BACKLOG: Final = 64
+"""Connections that wait to be accepted; asyncio accepts so many in one turn of its loop."""
+
+
+def build_app(
+    chat: Chat,
+    operations: Operations,
+    *,
+    static: StaticFiles,
+    allowed_hosts: Collection[str] = (),
+    api_key: str | None = None,
+    token: LocalToken | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
+    between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    events: EventLog | None = None,
+    measurements: Measurements | None = None,
+    joining: "JoinOperations | None" = None,
+) -> ASGIApp:
+    """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and token.
+
+    `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
+    has no endpoints.
+    """
+    routes = [
+        *ChatCompletions(chat, keep_alive_s).routes(),
+        *OperationsApi(operations).routes(),
+        *(EventsApi(events).routes() if events is not None else ()),
+        *(ProfileApi(measurements).routes() if measurements is not None else ()),
+        *(JoinApi(joining).routes() if joining is not None else ()),
+        *(SessionApi(token).routes() if token is not None else ()),
+        *_static_routes(static),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            ExoNodeError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_defect,
+        },
+    )
+    # A redirect to another spelling of the path would lose a POST's body in many clients.
+    app.router.redirect_slashes = False
+    return Guard(between(app), allowed_hosts=allowed_hosts, api_key=api_key, token=token)
+
+
+def _static_routes(static: StaticFiles) -> list[Route]:
+    def found(path: str) -> Response:
+        asset = static(path)
+        if asset is None:
+            raise HTTPException(404)
+        content, content_type = asset
+        # The files of a newer version have the same names.
+        return Response(
+            content, headers={"Content-Type": content_type, "Cache-Control": "no-cache"}
+        )
+
+    async def index(_: Request) -> Response:
+        return found("index.html")
+
+    async def file(request: Request) -> Response:
+        return found(request.path_params["path"])
+
+    return [
+        Route("/", index, methods=["GET"]),
+        Route("/static/{path:path}", file, methods=["GET"]),
+    ]
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ExoNodeError)
+    return error_response(fault_of(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(unnamed_fault(error.status_code, request.url.path[:256]))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    """Nobody reads it; the status is for the log, in nginx's words."""
+    return Response(status_code=499)
+
+
+async def _on_defect(request: Request, _: Exception) -> Response:
+    """Starlette raises the error again afterwards, and the guard logs it."""
+    return error_response(internal_fault(request.state.request_id))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside somebody else's loop: signals are the node's, and it says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+class HttpServer:
+    """Serves an ASGI app in the running loop from `start` to `close`.
+
+    `grace_s`: how long `close` lets answers in progress go on before it cancels them.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, limits: ConnectionLimits | None = None, grace_s: int = 30
+    ) -> None:
+        self._app = app
+        self._limits = limits or ConnectionLimits()
+        self._grace_s = grace_s
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Returns when connections are accepted; `port` 0 takes a free one, then in `self.port`.
+
+        Raises InvalidSettings where the address cannot be had; for a port in use it names the next
+        free one.
+        """
+        listener = await _listener(host, port)
+        self.port = listener.getsockname()[1]
+        self._server = _Server(self._config())
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="http server")
+        up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait((up, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            up.cancel()
+            listener.close()
+            await self._serving
+
+    async def close(self) -> None:
+        """Refuses new connections, lets answers end for `grace_s` and cancels the others."""
+        server, serving = self._server, self._serving
+        if server is None or serving is None:
+            return
+        server.should_exit = True
+        await serving
+        # Cancelled answers still close their events.
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+
+    def _config(self) -> uvicorn.Config:
+        bounds = self._limits
+
+        class Connection(LimitedConnection):
+            limits = bounds
+
+        return uvicorn.Config(
+            self._app,
+            http=Connection,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            backlog=_BACKLOG,
+            log_config=None,
+            # The guard logs each request with its id.
+            access_log=False,
+            # Anybody on loopback could otherwise claim another address or scheme.
+            proxy_headers=False,
+            server_header=False,
+            h11_max_incomplete_event_size=bounds.head_bytes,
+            timeout_keep_alive=bounds.idle_s,
+            timeout_graceful_shutdown=self._grace_s,
+        )
+
+
+async def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return await _bound(host, port)
+    except socket.gaierror as fault:
+        message = f"--host {host} is no address of this machine: {fault.strerror}"
+        raise InvalidSettings(message, param="--host") from None
+    except OSError as fault:
+        raise await _refused_address(host, port, fault) from None
+
+
+async def _bound(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _refused_address(host: str, port: int, fault: OSError) -> InvalidSettings:
+    if fault.errno == errno.EADDRINUSE:
+        free = await _next_free(host, port)
+        remedy = f"use --port {free}, which is free" if free else "choose another with --port"
+        return InvalidSettings(f"port {port} on {host} is in use; {remedy}", param="--port")
+    if fault.errno == errno.EACCES:
+        message = f"port {port} needs privileges; choose one from 1024 up with --port"
+        return InvalidSettings(message, param="--port")
+    message = f"--host {host} cannot be listened on: {fault.strerror}"
+    return InvalidSettings(message, param="--host")
+
+
+async def _next_free(host: str, port: int) -> int | None:
+    for candidate in range(port + 1, min(port + _PORTS_TO_TRY, 65535) + 1):
+        try:
+            (await _bound(host, candidate)).close()
+        except OSError:
+            continue
+        return candidate
+    return None

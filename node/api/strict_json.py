@@ -1,0 +1,123 @@
+"""JSON as the HTTP API reads and writes it: UTF-8, one value per name, 64-bit finite numbers."""
+
+import json
+import math
+import re
+from typing import Any, Final
+
+from pydantic import JsonValue
+
+from ...placement.errors import InvalidRequest
+
+MAX_FIELDS: Final = 1024
+"""Fields of one object; a validator reports on each, so their number is bounded before it."""
+
+# 2^64 - 1 has 20 digits. Python itself refuses to convert integers of more than 4300.
+_MAX_DIGITS: Final = 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def encode(value: Any) -> bytes:
+    """Compact UTF-8. A lone surrogate is written as its escape; ValueError for NaN and infinity."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def decode(body: bytes) -> JsonValue:
+    """The value of `body`.
+
+    Raises InvalidRequest for malformed UTF-8 or JSON, duplicate names, lone surrogates, NaN,
+    infinity and numbers beyond 64 bits; `param` is the path of the fault where it has one.
+    """
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as fault:
+        message = f"the body is not UTF-8 at byte {fault.start}; encode it as UTF-8"
+        raise InvalidRequest(message, param="body") from None
+    decoder = _Decoder()
+    try:
+        value: JsonValue = decoder.decode(text)
+    except RecursionError:
+        message = "the body is nested too deeply; send the fields that the API documents"
+        raise InvalidRequest(message, param="body") from None
+    except json.JSONDecodeError as fault:
+        message = f"the body is not JSON: {fault.msg} at character {fault.pos}"
+        raise InvalidRequest(message, param="body") from None
+    if decoder.number_out_of_range or _SURROGATE.search(text):
+        _refuse_unusable(value)
+    return value
+
+
+class _Decoder(json.JSONDecoder):
+    """Turns numbers out of range into infinity, so that the search for them can name the field."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            object_pairs_hook=_unique,
+            parse_int=self._int,
+            parse_float=self._float,
+            parse_constant=self._float,
+        )
+        self.number_out_of_range = False
+
+    def _int(self, digits: str) -> int | float:
+        if len(digits) <= _MAX_DIGITS:
+            return int(digits)
+        self.number_out_of_range = True
+        return math.inf
+
+    def _float(self, digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            self.number_out_of_range = True
+        return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_FIELDS:
+        message = f"an object has {len(pairs)} fields; no object of this API has that many"
+        raise InvalidRequest(message, param=brief(pairs[0][0]))
+    fields = dict(pairs)
+    if len(fields) == len(pairs):
+        return fields
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            message = f"field '{brief(name)}' is given twice; give it once"
+            raise InvalidRequest(message, param=brief(name))
+        seen.add(name)
+    raise AssertionError("a dict is shorter than its pairs only where a name repeats")
+
+
+def brief(name: str) -> str:
+    """A client's own words, short enough for an error message."""
+    return name if len(name) <= 64 else name[:63] + "…"
+
+
+def _refuse_unusable(value: JsonValue) -> None:
+    """Walks without recursion, because the parser's depth is the only bound so far."""
+    open_values: list[tuple[str, JsonValue]] = [("", value)]
+    while open_values:
+        path, current = open_values.pop()
+        match current:
+            case dict():
+                for name, inner in current.items():
+                    open_values.append((f"{path}.{brief(name)}".lstrip("."), inner))
+                    _refuse_surrogate(path or "body", name)
+            case list():
+                open_values.extend((f"{path}[{i}]", inner) for i, inner in enumerate(current))
+            case str():
+                _refuse_surrogate(path, current)
+            case float() if not math.isfinite(current):
+                message = f"'{path}' is no finite number of at most 64 bits"
+                raise InvalidRequest(message, param=path or "body")
+            case _:
+                pass
+
+
+def _refuse_surrogate(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        message = f"'{path}' has half of a surrogate pair at character {fault.start}"
+        raise InvalidRequest(message, param=path or "body") from None

@@ -1,0 +1,77 @@
+"""Whether a loaded model would answer now: a step that it made lately, or one that it makes."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+from ...placement.errors import ExoNodeError
+from ...placement.ids import ModelId
+from ...proto import peer_pb2 as pb
+from ..placements.placements import Placements
+from ..placements.record import Record
+from .chat import Runners
+
+RECENT_S = 10.0
+"""A step this long ago says that the next one will come."""
+PROBE_WITHIN_S = 5.0
+
+
+class Readiness:
+    """Asks nothing of a model that has just worked, and one token of one that has not."""
+
+    def __init__(
+        self,
+        placements: Placements,
+        generators: Runners,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._placements = placements
+        self._generators = generators
+        self._clock = clock
+        self._probes: dict[ModelId, asyncio.Task[str]] = {}
+
+    async def fault(self) -> str:
+        """Why a placement of this node would not answer; "" where all would."""
+        for record in self._placements.records:
+            if fault := await self._of(record):
+                return fault
+        return ""
+
+    async def _of(self, record: Record) -> str:
+        if record.status != "ready":
+            why = record.error or record.progress
+            return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
+        if self._clock() - max(record.stepped_at, record.probed_at) < RECENT_S:
+            return ""
+        probe = self._probes.get(record.card.id)
+        if probe is None or probe.done():
+            probe = self._probes[record.card.id] = asyncio.create_task(self._probe(record))
+        return await asyncio.shield(probe)
+
+    async def _probe(self, record: Record) -> str:
+        """One token through every stage."""
+        request = pb.GenerateRequest(
+            placement=record.id,
+            request=f"ready-{secrets.token_hex(8)}",
+            attempt=1,
+            token_ids=pb.TokenIds(ids=[0]),
+            sampling=pb.Sampling(top_p=1.0),
+            max_tokens=1,
+            drafting_reason="a probe",
+        )
+        record.begin()
+        try:
+            async with asyncio.timeout(PROBE_WITHIN_S):
+                async with aclosing(self._generators.generate(record.generator, request)) as events:
+                    async for event in events:
+                        if event.WhichOneof("event") == "delta":
+                            record.probed_at = self._clock()
+        except TimeoutError:
+            return f"{record.card.id} gave no token within {PROBE_WITHIN_S:.0f} s"
+        except ExoNodeError as fault:
+            return f"{record.card.id} gave no token: {fault.message}"
+        finally:
+            record.end()
+        return ""

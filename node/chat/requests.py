@@ -1,0 +1,114 @@
+"""One internal request and the events of its answer, whatever dialect the client speaks."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...mtp.types import FinishReason, Sampling
+from ...placement.drafting import DraftPolicy
+from ...placement.ids import ModelId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request. Sampling that is not among the `given` fields is the card's to say.
+
+    `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
+    up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
+    setting. `top_logprobs` None asks for no log-probabilities, 0 for the emitted tokens' only.
+    """
+
+    id: RequestId
+    model: ModelId
+    messages: tuple[Mapping[str, Any], ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    num_draft_tokens: int | None = None
+    draft_policy: DraftPolicy | None = None
+    top_logprobs: int | None = None
+    ignore_eos: bool = False
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The model is not in memory yet; `step` is for a person ("downloading 12 %")."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt was rendered and tokenised."""
+
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Prompt rows done; also sent with `done == total`."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """A stage was lost; the answer goes on from where it is. `step` is for a person."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token under the model's distribution, before temperature and filters.
+
+    `raw` is what it decodes to by itself, part of a character at times; empty for a control token.
+    `logprob` is natural. `top` has the most likely tokens there, best first, without a `top` of
+    their own.
+    """
+
+    id: int
+    raw: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text (may be empty) and the ids emitted since the last delta.
+
+    `logprobs` has an entry for each id where the request asked for them. The text of an id may come
+    with a later delta: it waits for a whole character, and until it is known to be no stop string.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end: `stats` is the `generation_stats` object of the API, JSON-ready."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    accepted_draft_tokens: int
+    stats: Mapping[str, Any]
+
+
+Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Finished
+
+
+class Chat(Protocol):
+    """What the HTTP layer needs of the node's chat service."""
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """The answer. Closing the iterator (`aclose`) cancels it on every stage.
+
+        Raises ExoNodeError of the kinds that `placement.errors` lists, before or between events.
+        """
+        ...

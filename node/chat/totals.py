@@ -1,0 +1,105 @@
+"""Sums of the final stats of answers, by model, since the node started."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...placement.ids import ModelId
+
+
+@dataclass(slots=True)
+class ModelTotals:
+    """One model's finished answers. Answers that broke off have no stats and are not in here.
+
+    `accepted_per_position[p]` counts accepted drafts that were the p-th after their round's start,
+    `draft_k_histogram[k]` the rounds that drafted k tokens; both grow as they must.
+    `by_policy_and_rule` has the answers by (`draft_policy`, `acceptance_rule`).
+    """
+
+    requests: int = 0
+    drafted_requests: int = 0
+    completion_tokens: int = 0
+    spec_decode_rounds: int = 0
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list[int])
+    draft_k_histogram: list[int] = field(default_factory=list[int])
+    by_policy_and_rule: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    greedy_identity: str | None = None
+    """What the last answer with drafts reported."""
+    parked_requests: int = 0
+    head_parked: str | None = None
+    """Why the draft head was parked, by the last answer that said so."""
+
+    def add(self, completion_tokens: int, stats: Mapping[str, Any]) -> None:
+        """`stats` is the `generation_stats` object of one answer."""
+        drafted = stats["drafter_kind"] == "native_mtp"
+        self.requests += 1
+        self.drafted_requests += drafted
+        self.completion_tokens += completion_tokens
+        self.spec_decode_rounds += stats["spec_decode_rounds"]
+        self.proposed_draft_tokens += stats["proposed_draft_tokens"]
+        self.accepted_draft_tokens += stats["accepted_draft_tokens"]
+        _add_each(self.accepted_per_position, stats["accepted_per_position"])
+        _add_each(self.draft_k_histogram, stats["draft_k_histogram"])
+        self.by_policy_and_rule[stats["draft_policy"], stats["acceptance_rule"]] += 1
+        if stats["head_parked"]:
+            self.parked_requests += 1
+            self.head_parked = stats["drafting_reason"]
+        if drafted:
+            self.greedy_identity = stats["greedy_identity"]
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready, with acceptance by both usual definitions; None where none was possible."""
+        accepted, proposed = self.accepted_draft_tokens, self.proposed_draft_tokens
+        emitted = self.completion_tokens
+        return {
+            "requests": self.requests,
+            "drafted_requests": self.drafted_requests,
+            "completion_tokens": emitted,
+            "spec_decode_rounds": self.spec_decode_rounds,
+            "proposed_draft_tokens": proposed,
+            "accepted_draft_tokens": accepted,
+            "accepted_per_position": list(self.accepted_per_position),
+            "draft_k_histogram": list(self.draft_k_histogram),
+            "acceptance_rate": accepted / proposed if proposed else None,
+            "accepted_share_of_output": accepted / emitted if self.drafted_requests else None,
+            "requests_by_draft_policy": self._requests_by(0),
+            "requests_by_acceptance_rule": self._requests_by(1),
+            "greedy_identity": self.greedy_identity,
+            "parked_requests": self.parked_requests,
+            "head_parked": self.head_parked,
+        }
+
+    def _requests_by(self, part: int) -> dict[str, int]:
+        counts = Counter[str]()
+        for key, count in self.by_policy_and_rule.items():
+            counts[key[part]] += count
+        return dict(counts)
+
+
+class Totals:
+    """The totals of every model that has answered."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[ModelId, ModelTotals] = {}
+
+    def add(self, model: ModelId, completion_tokens: int, stats: Mapping[str, Any]) -> None:
+        self._by_model.setdefault(model, ModelTotals()).add(completion_tokens, stats)
+
+    def of(self, model: ModelId) -> ModelTotals | None:
+        return self._by_model.get(model)
+
+    def __iter__(self) -> Iterator[tuple[ModelId, ModelTotals]]:
+        return iter(self._by_model.items())
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """`ModelTotals.describe` by model."""
+        return {str(model): totals.describe() for model, totals in self}
+
+
+def _add_each(sums: list[int], counts: Sequence[int]) -> None:
+    sums.extend([0] * (len(counts) - len(sums)))
+    for index, count in enumerate(counts):
+        sums[index] += count

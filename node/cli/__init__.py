@@ -1,0 +1,15 @@
+"""The commands of `exo-node`.
+
+bench.py: `exo-node bench`
+bench_cluster.py: `exo-node bench cluster`
+child.py: the child process of a command that loads a model
+client.py: HTTP to the running node
+events.py: `exo-node events`
+flags.py: flags that several commands share
+join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
+main.py: the commands
+output.py: tables and lines on the terminal
+plan.py: `exo-node plan`
+start.py: `exo-node start` and `exo-node stop`
+verify.py: `exo-node verify`
+"""

@@ -1,0 +1,275 @@
+"""The `exo-node` command: start, chat, status, models, stop; others are in `node/cli_*.py`.
+
+Data goes to stdout, notes to stderr, no colours anywhere. Exit codes: 0 done, 1 failed, 2 wrong
+use or settings, 69 no node runs, 75 try again later, 130 interrupted. Each command imports what
+it needs when it runs, so that `--help` and shell completion answer at once.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from ...placement.errors import ExoNodeError, InvalidSettings
+from . import flags
+from .bench import bench
+from .flags import AsJson, DataDir, LocalPort, client_settings
+from .join import add_join_commands
+from .start import VARIABLES, start
+
+if TYPE_CHECKING:
+    from .client import Endpoint
+
+_EXIT_FAILED: Final = 1
+_EXIT_USAGE: Final = 2
+_DEMO: Final = "demo"
+_CHAT: Final = "/v1/chat/completions"
+
+
+class _Commands(TyperGroup):
+    """The CLI's one edge: an error of the tree becomes a line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ExoNodeError as error:
+            _note(f"exo-node: {error.message}")
+            raise typer.Exit(_exit_code(error)) from error
+
+
+def _exit_code(error: ExoNodeError) -> int:
+    from .client import CallFailed
+
+    match error:
+        case CallFailed():
+            return error.exit_code
+        case InvalidSettings():
+            return _EXIT_USAGE
+        case _:
+            return _EXIT_FAILED
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Run large models on the Macs and Linux machines that you own.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench, name="bench")
+add_join_commands(app)
+
+
+def main() -> None:
+    """The entry point of `exo-node`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that it has not becomes `?`
+            stream.reconfigure(errors="replace")
+    app(prog_name="exo-node")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"exo-node {version('exo-node')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run large models on the Macs and Linux machines that you own."""
+
+
+app.command(epilog=VARIABLES)(start)
+
+
+@app.command()
+def chat(
+    prompt: flags.Prompt,
+    model: flags.ChatModel = None,
+    max_tokens: flags.MaxTokens = None,
+    temperature: flags.Temperature = None,
+    num_draft_tokens: flags.NumDraftTokens = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the node one question.
+
+    The answer streams to stdout; its numbers follow on stderr.
+    """
+    from . import client as cli_client
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "num_draft_tokens": num_draft_tokens,
+    }
+    body: dict[str, Any] = {
+        "model": model or _pick_model(endpoint),
+        "messages": [{"role": "user", "content": text}],
+        **{key: value for key, value in options.items() if value is not None},
+    }
+    if as_json:
+        _print_json(cli_client.call(endpoint, _CHAT, body, timeout_s=None))
+    else:
+        _stream_answer(endpoint, body)
+
+
+def _stream_answer(endpoint: "Endpoint", body: Mapping[str, Any]) -> None:
+    from . import client as cli_client
+    from . import output as cli_output
+
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    stats = cli_output.print_answer(cli_client.stream(endpoint, _CHAT, streamed))
+    if stats:
+        _note(cli_output.stats_line(stats))
+
+
+@app.command()
+def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Show the node, its cluster and where models run."""
+    from . import client as cli_client
+
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    cluster = cli_client.call(endpoint, "/v1/cluster")
+    placements = cli_client.call(endpoint, "/v1/placements").get("data", [])
+    if as_json:
+        _print_json({"cluster": cluster, "placements": placements})
+        return
+    from . import output as cli_output
+
+    print(cli_output.status(cluster, placements))
+
+
+@app.command()
+def models(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the models that this node can run."""
+    from . import client as cli_client
+
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    listed = cli_client.call(endpoint, "/v1/models")
+    if as_json:
+        _print_json(listed)
+        return
+    from . import output as cli_output
+
+    print(cli_output.models(listed.get("data", [])))
+
+
+@app.command()
+def events(
+    follow: flags.Follow = False,
+    limit: flags.Limit = 100,
+    own: flags.Own = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what happened in the cluster, one line each."""
+    from . import client as cli_client
+    from . import events as cli_events
+
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    cli_events.print_events(endpoint, follows=follow, limit=limit, own=own, as_json=as_json)
+
+
+@app.command()
+def verify(
+    model: flags.VerifiedModel = _DEMO,
+    k: flags.Depth = None,
+    dtype: flags.Dtype = None,
+    quick: flags.Quick = False,
+    json_file: flags.Report = None,
+    models_dir: flags.ModelsDir = None,
+) -> None:
+    """Check that drafts change no answer of a model on this machine.
+
+    Exit status 1 where they do by more than rounding explains. No node has to run.
+    """
+    from .verify import run_verify
+
+    raise typer.Exit(
+        run_verify(model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir)
+    )
+
+
+@app.command()
+def plan(
+    model: flags.PlannedModel,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a model would be placed, what comes next and why; nothing is loaded."""
+    from . import client as cli_client
+    from . import plan as cli_plan
+
+    options = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "context": context,
+        "nodes": nodes,
+        "layers": layers,
+        "exclude": exclude,
+    }
+    endpoint = cli_client.locate(client_settings(port, data_dir))
+    preview = cli_client.call(endpoint, cli_plan.query(model, options))
+    if as_json:
+        _print_json(preview)
+        return
+    print(cli_plan.told(preview))
+
+
+@app.command()
+def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """End the node on the data folder, and wait for its end."""
+    from .start import stop_node
+
+    pid = stop_node(client_settings(None, data_dir).data_dir)
+    if as_json:
+        _print_json({"stopped": True, "pid": pid})
+    else:
+        _note(f"stopped the node with pid {pid}")
+
+
+def _pick_model(endpoint: "Endpoint") -> str:
+    from .client import call
+
+    for entry in call(endpoint, "/v1/models").get("data", []):
+        if entry.get("loaded"):
+            return str(entry["id"])
+    _note(
+        f"no model is loaded: using the small {_DEMO} model; for a real one try "
+        "`exo-node chat --model Qwen/Qwen3.6-27B …`"
+    )
+    return _DEMO
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

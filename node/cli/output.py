@@ -1,0 +1,260 @@
+"""What the commands print for a person, from the API's objects.
+
+Text comes from models and other machines, so it may not send a terminal escape sequences. Fields
+that another version of the node leaves out show as `-`.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ..join.handshake import spaced
+from ..machine.log import escape_controls
+from .client import Comment
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) -> str:
+    """The node, its head and cluster, then a table of nodes and one of placements."""
+    nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
+    me = next((node for node in nodes if node.get("self")), _NOTHING)
+    head = cluster.get("head")
+    trouble = [f"TROUBLE  {_text(cluster['trouble'])}"] if cluster.get("trouble") else []
+    lines = [
+        f"node     {_text(me.get('name'))} ({_text(cluster.get('self'))}), "
+        f"http://{_text(me.get('http_host'))}:{_text(me.get('http_port'))}, "
+        f"exo-node {_text(cluster.get('version'))}",
+        f"head     {names.get(head, _text(head))}, term {_text(cluster.get('term'))}",
+        f"cluster  {_text(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
+        *trouble,
+        "",
+        *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
+        "",
+    ]
+    if not placements:
+        return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
+    rows = [_placement_row(placement, names) for placement in placements]
+    return _joined([*lines, *table(("MODEL", "STATUS", "STAGES", "MTP"), rows)])
+
+
+def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
+    """A table of the nodes, one of those that ask to join, and whom this node asks itself."""
+    members: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    header = ("NODE", "ID", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
+    rows = [(row[0], _text(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
+    lines = table(header, rows)
+    if pending := joining.get("data"):
+        heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
+        asking = [_asking_row(request) for request in pending]
+        how = "type the six digits that its own screen shows: `exo-node approve DIGITS`"
+        lines += ["", *table(heads, asking), f"{how} NODE" if len(asking) > 1 else how]
+    lines += _own_asking(joining)
+    if joining.get("open"):
+        lines += ["", "OPEN: nodes with the same --open join without approval"]
+    return _joined(lines)
+
+
+def _own_asking(joining: Mapping[str, Any]) -> list[str]:
+    """Of a new node: where it asks, and its digits."""
+    asked: list[Mapping[str, Any]] = joining.get("asking", [])
+    if not asked:
+        return []
+    whom = " and ".join(
+        f"{_text(each.get('name'))} ({_text(each.get('address'))})" for each in asked
+    )
+    if (code := joining.get("digits")) is None:
+        return ["", f"this node asks {whom} to join; only its own user may see its digits"]
+    return [
+        "",
+        f"this node asks {whom} to join, and shows {spaced(_text(code))}",
+        f"run `exo-node approve {spaced(_text(code))}` on a node of your cluster",
+    ]
+
+
+def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
+    at = request.get("at") or _NOTHING
+    told = [_text(request.get(name)) for name in ("name", "node", "chip", "address")]
+    return (*told, _text(at.get("name")))
+
+
+def no_choice(
+    text: str, pending: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
+) -> str:
+    """Why a name, an id or nothing does not say which node is meant."""
+    if not pending:
+        return "no node asks to join this cluster"
+    listed = ", ".join(f"{_text(r.get('name'))} ({_text(r.get('node'))})" for r in pending)
+    if not text or found:
+        return f"say which node is meant, by its name or id: {listed}"
+    return f"'{text[:64]}' asks nothing; {listed} do"
+
+
+def rekey_question(cluster: Mapping[str, Any], without: Sequence[str]) -> str:
+    """What a person is asked before the cluster key is changed."""
+    others = [n for n in cluster.get("nodes", []) if not n.get("self")]
+    out = [n for n in others if _is_meant(n, without) or n.get("status") != "alive"]
+    stay = ", ".join(_text(n.get("name")) for n in others if n not in out) or "no other node"
+    left = ", ".join(f"{_text(n.get('name'))} ({_text(n.get('status'))})" for n in out) or "nobody"
+    return escape_controls(f"Give a new cluster key to this node and {stay}, and leave out {left}?")
+
+
+def _is_meant(node: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return any(node.get("name") == name or str(node.get("id")).startswith(name) for name in names)
+
+
+def rekeyed(answer: Mapping[str, Any]) -> str:
+    """What became of a new cluster key."""
+    kept = ", ".join(answer.get("kept", [])) or "no other node"
+    text = f"this node and {kept} start anew with the new cluster key"
+    if missed := answer.get("missed"):
+        text += (
+            f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "
+            "`exo-node key` prints here"
+        )
+    return text
+
+
+def models(entries: Sequence[Mapping[str, Any]]) -> str:
+    """One line a model: id, whether it is loaded, its context and its native MTP."""
+    rows = [
+        (
+            _text(entry.get("id")),
+            "yes" if entry.get("loaded") else "no",
+            _text(entry.get("context_length")),
+            f"cannot be used: {entry['error']}"
+            if entry.get("error")
+            else _native_mtp(entry.get("native_mtp")),
+        )
+        for entry in entries
+    ]
+    return _joined(table(("MODEL", "LOADED", "CONTEXT", "NATIVE MTP"), rows))
+
+
+def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
+    """Write a stream's deltas to stdout as they come; the final stats, if the node sent them."""
+    stats: Mapping[str, Any] | None = None
+    last, progress = "\n", _Progress()
+    try:
+        for event in events:
+            if isinstance(event, Comment):
+                progress.show(event.text, below=last != "\n")
+                continue
+            progress.clear()
+            stats = event.get("generation_stats") or stats
+            for choice in event.get("choices", []):
+                text: str = choice.get("delta", {}).get("content") or ""
+                last = text[-1:] or last
+                print(_for_stdout(text), end="", flush=True)
+    finally:
+        if last != "\n":
+            print(flush=True)
+    return stats
+
+
+def stats_line(stats: Mapping[str, Any]) -> str:
+    """`generation_stats` in one line."""
+    kind = _text(stats.get("drafter_kind"))
+    if kind == "none":
+        parts = [f"drafter none ({stats.get('drafting_reason') or 'no reason given'})"]
+    else:
+        accepted, proposed = stats.get("accepted_draft_tokens"), stats.get("proposed_draft_tokens")
+        parts = [f"drafter {kind}", f"K {_text(stats.get('num_draft_tokens'))}"]
+        parts.append(f"accepted {_text(accepted)}/{_text(proposed)}")
+    parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
+    parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
+    if resumes := stats.get("resumes"):
+        exact = "exact" if stats.get("resume_exact") else "not exact"
+        parts.append(f"resumed {_text(resumes)}x, {exact}")
+    return escape_controls(", ".join(parts))
+
+
+class _Progress:
+    """One line that is written over, on a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def show(self, text: str, *, below: bool) -> None:
+        """`below`: an answer's line is not at its end, and must not be written over."""
+        if text in ("", "keep-alive") or not sys.stderr.isatty():
+            return
+        begin = "\n" if below and not self._shown else "\r"
+        text = escape_controls(text)
+        print(f"{begin}{text.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
+        self._shown = len(text)
+
+    def clear(self) -> None:
+        if self._shown:
+            print(f"\r{' ' * self._shown}\r", end="", file=sys.stderr, flush=True)
+        self._shown = 0
+
+
+def _for_stdout(text: str) -> str:
+    return escape_controls(text, keep="\n\t") if sys.stdout.isatty() else text
+
+
+def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    marks = [mark for mark in ("self", "head") if node.get(mark)]
+    memory = node.get("memory_bytes")
+    return (
+        _text(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
+        _text(node.get("status")),
+        _text(node.get("chip")),
+        _text(node.get("backend")),
+        f"{memory / 1024**3:.1f} GiB" if isinstance(memory, int) else "-",
+        f"{_text(node.get('host'))}:{_text(node.get('port'))}",
+    )
+
+
+def _placement_row(
+    placement: Mapping[str, Any], names: Mapping[Any, str]
+) -> tuple[str, str, str, str]:
+    state = _text(placement.get("status"))
+    if placement.get("error"):
+        state += f": {placement['error']}"
+    stages = [
+        f"{names.get(stage.get('node'), _text(stage.get('node')))} {_layers(stage)}"
+        for stage in placement.get("stages", [])
+    ]
+    drafting = _drafting(placement.get("drafting"))
+    return _text(placement.get("model")), state, " → ".join(stages), drafting
+
+
+def _layers(stage: Mapping[str, Any]) -> str:
+    """The half-open range that the API speaks of: `[0, 32)`."""
+    first, end = stage.get("layers") or ("?", "?")
+    return f"[{first}, {end})"
+
+
+def _drafting(drafting: Mapping[str, Any] | None) -> str:
+    if drafting is None:
+        return "-"
+    if drafting.get("drafter_kind") == "none":
+        return f"off: {drafting.get('reason') or 'no reason given'}"
+    return f"on, K {_text(drafting.get('num_draft_tokens'))}"
+
+
+def _native_mtp(mtp: Mapping[str, Any] | None) -> str:
+    if mtp is None:
+        return "none"
+    if mtp.get("weights") == "missing" or not mtp.get("enabled", True):
+        return f"off: {mtp.get('reason') or 'its weights are missing'}"
+    return f"K {_text(mtp.get('default_k'))} (at most {_text(mtp.get('max_k'))})"
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines of padded columns; cells may hold anything."""
+    lines = [header, *(tuple(escape_controls(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    padded = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return [line.rstrip() for line in padded]
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(escape_controls(line) for line in lines)

@@ -1,0 +1,191 @@
+"""`exo-node start`: its flags, and how they become the settings of a node."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ...placement.errors import ExoNodeError
+from ..machine.presence import find_running
+from .client import no_node
+from .flags import DataDir
+
+VARIABLES: Final = (
+    "By variable only: EXO_API_KEY (clients must show it), EXO_CLUSTER_KEY, "
+    "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
+    "card's K), EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
+    "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_LOAD_TIMEOUT (seconds without progress in a load), "
+    "EXO_KERNELS=mlx (no kernels of our own)."
+)
+
+_Name = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What peers call this node; default: host name. [EXO_NAME]"),
+]
+_Host = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="HTTP address; other than loopback needs EXO_API_KEY. Default: 127.0.0.1. [EXO_HOST]",
+    ),
+]
+_Port = Annotated[
+    str | None, typer.Option(metavar="PORT", help="HTTP port; default: 52415. [EXO_PORT]")
+]
+_GrpcPort = Annotated[
+    str | None,
+    typer.Option(metavar="PORT", help="Node-to-node port; default: 52416. [EXO_GRPC_PORT]"),
+]
+_Interface = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Talk to peers on this address only; default: all private ones. [EXO_INTERFACE]",
+    ),
+]
+_ModelsDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder of model folders, besides the Hugging Face cache. [EXO_MODELS_DIR]",
+    ),
+]
+_Peer = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="A peer to dial where multicast does not reach; repeatable. "
+        "[EXO_PEER, comma separated]",
+    ),
+]
+_ClusterKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="The cluster's key; EXO_CLUSTER_KEY may hold the key itself. [EXO_CLUSTER_KEY_FILE]",
+    ),
+]
+_Open = Annotated[
+    str | None,
+    typer.Option(
+        "--open",
+        metavar="NAME",
+        help="For labs: nodes that give the same name join each other without approval. [EXO_OPEN]",
+    ),
+]
+_NoMdns = Annotated[
+    bool, typer.Option("--no-mdns", help="Neither announce nor look for peers. [EXO_MDNS=0]")
+]
+_MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for models, such as 12GB or 12GiB; default: 75 % of a Mac's memory, "
+        "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
+    ),
+]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]",
+    ),
+]
+_Offline = Annotated[
+    bool, typer.Option("--offline", help="Talk to nobody but peers. [EXO_OFFLINE=1]")
+]
+_LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="human or json; default: human on a terminal, else json. [EXO_LOG_FORMAT]",
+    ),
+]
+
+
+def start(
+    name: _Name = None,
+    host: _Host = None,
+    port: _Port = None,
+    grpc_port: _GrpcPort = None,
+    interface: _Interface = None,
+    data_dir: DataDir = None,
+    models_dir: _ModelsDir = None,
+    peer: _Peer = None,
+    cluster_key_file: _ClusterKeyFile = None,
+    open_name: _Open = None,
+    no_mdns: _NoMdns = False,
+    memory_limit: _MemoryLimit = None,
+    dtype: _Dtype = None,
+    offline: _Offline = False,
+    log_format: _LogFormat = None,
+) -> None:
+    """Run a node here, in the foreground.
+
+    It ends on Ctrl-C, SIGTERM or `exo-node stop`. A flag wins over its [VARIABLE].
+    """
+    flags = {
+        "name": name,
+        "host": host,
+        "port": port,
+        "grpc_port": grpc_port,
+        "interface": interface,
+        "data_dir": data_dir,
+        "models_dir": models_dir,
+        "peers": peer or None,
+        "cluster_key_file": cluster_key_file,
+        "open": open_name,
+        "mdns": False if no_mdns else None,
+        "memory_limit": memory_limit,
+        "dtype": dtype,
+        "offline": offline or None,
+        "log_format": log_format,
+    }
+    raise typer.Exit(_run(flags))
+
+
+def _run(flags: Mapping[str, object]) -> int:
+    """The node's exit status; a flag that is None was not given."""
+    from ..machine import settings
+
+    environ = settings.environment()
+    wanted = settings.load_settings(flags, environ)
+    settings.quieten_grpc()
+    settings.check_mlx_extras(settings.installed_distributions())
+    from ..run import run_node
+
+    return run_node(wanted, settings.unknown_variables(environ))
+
+
+_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.05
+
+
+def stop_node(folder: Path) -> int:
+    """The pid of the node that has ended. Raises CallFailed where none runs, and ExoNodeError."""
+    running = find_running(folder)
+    if running is None:
+        raise no_node(f"no node runs with the data folder {folder}")
+    _end(running.pid, folder)
+    return running.pid
+
+
+def _end(pid: int, folder: Path) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise ExoNodeError(f"pid {pid} belongs to another user; stop it as that user") from error
+    deadline = time.monotonic() + _TIMEOUT_S
+    while (holder := find_running(folder)) is not None and holder.pid == pid:
+        if time.monotonic() > deadline:
+            raise ExoNodeError(
+                f"the node (pid {pid}) still runs {_TIMEOUT_S:g} s after it was asked to end; "
+                f"`kill -9 {pid}` ends it without care for its requests"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,16 @@
+"""Which nodes there are, which of them live, and which is the head.
+
+cluster.py: dials peers, exchanges heartbeats, and acts on what they say
+cluster_state.py: membership and election together, fed by heartbeats; pure
+desired.py: desired placements: published by the head, learned by the others
+discovery.py: mDNS: addresses to dial
+election.py: which node is the head; pure
+ending.py: why a node ends by itself
+heartbeats.py: heartbeats as messages
+held.py: what heads hold, kept for the next head
+member.py: what is known of each other node
+member_facts.py: one live node as its heartbeats describe it
+membership.py: alive, suspect, dead; pure
+term_file.py: the head's term on disk
+told.py: what was logged already, so that it is not repeated; pure
+"""

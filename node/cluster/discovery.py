@@ -1,0 +1,272 @@
+"""Announces this node by mDNS and finds others: candidates for dialling, never more than that.
+
+Whoever is on the network can announce anything, so what is heard is bounded, checked and believed
+only as an address to try. IPv4 only, like the addresses that nodes announce.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import cast
+
+from zeroconf import Error as ZeroconfError
+from zeroconf import IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from ...placement.ids import NodeId
+from ..machine.tasks import Loops
+
+log = logging.getLogger(__name__)
+
+SERVICE = "_exo-node._tcp.local."
+MAX_CANDIDATES = 64
+"""Of this cluster, and as many of other clusters; more are ignored."""
+
+RESOLVE_TIMEOUT_MS = 3000
+ECHO_TIMEOUT_S = 5.0
+RESCAN_S = 30.0
+
+_MAX_RESOLVING = 64
+_NODE = re.compile(r"[a-z2-7]{20}")
+_CLUSTER = re.compile(r"[0-9a-f]{16}")
+_PORT = re.compile(r"[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What this node tells everybody on the network; nothing of it is secret."""
+
+    node: NodeId
+    cluster: str
+    version: str
+    host: str
+    port: int
+    join_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An address that may be a node of that cluster; only TLS says whether it is.
+
+    One with this node's own id is a second process with its data folder, or says that it is.
+    """
+
+    node: NodeId
+    cluster: str
+    address: str
+    join_address: str | None = None
+
+
+class Discovery:
+    """Runs until closed. `found` is called on the event loop, once for each address.
+
+    An address is not reported again when its node comes back: the dialler keeps trying it.
+    """
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        interfaces: list[str] | None,
+        found: Callable[[Candidate], None],
+    ) -> None:
+        """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
+        self.failure: str | None = None
+        """Why mDNS does not work now; also logged. The node goes on with `--peer`."""
+        self.ignored = 0
+        """Announcements that were malformed or over a limit."""
+        self._own = announcement
+        self._service = _service(announcement)
+        self._interfaces = interfaces
+        self._found = found
+        self._seen: set[Candidate] = set()
+        self._echo = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, loops: Loops) -> None:
+        """Returns at once: registering takes over a second, and the node is ready before."""
+        self._keep(loops.keep(self._run, "the search by mDNS"))
+
+    async def settled(self) -> str | None:
+        """Waits until the first announcement was heard or failed; returns `failure`."""
+        _ = await self._settled.wait()
+        return self.failure
+
+    async def close(self) -> None:
+        """Says goodbye, so that others need not wait for a timeout."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            _ = task.cancel()
+        _ = await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """Where mDNS is impossible it is tried again: a cable may be plugged in later."""
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    zeroconf = await self._announce(stack)
+                    self.failure = None
+                    self._settled.set()
+                    await self._follow_interfaces(zeroconf)
+            except (OSError, ZeroconfError) as fault:
+                self._fail(str(fault) or type(fault).__name__)
+            await asyncio.sleep(RESCAN_S)
+
+    async def _announce(self, stack: AsyncExitStack) -> AsyncZeroconf:
+        """Browses and registers; what it opened closes with the stack. Raises OSError."""
+        zeroconf = self._open()
+        _ = stack.push_async_callback(zeroconf.async_close)
+        # zeroconf cannot close any more once a wait for its start was cancelled: its sockets leak.
+        await asyncio.shield(zeroconf.zeroconf.async_wait_for_start())
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._changed])
+        _ = stack.push_async_callback(browser.async_cancel)
+        self._echo.clear()
+        self._service = _service(self._own)
+        wanted = self._service.name
+        # A name that is taken must not keep this node silent: TXT and TLS say who it is.
+        register = zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        registered = cast(Awaitable[object], await register(self._service, allow_name_change=True))
+        _ = await registered
+        if self._service.name != wanted:
+            log.warning(
+                "another node announces the id %s: if this data folder is a copy, remove node.key "
+                "from it and start again",
+                self._own.node,
+            )
+        try:
+            _ = await asyncio.wait_for(self._echo.wait(), ECHO_TIMEOUT_S)
+        except TimeoutError as fault:
+            raise OSError("this node does not hear its own multicast packets") from fault
+        return zeroconf
+
+    def _open(self) -> AsyncZeroconf:
+        try:
+            if self._interfaces is None:
+                return AsyncZeroconf(ip_version=IPVersion.V4Only)
+            return AsyncZeroconf(interfaces=self._interfaces, ip_version=IPVersion.V4Only)
+        except RuntimeError as fault:  # what zeroconf raises where no interface is up
+            raise OSError(str(fault)) from fault
+
+    async def _follow_interfaces(self, zeroconf: AsyncZeroconf) -> None:
+        while True:
+            await asyncio.sleep(RESCAN_S)
+            if self._interfaces is None:
+                await zeroconf.async_update_interfaces()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure != reason:
+            log.warning(
+                "mDNS does not work here (%s): other nodes are found through --peer only", reason
+            )
+        self.failure = reason
+        self._settled.set()
+
+    def _changed(
+        self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
+        if state_change is ServiceStateChange.Removed:
+            return  # a goodbye may be forged, and a crash sends none: heartbeats say who is gone
+        if name == self._service.name:
+            return self._echo.set()
+        info = AsyncServiceInfo(SERVICE, name)
+        if info.load_from_cache(zeroconf):  # an announcement carries all records in one packet
+            self._judge(info)
+        elif len(self._tasks) > _MAX_RESOLVING:
+            self._ignore()
+        else:
+            self._keep(asyncio.create_task(self._resolve(zeroconf, info)))
+
+    async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
+        if await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
+            self._judge(info)
+        else:
+            self._ignore()
+
+    def _judge(self, info: AsyncServiceInfo) -> None:
+        offered = candidates(info, self._own)
+        if offered is None:
+            return self._ignore()
+        for candidate in offered:
+            self._offer(candidate)
+
+    def _offer(self, candidate: Candidate) -> None:
+        if candidate in self._seen:
+            return
+        # Counted apart, so that a large network of other clusters cannot hide this one.
+        ours = candidate.cluster == self._own.cluster
+        alike = sum((seen.cluster == self._own.cluster) == ours for seen in self._seen)
+        if alike >= MAX_CANDIDATES:
+            return self._ignore()
+        self._seen.add(candidate)
+        self._found(candidate)
+
+    def _ignore(self) -> None:
+        self.ignored += 1
+        log.debug("%d announcements were malformed or too many", self.ignored)
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a task of mDNS discovery failed", exc_info=fault)
+
+
+def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | None:
+    """What a resolved service offers this node; None where exo-node does not announce like that."""
+    node, cluster = _text(info, b"id"), _text(info, b"cluster")
+    if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
+        return None
+    addresses = [a for a in info.parsed_addresses(IPVersion.V4Only) if _is_near(a, own.host)]
+    if node == own.node:
+        addresses = [a for a in addresses if (a, info.port) != (own.host, own.port)]
+        if not addresses:
+            return []
+    join_port = _join_port(info)
+    # A node announces one address: a few allow for its old one, many would be somebody's scan.
+    return [
+        Candidate(
+            NodeId(node),
+            cluster,
+            f"{address}:{info.port}",
+            None if join_port is None else f"{address}:{join_port}",
+        )
+        for address in addresses[:4]
+    ] or None
+
+
+def _join_port(info: AsyncServiceInfo) -> int | None:
+    text = _text(info, b"join")
+    return int(text) if _PORT.fullmatch(text) and 0 < int(text) <= 65535 else None
+
+
+def _text(info: AsyncServiceInfo, key: bytes) -> str:
+    return (info.properties.get(key) or b"").decode("ascii", "replace")
+
+
+def _is_near(address: str, own_host: str) -> bool:
+    """Whether a node may live there: not on the Internet, and on this machine only if we do."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
+        return ipaddress.ip_address(own_host).is_loopback
+    return parsed.is_private and not (parsed.is_unspecified or parsed.is_reserved)
+
+
+def _service(own: Announcement) -> AsyncServiceInfo:
+    text = {"id": own.node, "cluster": own.cluster, "version": own.version, "protocol": "1"}
+    if own.join_port is not None:
+        text["join"] = str(own.join_port)
+    return AsyncServiceInfo(
+        SERVICE,
+        f"{own.node}.{SERVICE}",
+        port=own.port,
+        parsed_addresses=[own.host],
+        properties=text,
+        server=f"{own.node}.local.",
+    )

@@ -1,0 +1,350 @@
+"""Which node is the head: a lease under a term. A pure state machine: time comes with each event.
+
+The head's heartbeats renew its lease; it ends when the membership gives the head up, when the head
+says that another one leads, resigns, or was itself stopped for too long. Only then do the others
+elect: the lowest id among the live ones at once, the next one only where that one neither does nor
+dies. The elected node takes the next term and stores it before it uses it, so that no process of a
+node leads a term of an earlier one (exo's issue 2197: a clock of elections that was lost with its
+process).
+
+A healthy head stays: its followers listen to no other claim, and a node that joins takes over
+whatever lease it finds. There is no quorum, because two nodes have none: after a partition there
+may be two heads, and the two settle it between themselves. One that others follow stays against
+one that nobody follows, else the one that has led clearly longer, else the higher (term, id). The
+one that stays takes a term above the other's; so for everybody the higher (term, id) is the head.
+Two nodes can take the same term only while heartbeats between them are lost.
+
+A node whose disk does not take a term does not lead under it, and tries again at each tick. It
+still follows a head, whose own disk has the term. Terms stop at MAX_TERM, which only a wrong
+message can bring about; there the higher id leads.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, assert_never
+
+from ...placement.ids import NodeId, Term
+
+STAGGER_S = 4.0
+"""How much longer each next node waits for those with a lower id: until they would be dead."""
+
+PATIENCE_S = 3.0
+"""How long a node waits for a head that it knows of but cannot follow yet."""
+
+LEASE_S = 3.5
+"""A head that was stopped for longer cannot know who leads now; the others think it dead."""
+
+WAKING_S = 1.5
+"""How long a node that was stopped listens before anything else: a heartbeat and a half."""
+
+MAX_TERM = Term(2**62)
+"""The highest term that a heartbeat or the disk may hold."""
+
+CLEARLY_S = 5.0
+"""A lead in time that two heads see alike, however late their heartbeats are."""
+
+
+class TermStore(Protocol):
+    """Keeps the highest term that a node knew, over restarts."""
+
+    def load(self) -> Term:
+        """0 where none was stored."""
+        ...
+
+    def save(self, term: Term) -> None:
+        """Returns when the term is safe from a power cut. Raises OSError where it is not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a heartbeat says of the head; the last two are told by the head itself."""
+
+    term: Term
+    head: NodeId | None
+    followers: int = 0
+    head_for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    sender: NodeId
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The node died, left, or its process is another one now."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Resign:
+    """This node is about to leave: it gives up its lease and takes none any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due twice a second or more often."""
+
+
+Event = Claimed | Gone | Resign | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class HeadChanged:
+    """`before` is the last head that this node knew, None for its first."""
+
+    head: NodeId
+    term: Term
+    before: NodeId | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLost:
+    head: NodeId
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
+class TermRaised:
+    """The same head under a higher term."""
+
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
+class TermNotStored:
+    """The disk did not take a term; told once, until it takes one."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TermStored:
+    """The disk takes terms again."""
+
+
+Change = HeadChanged | HeadLost | TermRaised | TermNotStored | TermStored
+
+
+@dataclass(slots=True)
+class _Lease:
+    head: NodeId
+    since: float
+    trusted_until: float
+    """Until then a head that this node does not hear is believed on its predecessor's word."""
+
+
+class Election:
+    """One node's view of the head. Each method's `live` are the other nodes that may lead."""
+
+    def __init__(self, self_id: NodeId, store: TermStore, now: float, *, wait_s: float) -> None:
+        """`wait_s`: how long a fresh node looks for a head before it leads by itself."""
+        self.self_id = self_id
+        self._store = store
+        self._term = store.load()
+        self.not_stored = ""
+        """Why the disk does not take a term; "" where it did the last time."""
+        self._lease: _Lease | None = None
+        self._headless_since = now + wait_s
+        self._patient_until = now
+        self._claims: dict[NodeId, Claim] = {}
+        self._ticked_at = now
+        self._last_head: NodeId | None = None
+        self._resigned = False
+        self.elections = 0
+        """How often this node took the lead."""
+        self.head_changes = 0
+        """How often another node became the head, for this node, after its first one."""
+
+    @property
+    def term(self) -> Term:
+        """The highest that this node knows: that of its head where it has one."""
+        return self._term
+
+    @property
+    def head(self) -> NodeId | None:
+        """None during an election."""
+        return None if self._lease is None else self._lease.head
+
+    def followers(self) -> int:
+        """The nodes that said they follow this one, while it is the head."""
+        if self.head != self.self_id:
+            return 0
+        return sum(claim.head == self.self_id for claim in self._claims.values())
+
+    def head_for_s(self, now: float) -> float:
+        return 0.0 if self._lease is None else now - self._lease.since
+
+    def claim(self, now: float) -> Claim:
+        """What this node's heartbeats say."""
+        if self.head != self.self_id:
+            return Claim(self._term, self.head)
+        return Claim(self._term, self.self_id, self.followers(), self.head_for_s(now))
+
+    def apply(self, event: Event, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
+        """What the event changed; `now` in seconds of a monotonic clock."""
+        trouble = self.not_stored
+        match event:
+            case Claimed(sender, claim):
+                self._claims[sender] = claim
+                changes = self._claimed(sender, claim, now)
+            case Gone(node):
+                _ = self._claims.pop(node, None)
+                changes = self._lose(now) if self.head == node else []
+            case Resign():
+                self._resigned = True
+                changes = self._lose(now) if self.head == self.self_id else []
+            case Tick():
+                if self.not_stored:
+                    _ = self._stores(self._term)
+                changes = self._expire(live, now)
+            case _:
+                assert_never(event)
+        if self._lease is None:
+            changes += self._adopt_known(live, now) or self._elect(live, now)
+        return (*changes, *self._disk_changes(trouble))
+
+    def _claimed(self, sender: NodeId, claim: Claim, now: float) -> list[Change]:
+        match self.head:
+            case None:
+                return []
+            case self.self_id:
+                return self._as_head(sender, claim, now)
+            case head if head == sender:
+                return self._from_head(claim, now)
+            case _:
+                return []
+
+    def _as_head(self, sender: NodeId, claim: Claim, now: float) -> list[Change]:
+        if claim.head == sender and claim.term > 0:
+            return self._contest(sender, claim, now)
+        if claim.head in (None, self.self_id) and claim.term > self._term:
+            return self._raise_above(claim.term)  # it follows no head below what it knows
+        return []
+
+    def _contest(self, other: NodeId, claim: Claim, now: float) -> list[Change]:
+        if (claim.term, other) <= (self._term, self.self_id):
+            return []  # where it is the one to stay, it is about to raise its term
+        if self._outranks(other, claim, now) and (raised := self._raise_above(claim.term)):
+            return raised
+        return self._adopt(claim.term, other, now)
+
+    def _outranks(self, other: NodeId, claim: Claim, now: float) -> bool:
+        followed, other_followed = self.followers() > 0, claim.followers > 0
+        if followed != other_followed:
+            return followed
+        longer_by = self.head_for_s(now) - claim.head_for_s
+        if abs(longer_by) > CLEARLY_S:
+            return longer_by > 0
+        return (self._term, self.self_id) > (claim.term, other)
+
+    def _raise_above(self, term: Term) -> list[Change]:
+        """Nothing where no higher term can be had: then this node cannot stay the head."""
+        if term >= MAX_TERM or not self._leads_under(Term(term + 1)):
+            return []
+        return [TermRaised(self._term)]
+
+    def _from_head(self, claim: Claim, now: float) -> list[Change]:
+        assert self._lease is not None
+        head = self._lease.head
+        if claim.term < self._term:
+            return []  # an old message
+        if claim.head == head:
+            if claim.term == self._term:
+                return []
+            self._learn(claim.term)
+            return [TermRaised(claim.term)]
+        if claim.head is None or claim.head == self.self_id:
+            return self._lose(now)
+        return self._adopt(claim.term, claim.head, now)
+
+    def _expire(self, live: Collection[NodeId], now: float) -> list[Change]:
+        stopped, self._ticked_at = now - self._ticked_at, now
+        if stopped > LEASE_S and live:
+            self._claims.clear()
+            self._patient_until = max(self._patient_until, now + WAKING_S)
+            return self._lose(now) if self.head == self.self_id else []
+        lease = self._lease
+        if lease is None or lease.head == self.self_id or lease.head in live:
+            return []
+        return [] if now < lease.trusted_until else self._lose(now)
+
+    def _lose(self, now: float) -> list[Change]:
+        assert self._lease is not None
+        head, self._lease = self._lease.head, None
+        self._headless_since = now
+        return [HeadLost(head, self._term)]
+
+    def _adopt_known(self, live: Collection[NodeId], now: float) -> list[Change]:
+        """Follows the highest of the heads that live nodes name, if its term is high enough."""
+        named = [
+            (claim.term, claim.head, sender)
+            for sender, claim in self._claims.items()
+            if sender in live and claim.head in live and self._leads(claim.head)
+        ]
+        if not named:
+            return []
+        term, head, _ = max(named)
+        if term >= self._term and head is not None:
+            return self._adopt(term, head, now)
+        if any(sender == head for _, head, sender in named):
+            self._patient_until = max(self._patient_until, self._headless_since + PATIENCE_S)
+        return []
+
+    def _leads(self, node: NodeId | None) -> bool:
+        """Whether nothing that the node itself said contradicts that it is the head."""
+        own = None if node is None else self._claims.get(node)
+        return own is None or own.head == node
+
+    def _elect(self, live: Collection[NodeId], now: float) -> list[Change]:
+        if self._resigned:
+            return []
+        rank = sum(node < self.self_id for node in live)
+        if now < max(self._headless_since + rank * STAGGER_S, self._patient_until):
+            return []
+        if not self._leads_under(Term(min(self._term + 1, MAX_TERM))):
+            return []
+        self.elections += 1
+        return self._follow(self.self_id, now)
+
+    def _adopt(self, term: Term, head: NodeId, now: float) -> list[Change]:
+        self._learn(term)
+        return self._follow(head, now)
+
+    def _follow(self, head: NodeId, now: float) -> list[Change]:
+        before, self._last_head = self._last_head, head
+        self._lease = _Lease(head, now, now + PATIENCE_S)
+        self.head_changes += before not in (None, head)
+        return [HeadChanged(head, self._term, before)]
+
+    def _leads_under(self, term: Term) -> bool:
+        """Stores a term before anybody hears of it; False where the disk did not take it."""
+        assert term >= self._term
+        if (term != self._term or self.not_stored) and not self._stores(term):
+            return False
+        self._term = term
+        return True
+
+    def _learn(self, term: Term) -> None:
+        """Another node's term: that one has stored it before this node heard of it."""
+        assert term >= self._term
+        if term != self._term:
+            _ = self._stores(term)
+            self._term = term
+
+    def _stores(self, term: Term) -> bool:
+        try:
+            self._store.save(term)
+        except OSError as fault:
+            self.not_stored = fault.strerror or type(fault).__name__
+            return False
+        self.not_stored = ""
+        return True
+
+    def _disk_changes(self, before: str) -> list[Change]:
+        if bool(before) == bool(self.not_stored):
+            return []
+        return [TermNotStored(self.not_stored)] if self.not_stored else [TermStored()]

@@ -1,0 +1,324 @@
+"""Who is in the cluster and who answers. A pure state machine: time comes with each event.
+
+    (unknown) --heard--> alive --1.5 s, or told--> suspect --3.5 s--> dead
+                           ^                          |                 |
+                           +---------heard------------+                 |
+                           +---------heard with a higher incarnation----+
+
+A node whose address refuses connections, twice, has no process there any more: where it was not
+heard for 1.25 s either, it is dead.
+
+A suspect gets no new work; a dead node's stages are lost. Heartbeats come every second, so that
+dead means three of them were missed. Only time in which this node listened counts: after a pause
+of its own (a blocked loop, SIGSTOP) it must not take the whole cluster for dead.
+
+Heartbeats also say how their sender sees each node, with the incarnation it knows. So a node that
+others hear is not taken for dead by one that does not; a silent one is suspected earlier where
+others suspect it; and a node that learns that it is suspected or taken for dead refutes that by a
+higher incarnation. One that was dead counts again from then on: it has learnt what it missed.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from ...placement.ids import NodeId
+
+SUSPECT_AFTER_S = 1.5
+DEAD_AFTER_S = 3.5
+DOUBT_AFTER_S = 1.0
+"""A node heard within this time is suspected neither on another's word nor for a refusal."""
+
+REFUSED_DEAD_AFTER_S = 1.25
+"""A heartbeat and a quarter: a node that only its own address refuses is heard meanwhile."""
+
+REFUSED_AGAIN_S = 0.2
+"""Two refusals further apart than this count as two."""
+
+FORGET_AFTER_S = 60.0
+"""A node that died or left is forgotten then, and with it its incarnation."""
+
+LATE_AFTER_S = 1.0
+"""Ticks come twice a second or more: what a gap has beyond this is this node's own pause."""
+
+MAX_INCARNATION = 2**62
+"""The highest that a heartbeat may carry; only a wrong message can bring it about."""
+
+Status = Literal["alive", "suspect", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How the sender of a heartbeat sees a node: `alive` is heard by itself, not by hearsay."""
+
+    node: NodeId
+    incarnation: int
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat of that node; a lower incarnation than the known one is an old message.
+
+    `life` names the process: another one is a restart, whatever the incarnations.
+    """
+
+    node: NodeId
+    incarnation: int
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What that node's heartbeat says of the others, and of this one."""
+
+    sender: NodeId
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due twice a second or more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The node said that it goes; its heartbeats that are still under way are old messages."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The machine is there and nobody listens at that node's address."""
+
+    node: NodeId
+
+
+Event = Heard | Told | Tick | Left | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """`by` told of it; None where this node's own silence did."""
+
+    node: NodeId
+    by: NodeId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """`restarted`: its process was replaced by another one, which joins at once."""
+
+    node: NodeId
+    restarted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftCluster:
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """This node was suspected, or taken for dead, and says that it is not."""
+
+    node: NodeId
+    by: NodeId
+    was: Status
+
+
+Change = Joined | Suspected | Recovered | Died | LeftCluster | Refuted
+
+
+@dataclass(slots=True)
+class _Peer:
+    heard_at: float
+    incarnation: int
+    life: int
+    status: Status = "alive"
+    hearsay: bool = False
+    """Suspected on another's word: it must refute that, being heard is not enough."""
+    vouched: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
+    """When each of the others last said that it hears this node."""
+    refused_at: float | None = None
+    """When its address first refused a connection since it was last heard."""
+    refused_again: bool = False
+
+
+class Membership:
+    """The other nodes, as this one and those it hears see them."""
+
+    def __init__(self, self_id: NodeId, incarnation: int) -> None:
+        """`incarnation` should be higher than that of the process before; if not, others say so."""
+        self.self_id = self_id
+        self.incarnation = incarnation
+        self._peers: dict[NodeId, _Peer] = {}
+        self._left: dict[NodeId, _Peer] = {}
+        self._ticked_at: float | None = None
+
+    def apply(self, event: Event, now: float) -> tuple[Change, ...]:
+        """What the event changed; `now` in seconds of a monotonic clock."""
+        match event:
+            case Heard():
+                return self._heard(event, now)
+            case Told(sender, views):
+                return tuple(c for view in views for c in self._told(sender, view, now))
+            case Left(node):
+                return self._goes(node)
+            case Refused(node):
+                return self._refused(node, now)
+            case Tick():
+                self._forgive_own_pause(now)
+                return self._passed(now)
+            case _:
+                assert_never(event)
+
+    def statuses(self) -> Mapping[NodeId, Status]:
+        return {node: peer.status for node, peer in self._peers.items()}
+
+    def alive(self) -> frozenset[NodeId]:
+        """Those that may take new work."""
+        return frozenset(n for n, peer in self._peers.items() if peer.status == "alive")
+
+    def live(self) -> frozenset[NodeId]:
+        """Those that are not dead."""
+        return frozenset(n for n, peer in self._peers.items() if peer.status != "dead")
+
+    def is_current(self, node: NodeId, incarnation: int) -> bool:
+        """Whether heartbeats of that incarnation count: not outdated, and not of a dead node."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.status != "dead" and incarnation >= peer.incarnation
+
+    def views(self) -> tuple[View, ...]:
+        """What this node's heartbeats say of the others; those that left count as dead."""
+        known = [View(n, peer.incarnation, peer.status) for n, peer in self._peers.items()]
+        gone = self._left.items()
+        return (*known, *(View(n, p.incarnation, "dead") for n, p in gone if n not in self._peers))
+
+    def _heard(self, beat: Heard, now: float) -> tuple[Change, ...]:
+        node = beat.node
+        if node == self.self_id:
+            return ()
+        left = self._left.get(node)
+        # One life says goodbye once: a refutation that was under way is an old message too.
+        if left and (beat.life == left.life or beat.incarnation <= left.incarnation):
+            return ()
+        peer = self._peers.get(node)
+        if peer is None:
+            _ = self._left.pop(node, None)
+            self._peers[node] = _Peer(now, beat.incarnation, beat.life)
+            return (Joined(node),)
+        newer = beat.incarnation > peer.incarnation
+        if beat.incarnation < peer.incarnation or (peer.status == "dead" and not newer):
+            return ()
+        return self._alive(node, peer, beat, now)
+
+    def _alive(self, node: NodeId, peer: _Peer, beat: Heard, now: float) -> tuple[Change, ...]:
+        before, restarted = peer.status, beat.life != peer.life
+        refuted = beat.incarnation > peer.incarnation
+        peer.heard_at, peer.incarnation, peer.life = now, beat.incarnation, beat.life
+        peer.refused_at, peer.refused_again = None, False
+        if peer.hearsay and not refuted:
+            return ()
+        peer.status, peer.hearsay = "alive", False
+        if before == "dead":
+            return (Joined(node),)
+        if restarted:  # its stages went with its last life, however short the gap was
+            return (Died(node, restarted=True), Joined(node))
+        return (Recovered(node),) if before == "suspect" else ()
+
+    def _told(self, sender: NodeId, view: View, now: float) -> tuple[Change, ...]:
+        if view.node == self.self_id:
+            return self._refute(sender, view)
+        peer = self._peers.get(view.node)
+        if peer is None or view.incarnation < peer.incarnation or view.node == sender:
+            return ()
+        match view.status:
+            case "alive":
+                peer.vouched[sender] = now
+                return ()
+            case "suspect" | "dead":
+                _ = peer.vouched.pop(sender, None)
+        if peer.status != "alive" or now - peer.heard_at <= DOUBT_AFTER_S:
+            return ()
+        if peer.incarnation >= MAX_INCARNATION:
+            return ()  # it could not refute that
+        peer.status, peer.hearsay = "suspect", True
+        return (Suspected(view.node, by=sender),)
+
+    def _refute(self, sender: NodeId, view: View) -> tuple[Change, ...]:
+        """A higher incarnation of this node than its own is that of an earlier process."""
+        outdated = view.status != "alive" and view.incarnation == self.incarnation
+        if view.incarnation <= self.incarnation and not outdated:
+            return ()
+        self.incarnation = min(view.incarnation + 1, MAX_INCARNATION)
+        return (Refuted(self.self_id, sender, view.status),) if view.status != "alive" else ()
+
+    def _refused(self, node: NodeId, now: float) -> tuple[Change, ...]:
+        peer = self._peers.get(node)
+        if peer is None:
+            return ()
+        if peer.refused_at is None:
+            peer.refused_at = now
+        elif now - peer.refused_at >= REFUSED_AGAIN_S:
+            peer.refused_again = True
+        return self._passed(now)
+
+    def _goes(self, node: NodeId) -> tuple[Change, ...]:
+        peer = self._peers.pop(node, None)
+        if peer is None:
+            return ()
+        self._left[node] = peer
+        return (LeftCluster(node),)
+
+    def _forgive_own_pause(self, now: float) -> None:
+        if self._ticked_at is not None:
+            pause = max(0.0, now - self._ticked_at - LATE_AFTER_S)
+            for peer in self._peers.values():
+                peer.heard_at = min(now, peer.heard_at + pause)
+        self._ticked_at = now
+
+    def _passed(self, now: float) -> tuple[Change, ...]:
+        changes: list[Change] = []
+        for node, peer in self._peers.items():
+            silent = now - peer.heard_at
+            refused = peer.refused_at is not None
+            if peer.status == "alive" and silent > (DOUBT_AFTER_S if refused else SUSPECT_AFTER_S):
+                peer.status = "suspect"
+                changes.append(Suspected(node))
+            over = silent > (REFUSED_DEAD_AFTER_S if peer.refused_again else DEAD_AFTER_S)
+            if peer.status == "suspect" and over and not self._vouched(peer, now):
+                peer.status, peer.hearsay = "dead", False
+                changes.append(Died(node))
+        self._forget(now)
+        return tuple(changes)
+
+    def _vouched(self, peer: _Peer, now: float) -> bool:
+        """Whether a node that is alive itself said lately that it hears this one."""
+        alive = self.alive()
+        recent = (n for n, at in peer.vouched.items() if now - at <= SUSPECT_AFTER_S)
+        return any(node in alive for node in recent)
+
+    def _forget(self, now: float) -> None:
+        for known in (self._peers, self._left):
+            for node in _silent(known.items(), now):
+                del known[node]
+
+
+def _silent(known: Iterable[tuple[NodeId, _Peer]], now: float) -> list[NodeId]:
+    return [
+        node
+        for node, peer in known
+        if now - peer.heard_at > FORGET_AFTER_S and peer.status != "suspect"
+    ]

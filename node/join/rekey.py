@@ -1,0 +1,132 @@
+"""A new cluster key for those that stay, so that a lost machine is out of the cluster.
+
+The key travels over the join port, where each side proves its own key pair to the other's program:
+whoever has the old cluster key could pass for any node elsewhere. First every node is asked whether
+it can change its key, and nothing is changed unless all can; then each gets it and starts anew.
+"""
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import Sequence
+from typing import Final
+
+from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, PeerLost, Untrusted
+from ...placement.ids import NodeId
+from ...proto import peer_pb2 as pb
+from ..cluster.ending import Rekeyed
+from ..cluster.member_facts import MemberFacts
+from ..trust.certificates import cluster_fingerprint
+from ..trust.keys import ClusterKey, parse_cluster_key
+from .handshake import Party
+from .state import JoinState
+from .wire import Line, Refusal, ask_for_hint, connected, hello, join_address, party_of, split
+
+TRIES: Final = 3
+_BETWEEN_TRIES_S: Final = 1.0
+_STORED_S: Final = 10.0
+
+
+class Rekeying:
+    """Both sides of it, on one node."""
+
+    def __init__(self, state: JoinState, tls: ssl.SSLContext) -> None:
+        self._state = state
+        self._tls = tls
+
+    # ------------------------------------------------------------------ the node that asks
+
+    async def send(self, excluded: Sequence[str]) -> list[str]:
+        """Gives every live member but the excluded a new key, this node last.
+
+        Returns the names of those that did not get it although they could have changed. Raises
+        InvalidRequest where this node or one of the others cannot change its key.
+        """
+        self._require_own_key()
+        others = [m for m in self._state.members.others() if m.id not in excluded]
+        answers = await asyncio.gather(
+            *(self._tell(m.id, pb.JoinRekey(only_ask=True)) for m in others),
+            return_exceptions=True,
+        )
+        for member, answer in zip(others, answers, strict=True):
+            if isinstance(answer, ExoNodeError):
+                raise InvalidRequest(
+                    f"nothing was changed: {member.facts.name} cannot take a new key: "
+                    f"{answer.message}",
+                    param="without",
+                )
+            if isinstance(answer, BaseException):
+                raise answer
+        return await self._change(others)
+
+    async def _change(self, others: Sequence[MemberFacts]) -> list[str]:
+        fresh = ClusterKey(secrets.token_bytes(20))
+        addresses = [self._state.members.address(m.id) for m in others]
+        rekey = pb.JoinRekey(key=fresh.text, peers=[self._state.own().address, *addresses])
+        got = await asyncio.gather(*(self._try(m.id, rekey) for m in others))
+        _ = await asyncio.to_thread(self._state.folder.take, fresh)
+        missed = [m.facts.name for m, ok in zip(others, got, strict=True) if not ok]
+        self._restart(tuple(addresses), cluster_fingerprint(fresh))
+        return missed
+
+    async def _try(self, node: NodeId, rekey: pb.JoinRekey) -> bool:
+        for left in reversed(range(TRIES)):
+            try:
+                await self._tell(node, rekey)
+            except ExoNodeError:
+                if left:
+                    await asyncio.sleep(_BETWEEN_TRIES_S)
+            else:
+                return True
+        return False
+
+    async def _tell(self, node: NodeId, rekey: pb.JoinRekey) -> None:
+        """Raises ExoNodeError."""
+        control = self._state.members.address(node)
+        hint = await ask_for_hint(control)
+        if hint is None:
+            raise PeerLost(f"{control} does not tell its join port")
+        address = join_address(split(control)[0], hint.join_port)
+        async with connected(address, self._tls) as line:
+            if line.peer.node != node:
+                raise Untrusted(f"{address} is {line.peer.node} and not {node}")
+            await line.send(hello(self._state.own(), self._state.key))
+            other = party_of((await line.receive("hello")).hello, line.peer)
+            if other.cluster != self._state.fingerprint:
+                raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
+            await line.send(pb.JoinFrame(rekey=rekey))
+            _ = await line.receive("stored", _STORED_S)
+
+    # ------------------------------------------------------------------ the node that is asked
+
+    async def receive(self, line: Line, other: Party, rekey: pb.JoinRekey) -> None:
+        """Raises Refusal."""
+        if other.node not in [member.id for member in self._state.members.others()]:
+            raise Refusal("malformed", "a new key is taken from live members only")
+        key = None
+        try:
+            self._require_own_key()
+            if not rekey.only_ask:
+                key = parse_cluster_key(rekey.key, "the new key")
+                _ = await asyncio.to_thread(self._state.folder.take, key)
+        except (InvalidSettings, InvalidRequest) as fault:
+            raise Refusal("malformed", fault.message) from fault
+        try:
+            await line.send(pb.JoinFrame(stored=pb.JoinStored()))
+        finally:
+            if key is not None:  # it is on the disk, whether or not the other side learns that
+                self._restart(tuple(rekey.peers), cluster_fingerprint(key))
+
+    # ------------------------------------------------------------------------------- both
+
+    def _require_own_key(self) -> None:
+        if (origin := self._state.folder.origin) is not None:
+            raise InvalidRequest(
+                f"its cluster key comes from {origin}: give it and the others a new one there",
+                param=origin,
+            )
+
+    def _restart(self, peers: tuple[str, ...], fingerprint: str) -> None:
+        text = f"this node has a new cluster key (cluster {fingerprint}) and starts anew with it"
+        _ = self._state.events.add("rekeyed", text)
+        self._state.ending.rekeyed(Rekeyed("rekeyed", peers))

@@ -1,0 +1,327 @@
+"""The join port's connections: TLS 1.3 in which both sides show a certificate, and frames on it.
+
+Nobody is trusted here. What TLS proves is that the other side holds the key of its certificate,
+and that what is sent on the connection is read by that side alone.
+"""
+
+import asyncio
+import hmac
+import re
+import ssl
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from ...placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
+from ...proto import peer_pb2 as pb
+from ..trust.certificates import (
+    Credentials,
+    JoinHint,
+    Proven,
+    clock_trouble,
+    cluster_fingerprint,
+    join_hint,
+    proven_by,
+    vouch,
+    vouched_cluster,
+)
+from ..trust.keys import ClusterKey, parse_cluster_key
+from .handshake import NONCE_BYTES, Party, Reason
+
+FRAME_BYTES: Final = 16 * 1024
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 5.0
+"""For each frame before the digits are shown; no person is waited for there."""
+WAITING_EVERY_S: Final = 2.0
+SILENCE_S: Final = 10.0
+"""Without a sign of life for so long, the other side is gone."""
+
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
+_OFF_TODAY: Final = "its certificate is not valid today: compare the clocks of both machines"
+_REFUSED_TODAY: Final = (
+    "it refused this node's certificate, as it does where its clock is wrong: compare the clocks "
+    "of both machines"
+)
+# What the alert or fault of a handshake says of the other side, for a person.
+_HANDSHAKE: Final = (
+    ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it showed no certificate"),
+    ("CERTIFICATE_HAS_EXPIRED", _OFF_TODAY),
+    ("CERTIFICATE_IS_NOT_YET_VALID", _OFF_TODAY),
+    ("ALERT_CERTIFICATE_EXPIRED", _REFUSED_TODAY),
+    ("ALERT_BAD_CERTIFICATE", _REFUSED_TODAY),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not one that exo-node issues"),
+    ("HTTP_REQUEST", "it does not speak TLS"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("UNSUPPORTED_PROTOCOL", "it does not speak TLS 1.3"),
+)
+
+
+class Refusal(JoinRefused):
+    """Why a node is not let in, or does not want to be: the last frame of a connection."""
+
+    def __init__(self, reason: Reason | str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Refused(Refusal):
+    """By the other side."""
+
+
+def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For the server and the client side; `folder` holds the key for a moment, as ssl reads files.
+
+    Both demand the other side's certificate.
+    """
+    contexts = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        pair = Path(private, "pair.pem")
+        _ = pair.write_bytes(credentials.key_pem + credentials.certificate_pem)
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=credentials.authority_pem.decode())
+            context.load_cert_chain(pair)
+    contexts[0].num_tickets = 0  # each connection proves its key anew
+    return contexts
+
+
+class Line:
+    """A connection after its handshake."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Raises Untrusted where the other side's certificate is not its key's."""
+        self._reader = reader
+        self._writer = writer
+        found: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        self.peer: Proven = proven_by(found.getpeercert(binary_form=True) or b"")
+        self.address: str = writer.get_extra_info("peername")[0]
+        self._due: int | None = None
+
+    async def send(self, frame: pb.JoinFrame) -> None:
+        """Raises PeerLost."""
+        body = frame.SerializeToString()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self._writer.write(len(body).to_bytes(4, "big") + body)
+                await self._writer.drain()
+        except (OSError, TimeoutError) as fault:
+            raise _gone(self.address) from fault
+
+    async def receive(self, wanted: str, within_s: float | None = ANSWER_S) -> pb.JoinFrame:
+        """The next frame that is no sign of life; it must be a `wanted` one.
+
+        Raises Refusal where the other side refuses, PeerLost where it is gone, Untrusted where it
+        sends something else. `within_s` None: as long as there are signs of life.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while (frame := await self.next(SILENCE_S)).WhichOneof("frame") == "waiting":
+                    pass
+        except TimeoutError as fault:
+            raise _gone(self.address) from fault
+        if (kind := frame.WhichOneof("frame")) != wanted:
+            raise Untrusted(f"{self.address} sent {kind or 'nothing'} instead of {wanted}")
+        return frame
+
+    async def next(self, within_s: float) -> pb.JoinFrame:
+        """The next frame of any kind but a refusal. Raises as `receive`."""
+        try:
+            async with asyncio.timeout(within_s):
+                # Whoever waits here may be cancelled between the two and read on later.
+                if self._due is None:
+                    self._due = int.from_bytes(await self._reader.readexactly(4), "big")
+                if (size := self._due) > FRAME_BYTES:
+                    raise Untrusted(f"{self.address} sent a frame of {size} bytes to the join port")
+                body = await self._reader.readexactly(size)
+                self._due = None
+        except ssl.SSLError as fault:
+            raise Untrusted(f"{self.address}: {_of_handshake(fault)}") from fault
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as fault:
+            raise _gone(self.address) from fault
+        try:
+            frame = pb.JoinFrame.FromString(body)
+        except DecodeError as fault:
+            raise Untrusted(f"{self.address} sent bytes that are no frame") from fault
+        if frame.WhichOneof("frame") == "refused":
+            refused = frame.refused
+            raise Refused(refused.reason[:32], refused.message[:500])
+        return frame
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """The last frame, if the other side is still there to read it."""
+        frame = pb.JoinRefused(reason=refusal.reason, message=refusal.message)
+        try:
+            await self.send(pb.JoinFrame(refused=frame))
+        except PeerLost:
+            return  # it is refused either way
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncGenerator[None]:
+        """Tells the other side every two seconds that this one waits."""
+        telling = asyncio.create_task(self._tell_that_it_waits())
+        try:
+            yield
+        finally:
+            _ = telling.cancel()
+            _ = await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_that_it_waits(self) -> None:
+        """Ends with the connection, whose loss the reading side notices."""
+        while True:
+            await asyncio.sleep(WAITING_EVERY_S)
+            await self.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._writer.wait_closed()
+        except (OSError, TimeoutError):
+            self._writer.transport.abort()
+
+
+@asynccontextmanager
+async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[Line]:
+    """A connection to a join port. Raises PeerLost and Untrusted."""
+    host, port = split(address)
+    try:
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, ssl=context, limit=FRAME_BYTES), CONNECT_S
+        )
+    except ssl.SSLError as fault:
+        raise Untrusted(f"{address}: {_of_handshake(fault)}") from fault
+    except (OSError, TimeoutError) as fault:
+        raise _gone(address) from fault
+    try:
+        line = Line(reader, writer)
+    except Untrusted:
+        writer.transport.abort()
+        raise
+    try:
+        yield line
+    finally:
+        await line.close()
+
+
+async def ask_for_hint(address: str) -> JoinHint | None:
+    """What the control server at `address` tells strangers: see JoinHint. Raises PeerLost.
+
+    It shows its certificate before it refuses a caller without one.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, port = split(address)
+    try:
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, ssl=context), CONNECT_S
+        )
+    except (OSError, TimeoutError) as fault:
+        raise _gone(address) from fault
+    shown: ssl.SSLObject = writer.get_extra_info("ssl_object")
+    certificate = shown.getpeercert(binary_form=True)
+    writer.transport.abort()
+    return None if certificate is None else join_hint(certificate)
+
+
+def hello(own: Party, cluster: ClusterKey) -> pb.JoinFrame:
+    """This side's first frame; `cluster` proves which one it is of."""
+    authority, voucher = vouch(cluster, own.public_key)
+    return pb.JoinFrame(
+        hello=pb.JoinHello(
+            protocol=own.protocol,
+            cluster=own.cluster,
+            name=own.name,
+            chip=own.chip,
+            version=own.version,
+            address=own.address,
+            fresh=own.fresh,
+            open=own.open,
+            nonce=own.nonce,
+            join_port=own.join_port,
+            authority=authority,
+            voucher=voucher,
+        )
+    )
+
+
+def party_of(said: pb.JoinHello, proven: Proven) -> Party:
+    """The other side; its texts are bounded and printable. Raises Untrusted."""
+    texts = (said.name, said.chip, said.version)
+    plain = all(text.isprintable() and len(text.encode()) <= 128 for text in texts)
+    if not plain or not _ADDRESS.fullmatch(said.address) or len(said.nonce) != NONCE_BYTES:
+        raise Untrusted(f"node {proven.node} describes itself in a way that exo-node does not")
+    if vouched_cluster(said.authority, said.voucher, proven.public_key) != said.cluster:
+        raise Untrusted(f"node {proven.node} does not prove that it is of cluster {said.cluster!r}")
+    return Party(
+        node=proven.node,
+        public_key=proven.public_key,
+        cluster=said.cluster,
+        name=said.name or proven.node,
+        chip=said.chip,
+        version=said.version,
+        protocol=said.protocol,
+        address=said.address,
+        fresh=said.fresh,
+        open=said.open,
+        nonce=said.nonce,
+        join_port=said.join_port if said.join_port <= 65535 else 0,
+    )
+
+
+def key_of(approver: Party, text: str) -> ClusterKey:
+    """The key, which must be that of the cluster that was asked. Raises Untrusted."""
+    wrong = Untrusted(f"{approver.name} sent a key that is not its cluster's")
+    try:
+        key = parse_cluster_key(text, "the approval")
+    except InvalidSettings:
+        raise wrong from None
+    if not hmac.compare_digest(cluster_fingerprint(key), approver.cluster):
+        raise wrong
+    return key
+
+
+def why_no_handshake(fault: Exception) -> str:
+    """What was wrong with a caller whose handshake failed, for a person."""
+    if isinstance(fault, ssl.SSLError):
+        return _of_handshake(fault)
+    return clock_trouble(datetime.now(UTC)) or (
+        "it ended the connection before it had said who it is; if it does so again, compare the "
+        "clocks of both machines"
+    )
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """host:port, without brackets. Raises PeerLost where it is something else."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise PeerLost(f"{address[:80]} is no address; give HOST:PORT")
+    return match[1].strip("[]"), int(match[2])
+
+
+def _of_handshake(fault: ssl.SSLError) -> str:
+    text = f"{fault.reason or ''} {fault}".upper().replace(" ", "_")
+    if "CERTIFICATE" in text and (clock := clock_trouble(datetime.now(UTC))):
+        return clock
+    return next((says for sign, says in _HANDSHAKE if sign in text), f"TLS failed ({fault.reason})")
+
+
+def _gone(address: str) -> ExoNodeError:
+    return PeerLost(f"{address} does not answer on its join port")

@@ -1,0 +1,174 @@
+"""Which node runs on a data folder: a lock that ends with its process, and a file with its address.
+
+Only the lock says that a node runs. The kernel drops it however the process ends, so a run file
+left by a killed node is never believed.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from ...placement.errors import InvalidSettings
+
+_LOCK: Final = "node.lock"
+_RECORD: Final = "node.json"
+_TRIES: Final = 20
+_PAUSE_S: Final = 0.02  # `find_running` of another process holds the lock for microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The node that holds a data folder. The HTTP address is None while it is still starting."""
+
+    pid: int
+    http_host: str | None = None
+    http_port: int | None = None
+    started: float | None = None
+    version: str | None = None
+
+
+class Presence:
+    """This process's hold on its data folder, from `acquire` to `close`."""
+
+    def __init__(self, data_dir: Path, descriptor: int) -> None:
+        """Use `acquire`; `descriptor` holds the lock."""
+        self._data_dir = data_dir
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, data_dir: Path) -> "Presence":
+        """Lock the folder, making it (mode 0700) if need be.
+
+        Raises InvalidSettings if another process holds it or it cannot be written.
+        """
+        try:
+            return cls(data_dir, _open_locked(data_dir))
+        except OSError as error:
+            raise _unusable(data_dir, error) from error
+
+    def announce(self, host: str, port: int, *, version: str, started: float | None = None) -> None:
+        """Write the run file, once HTTP is bound to `host`:`port`; `started` in Unix seconds."""
+        record = {
+            "pid": os.getpid(),
+            "http_host": host,
+            "http_port": port,
+            "started": time.time() if started is None else started,
+            "version": version,
+        }
+        path = self._data_dir / _RECORD
+        draft = path.with_suffix(".json.new")
+        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    def close(self) -> None:
+        """Remove the run file, then let go of the folder; a second call does nothing."""
+        if self._descriptor is None:
+            return
+        (self._data_dir / _RECORD).unlink(missing_ok=True)
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)  # The lock file stays: removing it would race with a start.
+        self._descriptor = None
+
+    def __enter__(self) -> "Presence":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def find_running(data_dir: Path) -> Running | None:
+    """The node that holds `data_dir` now, or None; raises InvalidSettings if it is unreadable."""
+    try:
+        descriptor = os.open(data_dir / _LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unusable(data_dir, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(descriptor, data_dir)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _open_locked(data_dir: Path) -> int:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    with ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        _lock_exclusively(descriptor, data_dir)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        (data_dir / _RECORD).unlink(missing_ok=True)
+        undo.pop_all()
+    return descriptor
+
+
+def _lock_exclusively(descriptor: int, data_dir: Path) -> None:
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        else:
+            return
+    holder = _read_holder(descriptor, data_dir)
+    who = f"the node with pid {holder.pid}" if holder else "another process"
+    raise InvalidSettings(
+        f"--data-dir: {data_dir} is in use by {who}; "
+        "stop it with `exo-node stop`, or give this one another --data-dir",
+        param="--data-dir",
+    )
+
+
+def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
+    """What the holder of the lock wrote; None in the instant before it has written its pid."""
+    # The pid is on the lock file: it is there before the address is known.
+    text = os.pread(descriptor, 32, 0).decode(errors="replace")
+    if not (text.isascii() and text.isdigit() and int(text) > 1):
+        return None
+    pid = int(text)
+    match _read_record(data_dir / _RECORD):
+        case {
+            "pid": int(writer),
+            "http_host": str(host),
+            "http_port": int(port),
+            "started": int() | float() as started,
+            "version": str(version),
+        } if writer == pid:
+            return Running(pid, host, port, started, version)
+        case _:
+            return Running(pid)
+
+
+def _read_record(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _unusable(data_dir: Path, error: OSError) -> InvalidSettings:
+    reason = (
+        "its file system has no locks"
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP)
+        else error.strerror or str(error)
+    )
+    return InvalidSettings(
+        f"--data-dir: {data_dir} cannot be used: {reason}; give a folder that you can write to",
+        param="--data-dir",
+    )

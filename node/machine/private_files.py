@@ -1,0 +1,77 @@
+"""Files that only their owner may read: created whole, replaced whole."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Generator
+from pathlib import Path
+
+from ...placement.errors import InvalidSettings
+
+_FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe without an end
+
+
+def read_text(path: Path, origin: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_FILE_LIMIT).decode("ascii", "replace")
+    except OSError as fault:
+        raise InvalidSettings(
+            f"{origin}: {path} cannot be read: {fault.strerror}; give a file that holds the key",
+            param=origin,
+        ) from fault
+
+
+def read_or_create(path: Path, fresh: bytes) -> bytes:
+    """The file's content, which is `fresh` where there was none. Its mode becomes 0600."""
+    try:
+        if not path.exists():
+            create_private(path, fresh)
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                os.fchmod(file.fileno(), 0o600)
+            return file.read(_FILE_LIMIT)
+    except OSError as fault:
+        raise InvalidSettings(
+            f"{path} cannot be used: {fault.strerror}; check who owns the data folder, or give "
+            "another --data-dir",
+            param=str(path),
+        ) from fault
+
+
+def create_private(path: Path, data: bytes) -> None:
+    """Readable by its owner from the first byte on; whole or not there; never over another's."""
+    with _draft(path, data) as draft, contextlib.suppress(FileExistsError):
+        os.link(draft, path)  # where another start was first, its key is the key
+    _sync_folder(path.parent)
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """As `create_private`, but over what is there: at every moment the old file or the new."""
+    with _draft(path, data) as draft:
+        draft.replace(path)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _draft(path: Path, data: bytes) -> Generator[Path]:
+    """A file beside `path`, written to the disk; gone at the end unless it was renamed."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            _ = file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,326 @@
+"""Every setting of a node, from flags and `EXO_*` variables; the only reader of the environment.
+
+A flag wins over its variable, a variable over the default; an empty variable counts as unset.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+
+import platformdirs
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from ...placement.errors import InvalidSettings
+from .setting_values import (
+    MAX_NAME_BYTES,
+    as_choice,
+    as_file,
+    as_folder,
+    as_host,
+    as_interface,
+    as_memory,
+    as_name,
+    as_path,
+    as_peers,
+    as_port,
+    as_rows,
+    as_seconds,
+    as_secret,
+    as_switch,
+    is_loopback,
+)
+
+LOAD_TIMEOUT_S: Final = 300
+"""EXO_LOAD_TIMEOUT's default: what the longest step of a small model may take on a slow machine."""
+
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogFormat = Literal["human", "json"]
+Kernels = Literal["auto", "mlx"]
+
+DEFAULT_PORT: Final = 52415
+DEFAULT_GRPC_PORT: Final = 52416
+
+
+def _default_log_format() -> LogFormat:
+    return "human" if sys.stderr.isatty() else "json"
+
+
+def _default_name() -> str:
+    """The machine's host name: what a person calls it already."""
+    name = os.uname().nodename.removesuffix(".local").strip()
+    return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
+
+
+def _default_data_dir() -> Path:
+    return platformdirs.user_data_path("exo-node", appauthor=False)
+
+
+Port = Annotated[int, BeforeValidator(as_port)]
+Host = Annotated[str, BeforeValidator(as_host)]
+DataDir = Annotated[Path, BeforeValidator(as_path)]
+Secret = Annotated[SecretStr, BeforeValidator(as_secret)]
+Switch = Annotated[bool, BeforeValidator(as_switch)]
+
+
+class Settings(BaseModel):
+    """What `exo-node start` runs with. Sizes in bytes; a port of 0 takes a free one.
+
+    `interface` None listens for peers on every private address; `models_dir` None searches only
+    the Hugging Face cache; `memory_limit` None takes the share that `hardware` allows. The
+    `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
+    run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
+    a model must be loaded anew for it. 1 takes the card's max_k + 1 rows, more is their number.
+    `load_timeout` is in seconds; see `load_watch`.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: Annotated[str, BeforeValidator(as_name)] = Field(default_factory=_default_name)
+    host: Host = "127.0.0.1"
+    port: Port = DEFAULT_PORT
+    grpc_port: Port = DEFAULT_GRPC_PORT
+    interface: Annotated[str, BeforeValidator(as_interface)] | None = None
+    data_dir: DataDir = Field(default_factory=_default_data_dir)
+    models_dir: Annotated[Path, BeforeValidator(as_folder)] | None = None
+    peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
+    cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
+    cluster_key: Secret | None = None
+    open: Annotated[str, BeforeValidator(as_name)] | None = None
+    mdns: Switch = True
+    memory_limit: Annotated[int, BeforeValidator(as_memory)] | None = None
+    dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"
+    offline: Switch = False
+    log_format: Annotated[LogFormat, BeforeValidator(as_choice(get_args(LogFormat)))] = Field(
+        default_factory=_default_log_format
+    )
+    api_key: Secret | None = None
+    native_mtp_enabled: Switch | None = None
+    native_mtp_async_draft_eval: Switch | None = None
+    native_mtp_adaptive: Switch | None = None
+    native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
+    load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
+    kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
+
+
+class ClientSettings(BaseModel):
+    """What a command needs to find the running node; `port` None means: ask its run file."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    host: Host = "127.0.0.1"
+    port: Port | None = None
+    data_dir: DataDir = Field(default_factory=_default_data_dir)
+    api_key: Secret | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a setting comes from; no flag for secrets, which `ps` would show to everybody."""
+
+    variable: str
+    flag: str | None = None
+
+
+_SOURCES: Final[Mapping[str, _Source]] = {
+    "name": _Source("EXO_NAME", "--name"),
+    "host": _Source("EXO_HOST", "--host"),
+    "port": _Source("EXO_PORT", "--port"),
+    "grpc_port": _Source("EXO_GRPC_PORT", "--grpc-port"),
+    "interface": _Source("EXO_INTERFACE", "--interface"),
+    "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
+    "models_dir": _Source("EXO_MODELS_DIR", "--models-dir"),
+    "peers": _Source("EXO_PEER", "--peer"),
+    "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
+    "cluster_key": _Source("EXO_CLUSTER_KEY"),
+    "open": _Source("EXO_OPEN", "--open"),
+    "mdns": _Source("EXO_MDNS", "--no-mdns"),
+    "memory_limit": _Source("EXO_MEMORY_LIMIT", "--memory-limit"),
+    "dtype": _Source("EXO_DTYPE", "--dtype"),
+    "offline": _Source("EXO_OFFLINE", "--offline"),
+    "log_format": _Source("EXO_LOG_FORMAT", "--log-format"),
+    "api_key": _Source("EXO_API_KEY"),
+    "native_mtp_enabled": _Source("EXO_NATIVE_MTP_ENABLED"),
+    "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
+    "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
+    "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
+    "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
+    "kernels": _Source("EXO_KERNELS"),
+}
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The settings that somebody gave, and for each the flag or variable that gave it."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+    def by_flag(self, field: str) -> bool:
+        return self.origins.get(field, "").startswith("--")
+
+
+def environment() -> Mapping[str, str]:
+    """This process's environment, for the callers of the loaders below."""
+    return os.environ
+
+
+def quieten_grpc() -> None:
+    """Before gRPC is imported: else it writes a line of its own for each handshake that fails,
+    which a node of another cluster makes every second."""
+    _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+    """The node's settings; `flags` is keyed by field name, None where the flag was not given.
+
+    Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
+    """
+    given = _collect(Settings, flags, environ)
+    if given.by_flag("cluster_key_file"):
+        given.values.pop("cluster_key", None)
+    settings = _validate(Settings, given)
+    _check_bind(settings, given)
+    _check_ports(settings, given)
+    if settings.cluster_key is not None and settings.cluster_key_file is not None:
+        raise InvalidSettings(
+            "EXO_CLUSTER_KEY and EXO_CLUSTER_KEY_FILE are both set; unset one of them",
+            param="EXO_CLUSTER_KEY",
+        )
+    return settings
+
+
+def load_client_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> ClientSettings:
+    """Where a command looks for its node. `--data-dir` names a node, so it beats EXO_PORT.
+
+    Raises InvalidSettings.
+    """
+    given = _collect(ClientSettings, flags, environ)
+    if given.by_flag("data_dir") and not given.by_flag("port"):
+        given.values.pop("port", None)
+    settings = _validate(ClientSettings, given)
+    return settings.model_copy(update={"port": settings.port or None})
+
+
+def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A sentence for each `EXO_*` variable that no setting reads (its value is not shown)."""
+    from difflib import get_close_matches
+
+    known = [source.variable for source in _SOURCES.values()]
+    sentences: list[str] = []
+    for variable in sorted(environ):
+        if variable.startswith("EXO_") and variable not in known:
+            near = get_close_matches(variable, known, n=1, cutoff=0.75)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            sentences.append(f"{variable} is no setting of exo-node and has no effect{hint}")
+    return tuple(sentences)
+
+
+def installed_distributions() -> frozenset[str]:
+    """The normalised names of every installed distribution (nothing is imported)."""
+    from importlib.metadata import distributions
+
+    return frozenset(re.sub(r"[-_.]+", "-", found.name).lower() for found in distributions())
+
+
+def check_mlx_extras(distributions: Collection[str], platform: str = sys.platform) -> None:
+    """Raise InvalidSettings unless Linux has exactly one MLX backend.
+
+    On Linux `mlx` alone has no libmlx.so: mlx-cpu and each mlx-cuda-* bring one, at the same
+    path, so that two of them overwrite (and on removal delete) each other's.
+    """
+    if platform != "linux":
+        return
+    backends = sorted(n for n in distributions if n == "mlx-cpu" or n.startswith("mlx-cuda"))
+    install = "`pip install 'exo-node[cpu]'` or `pip install 'exo-node[cuda]'`"
+    if not backends:
+        raise InvalidSettings(f"MLX has no backend here; run {install}", param="mlx")
+    if len(backends) > 1:
+        raise InvalidSettings(
+            f"{' and '.join(backends)} are both installed and overwrite each other; "
+            f"run `pip uninstall {' '.join(backends)}`, then {install}",
+            param="mlx",
+        )
+
+
+def _collect(
+    kind: type[BaseModel], flags: Mapping[str, object], environ: Mapping[str, str]
+) -> _Given:
+    flagged = {field for field in kind.model_fields if _SOURCES[field].flag}
+    if stray := flags.keys() - flagged:
+        raise TypeError(f"no flag of {kind.__name__}: {', '.join(sorted(stray))}")
+    given = _Given({}, {})
+    for field in kind.model_fields:
+        source = _SOURCES[field]
+        flag = flags.get(field)
+        if source.flag and flag is not None:
+            given.values[field], given.origins[field] = flag, source.flag
+        elif text := environ.get(source.variable, "").strip():
+            given.values[field], given.origins[field] = text, source.variable
+    return given
+
+
+def _validate(kind: type[_Model], given: _Given) -> _Model:
+    try:
+        return kind.model_validate(given.values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        origin = given.origins[str(first["loc"][0])]
+        problem = first.get("ctx", {}).get("error", first["msg"])
+        # `from None`: pydantic's own text repeats the input, which may be a key.
+        raise InvalidSettings(f"{origin}: {problem}", param=origin) from None
+
+
+def _check_bind(settings: Settings, given: _Given) -> None:
+    if is_loopback(settings.host) or settings.api_key is not None:
+        return
+    origin = given.origins["host"]
+    raise InvalidSettings(
+        f"{origin}: {settings.host} lets other machines use this node without a key; "
+        "set EXO_API_KEY, or keep 127.0.0.1",
+        param=origin,
+    )
+
+
+def _check_ports(settings: Settings, given: _Given) -> None:
+    if settings.port != settings.grpc_port or settings.port == 0:
+        return
+    origin = given.origins.get("grpc_port") or given.origins["port"]
+    raise InvalidSettings(
+        f"{origin}: {settings.port} is both the HTTP and the node-to-node port; "
+        "give --port and --grpc-port different numbers",
+        param=origin,
+    )
+
+
+_RUNNER_VARIABLES: Final = (
+    "PATH",
+    "HOME",
+    "TMPDIR",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """What a runner's process gets: enough to run, nothing that could change an answer.
+
+    Its libraries must not reach out to a hub, whatever a checkpoint's files say.
+    """
+    kept = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**kept, **offline}

@@ -1,0 +1,236 @@
+"""The head's side of answers: who may run, on which placement, and who holds one of them.
+
+The node that a client asked drives its answer and asks here for a placement; see
+`node/chat/claim.py`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from ...placement.card import ModelCard
+from ...placement.drafting import Drafting, DraftPolicy, EnabledState, HeadState, choose_drafting
+from ...placement.errors import HeadGone, PlacementNotFound
+from ...placement.ids import ModelId, PlacementId
+from ...proto import peer_pb2 as pb
+from ..machine.events import EventLog
+from .placements import Placements
+from .record import Record, placed_of
+from .stages import Facts
+from .turns import Turn, Turns
+
+log = logging.getLogger(__name__)
+
+LOADING_EVERY_S = 1.0
+TAKING_OVER_S = 5.0
+"""How long a claim waits for a new head to adopt what the old one held."""
+
+Acquired = AsyncGenerator[pb.AcquireEvent, None]
+
+
+class Claims:
+    """Gives answers their placements while this node leads. Runs on the node's event loop."""
+
+    def __init__(
+        self, placements: Placements, facts: Facts, events: EventLog, *, leads: bool = False
+    ) -> None:
+        """`leads`: from the start, without a word from `lead`."""
+        self._placements = placements
+        self._facts = facts
+        self._events = events
+        self._turns: dict[ModelId, Turns] = {}
+        self._leading = asyncio.Event()
+        self._over = asyncio.Event()
+        if leads:
+            self.lead()
+
+    def lead(self) -> None:
+        """This node is the head, and has adopted what the last one held."""
+        if not self._leading.is_set():
+            self._over = asyncio.Event()
+            self._leading.set()
+
+    def let_go(self) -> None:
+        """Another node is the head: every claim ends here, and is made there again."""
+        self._leading.clear()
+        self._over.set()
+
+    async def acquire(self, asked: pb.AcquireRequest) -> Acquired:
+        """Events until the placement is ready; then the claim holds until this is closed.
+
+        Raises what placing raises, ModelNotFound, InvalidRequest and QueueFull; and HeadGone, at
+        any time, where another head is to be asked.
+        """
+        await self._until_leading()
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            events = self._hold(asked, over) if asked.holding else self._give(asked, over)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            _ = over.cancel()
+
+    def report(self, told: pb.AttemptReport) -> None:
+        """How an answer fares that holds a placement."""
+        record = self._placements.find(PlacementId(told.placement))
+        if record is None:
+            return
+        record.stepped_at = time.monotonic()
+        if told.speaks:
+            record.spoke_at = record.stepped_at
+        if told.well:
+            self._placements.succeeded(record)
+
+    async def _until_leading(self) -> None:
+        try:
+            async with asyncio.timeout(TAKING_OVER_S):
+                _ = await self._leading.wait()
+        except TimeoutError:
+            raise HeadGone("this node is not the head; ask the one that is") from None
+
+    async def _hold(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
+        """A claim that another head gave: the answer runs already."""
+        record = self._placements.find(PlacementId(asked.holding))
+        if record is None:
+            raise PlacementNotFound(f"the head holds no placement {asked.holding}", param="holding")
+        turns, turn = self._enter(record.card.id, had=True)
+        try:
+            async with aclosing(self._held(record, asked, over)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            turns.leave(turn)
+
+    async def _give(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
+        card, _ = await self._facts.card(ModelId(asked.model))
+        # A K that no placement of this model could serve is refused before anything is loaded.
+        _ = self._drafting(card, None, asked)
+        if asked.HasField("resumes"):
+            self._lost(card, asked)
+        turns, turn = self._enter(card.id, had=asked.HasField("resumes"))
+        try:
+            yield _waiting("")
+            async with aclosing(self._in_turn(card.id, asked, turns, turn, over)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            turns.leave(turn)
+
+    async def _in_turn(
+        self,
+        model: ModelId,
+        asked: pb.AcquireRequest,
+        turns: Turns,
+        turn: Turn,
+        over: "asyncio.Future[Any]",
+    ) -> Acquired:
+        """The model's load first, so that who waits for one is in no other model's way."""
+        while True:
+            loading = asyncio.ensure_future(self._placements.ensure(model))
+            loaded = _until(loading, over, lambda: self._loading_step(model))
+            async with aclosing(loaded) as events:
+                async for event in events:
+                    yield event
+            record = loading.result()
+            if turn.runs:
+                break
+            turns.ask(turn)
+            came = asyncio.ensure_future(turn.came.wait())
+            async with aclosing(_until(came, over, lambda: "")) as events:
+                async for event in events:
+                    yield event
+        async with aclosing(self._held(record, asked, over)) as events:
+            async for event in events:
+                yield event
+
+    async def _held(
+        self, record: Record, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
+    ) -> Acquired:
+        record.begin()
+        try:
+            yield pb.AcquireEvent(placed=self._placed(record, asked))
+            _ = await asyncio.wait([over])
+            raise HeadGone("another node is the head now")
+        finally:
+            record.end()
+            record.stepped_at = time.monotonic()
+
+    def _enter(self, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
+        turns = self._turns.setdefault(model, Turns())
+        return turns, turns.enter(had=had)
+
+    def _lost(self, card: ModelCard, asked: pb.AcquireRequest) -> None:
+        lost = asked.resumes
+        if lost.broken:
+            broken = PlacementId(lost.broken)
+            self._placements.broke(broken, lost.connections, lost.why, lost.gone)
+        self._events.add(
+            "resumed",
+            f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
+            model=card.id,
+            request=asked.request,
+            attempt=lost.attempt,
+        )
+
+    def _placed(self, record: Record, asked: pb.AcquireRequest) -> pb.Placed:
+        settings = self._facts.stage_settings(record.generator.node, record.card)
+        drafting = self._drafting(record.card, record, asked, adaptive=settings.adaptive_draft)
+        placed = placed_of(record)
+        placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive
+        placed.drafting_reason = "" if drafting.kind == "native_mtp" else drafting.reason
+        placed.async_draft_eval = settings.async_draft_eval
+        placed.sampling.update(record.card.sampling.model_dump(exclude_none=True))
+        return placed
+
+    def _drafting(
+        self,
+        card: ModelCard,
+        record: Record | None,
+        asked: pb.AcquireRequest,
+        *,
+        adaptive: bool = False,
+    ) -> Drafting:
+        if record is None:
+            stages, head, enabled = 1, HeadState(True), EnabledState(True)
+        else:
+            stages, head = len(record.plan.stages), record.head
+            enabled = self._facts.mtp_switch(record.generator.node)
+        k = asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None
+        policy = _POLICIES.get(asked.draft_policy)
+        return choose_drafting(card, stages, head, enabled, k, policy, adaptive=adaptive)
+
+    def _loading_step(self, model: ModelId) -> str:
+        steps = [r.progress for r in self._placements.records if r.card.id == model]
+        return steps[0] if steps and steps[0] else "loading"
+
+
+_POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
+
+
+async def _until(
+    work: "asyncio.Future[Any]", over: "asyncio.Future[Any]", step: Callable[[], str]
+) -> Acquired:
+    """Says now and then what is waited for. Raises HeadGone, and leaves the work's own errors."""
+    try:
+        while not work.done():
+            first = asyncio.FIRST_COMPLETED
+            _ = await asyncio.wait([work, over], timeout=LOADING_EVERY_S, return_when=first)
+            if over.done():
+                raise HeadGone("another node is the head now")
+            if not work.done() and (said := step()):
+                yield _waiting(said)
+        if work.cancelled():
+            raise HeadGone("this node places nothing any more")
+    finally:
+        if not work.done():
+            _ = work.cancel()  # of this waiter; a load itself is shielded
+        elif not work.cancelled():
+            _ = work.exception()  # seen, also where nobody asks for the result
+
+
+def _waiting(step: str) -> pb.AcquireEvent:
+    return pb.AcquireEvent(waiting=pb.Waiting(step=step))

@@ -1,0 +1,137 @@
+"""A model by name or folder, as a node on this machine alone would load it: for `verify`, `bench`.
+
+A command that needs the model itself, not a running node, resolves it here and starts a child
+process with the specification; the node's own process never imports mlx.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...placement.card import ModelCard
+from ...placement.cluster import ClusterView, NodeFacts
+from ...placement.drafting import HeadState, choose_drafting
+from ...placement.dtype import resolve_dtype
+from ...placement.errors import InvalidCheckpoint, ModelNotFound
+from ...placement.ids import ModelId, NodeId
+from ...placement.plan import Placement, PlanOptions, plan
+from ...proto import peer_pb2 as pb
+from ..machine.hardware import Hardware, detect_hardware
+from ..machine.settings import Settings
+from ..machine.switches import Switches
+from ..models.library import KnownModel, ModelLibrary
+from .stages import PREFILL_CHUNK
+
+_HERE = NodeId("here")
+_PATH_STARTS = ("/", ".", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """What was found. `spec` is the one stage that holds all layers, as `shard.load.load` takes it.
+
+    `spec.native_mtp` is False where the node would not draft, because of `spec.mtp_off_reason`;
+    whether the head's tensors are in the files is seen at load. `spec.profile_folder` is empty.
+    """
+
+    card: ModelCard
+    folder: Path
+    hardware: Hardware
+    spec: pb.StageSpec
+
+    @property
+    def dtype(self) -> str:
+        """ "float32", "bfloat16" or "float16"; never "auto"."""
+        return self.spec.dtype
+
+
+def resolve(name: str, settings: Settings, distributions: Collection[str]) -> LocalModel:
+    """The model called `name`, an id as `exo-node models` lists it or a folder. Blocks.
+
+    `settings` come from `load_settings({"data_dir": …, "models_dir": …, "dtype": …},
+    environment())`, `distributions` from `installed_distributions()`. Nothing is downloaded.
+    Raises ModelNotFound, InvalidCard, InvalidCheckpoint and InsufficientMemory.
+    """
+    known, library = _find(name, settings)
+    card, folder = known.card, known.folder
+    if folder is None:
+        raise ModelNotFound(
+            f"{card.id} is not on this machine yet; `exo-node chat --model {card.id} hello` "
+            "downloads it",
+            param="model",
+        )
+    hardware = detect_hardware(distributions, settings.memory_limit)
+    spec = _spec(card, hardware, settings)
+    spec.checkpoint_sha256 = library.checkpoint(folder).fingerprint
+    spec.path = str(folder)
+    return LocalModel(card, folder, hardware, spec)
+
+
+def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
+    """An id wins over a folder of the same name, unless `name` can only be a path."""
+    library = ModelLibrary(settings.models_dir, offline=settings.offline)
+    folder = Path(name).expanduser()
+    if not name.startswith(_PATH_STARTS):
+        try:
+            return library.get(ModelId(name)), library
+        except ModelNotFound:
+            if not (folder / "config.json").is_file():
+                raise
+    folder = folder.resolve()
+    if not (folder / "config.json").is_file():
+        raise InvalidCheckpoint(
+            f"{name} holds no config.json; name a folder with a model, or an id that "
+            "`exo-node models` lists",
+            param="model",
+        )
+    beside = ModelLibrary(folder.parent, offline=settings.offline)
+    return beside.get(ModelId(folder.name)), beside
+
+
+def _spec(card: ModelCard, hardware: Hardware, settings: Settings) -> pb.StageSpec:
+    """As `Placements` has it for a cluster of this machine alone."""
+    switches = Switches(
+        {
+            "native_mtp_enabled": settings.native_mtp_enabled,
+            "native_mtp_async_draft_eval": settings.native_mtp_async_draft_eval,
+            "native_mtp_adaptive": settings.native_mtp_adaptive,
+        }
+    )
+    switch, mtp = switches.mtp(), card.native_mtp
+    placed = _plan(card, hardware, native_mtp=switch.enabled)
+    drafting = choose_drafting(card, 1, HeadState(True), switch, None)
+    off = placed.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
+    return pb.StageSpec(
+        placement="local",
+        model=card.id,
+        num_stages=1,
+        end_layer=card.num_layers,
+        num_layers=card.num_layers,
+        hidden_size=card.hidden_size,
+        vocabulary=card.vocab_size,
+        dtype=resolve_dtype(settings.dtype, card, hardware.backend, hardware.chip),
+        prefill_chunk=PREFILL_CHUNK,
+        context_length=placed.context_length,
+        native_mtp=not off,
+        max_draft_tokens=mtp.max_k if mtp else 0,
+        async_draft_eval=switches.value("native_mtp_async_draft_eval"),
+        fixed_rows=mtp.max_k + 1 if mtp and settings.native_mtp_strict else 0,
+        draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
+        mtp_hidden=mtp.hidden if mtp else "",
+        memory_limit_bytes=settings.memory_limit or 0,
+        kernels=settings.kernels,
+        mtp_off_reason=off,
+    )
+
+
+def _plan(card: ModelCard, hardware: Hardware, *, native_mtp: bool) -> Placement:
+    here = NodeFacts(
+        id=_HERE,
+        name="this machine",
+        memory_bytes=hardware.usable_bytes,
+        memory_bandwidth=hardware.bandwidth,
+        backend=hardware.backend,
+        chip=hardware.chip,
+    )
+    view = ClusterView(nodes=(here,), head=_HERE)
+    return plan(card, view, PlanOptions(max_nodes=1), native_mtp=native_mtp)

@@ -1,0 +1,400 @@
+"""The head's placements: planned, loaded over the nodes, connected, restored, replaced."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
+from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.plan import PlanOptions, plan
+from ..cluster.desired import Wish, Wishes
+from ..machine.events import EventLog
+from ..machine.log import apart
+from ..runners.runner_client import Endpoint
+from .failures import MAX_FAILURES, Failures
+from .loading import finish, load
+from .record import Record, Status
+from .restoring import Restorer, without
+from .stages import Facts, Stages, StageSettings
+from .upkeep import Upkeep, may_settle, settles
+
+__all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+
+
+class Placements:
+    """One placement for each model at most. All methods run on the node's event loop."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        facts: Facts,
+        events: EventLog | None = None,
+        wishes: Wishes | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`events` hears of what a person should know; `wishes` of what a person asked for.
+
+        `changed` is called when there is something new for the other nodes.
+        """
+        self._stages = stages
+        self._facts = facts
+        self._events = EventLog() if events is None else events
+        self._restorer = Restorer(stages, facts)
+        self._upkeep = Upkeep(stages, self._restorer, self._left)
+        self._wishes = Wishes() if wishes is None else wishes
+        self._records: dict[ModelId, Record] = {}
+        self._loading: dict[ModelId, asyncio.Task[Record]] = {}
+        self._failures = Failures()
+        self._changed = changed
+
+    @property
+    def records(self) -> list[Record]:
+        return list(self._records.values())
+
+    async def ensure(self, model: ModelId) -> Record:
+        """The model's placement, loaded on first use; requests that come meanwhile share the load.
+
+        Raises what planning and loading raise.
+        """
+        loading = self._loading.get(model)
+        if loading is None:
+            record = self._records.get(model)
+            if record is not None and record.restoring is not None:
+                await asyncio.shield(record.restoring)
+                if record.status == "ready":
+                    return record
+            if record is not None and record.status == "ready" and not self._outdated(record):
+                return record
+            loading = self._loading.get(model)
+        if loading is None:
+            self._check_failures(model)
+            loading = self._start(model, self._wish(model))
+        # A client that goes away must not stop the load that others wait for.
+        return await asyncio.shield(loading)
+
+    async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> Record:
+        """Plans and loads, replacing the model's placement after its requests have drained.
+
+        `spares` of each stage are loaded afterwards, where live nodes have room.
+        """
+        self._failures.forget(model)
+        while (loading := self._loading.get(model)) is not None:
+            _ = await asyncio.wait([loading])
+        wish = Wish(options, spares)
+        placed = await asyncio.shield(self._start(model, wish))
+        self._wishes.note(model, wish)
+        return placed
+
+    async def remove(self, placement: PlacementId) -> None:
+        """Unloads once its requests have drained. Raises PlacementNotFound."""
+        for model, record in self._records.items():
+            if record.id == placement:
+                self._failures.forget(model)
+                self._wishes.forget(model)
+                await self._drain(model)
+                return
+        raise PlacementNotFound(f"no placement {placement} is here", param="id")
+
+    def find(self, placement: PlacementId) -> Record | None:
+        return next((record for record in self.records if record.id == placement), None)
+
+    def broke(
+        self, placement: PlacementId, connections: int, why: str, gone: Iterable[int] = ()
+    ) -> None:
+        """An attempt failed that began when the stages had been connected so many times.
+
+        `gone`: stages that did not answer it.
+        """
+        record = self.find(placement)
+        if record is not None and record.connections <= connections:
+            stages = range(len(record.endpoints))
+            record.gone.update(stage for stage in gone if stage in stages)
+            self.lost(placement, None, why)
+
+    def adopt(self, record: Record) -> bool:
+        """Goes on with what another head held, unless the model has another placement here."""
+        model = record.card.id
+        if (own := self._records.get(model)) is not None or model in self._loading:
+            return own is not None and own.id == record.id
+        self._records[model] = record
+        record.see(self._facts.view(model))
+        record.stepped_at = time.monotonic()
+        text = f"goes on with {record.id} of {model}, which the last head placed"
+        self._events.add("adopted", text, model=model, placement=record.id)
+        self._upkeep.look_over(record, self._silent)
+        return True
+
+    async def let_go(self) -> None:
+        """Another node is the head and goes on with them: nothing is unloaded."""
+        records, self._records = self.records, {}
+        for record in records:
+            log.info("%s of %s is another head's now", record.id, record.card.id)
+        await self._cancel(records)
+
+    def lost(self, placement: str, stage: int | None, why: str, *, planned: bool = False) -> None:
+        """A stage is gone, or (None) some stage may be: the placement is restored.
+
+        Requests that used it go on on what is restored; see `chat`. A `planned` loss is no failure.
+        """
+        for model, record in list(self._records.items()):
+            if record.id != placement or record.status not in ("ready", "loading", "restoring"):
+                continue
+            if stage is not None:
+                record.gone.add(stage)
+            if record.status == "loading":
+                record.status, record.error = "failed", why
+            elif record.restoring is None:
+                self._events.add(
+                    "stage_lost",
+                    f"{record.id} of {model} lost a stage: {why}",
+                    model=model,
+                    placement=record.id,
+                    stage=stage,
+                )
+                record.status, record.error = "restoring", why
+                restore = self._restore(model, record, planned=planned)
+                record.restoring = asyncio.create_task(restore, context=apart())
+
+    def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
+        """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
+        for record in self.records:
+            if record.id == placement:
+                self._lost_on(record, node, why, stage)
+
+    def lost_node(self, node: NodeId, why: str) -> None:
+        """As `lost`, for every stage and spare on that node."""
+        for record in self.records:
+            self._lost_on(record, node, why)
+
+    def tend(self) -> None:
+        """Tries again, now and then, for spares that are missing, and for a better place."""
+        self._upkeep.tend(self.records)
+        for record in filter(may_settle, self.records):
+            self._settle(record)
+
+    def move_off(self, node: NodeId) -> None:
+        """The node is about to leave: its stages go to others first, if those have room."""
+        self._upkeep.move_off(self.records, node)
+
+    def succeeded(self, record: Record) -> None:
+        """It answers well: earlier failures of the model no longer count."""
+        self._failures.forget(record.card.id)
+
+    def expected(self) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
+        """By node, the (node, placement, stage) whose runners should be up."""
+        found: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
+        for record in self.records:
+            if record.status != "ready":
+                continue
+            holders = {(endpoint.node, i) for i, endpoint in enumerate(record.endpoints)}
+            holders |= {(s.node, s.stage) for s in record.spares if s.status == "ready"}
+            for node, stage in holders:
+                found.setdefault(node, []).append((node, str(record.id), stage))
+        return found
+
+    async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
+        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses."""
+        await self._upkeep.sweep(self.records, held)
+
+    async def close(self) -> None:
+        """Leaves what other nodes hold to the next head."""
+        await self._cancel(self.records)
+
+    async def _cancel(self, records: Sequence[Record]) -> None:
+        restoring = [r.restoring for r in records if r.restoring is not None]
+        tasks: list[asyncio.Task[Any]] = [*self._loading.values(), *restoring]
+        for task in tasks:
+            task.cancel()
+        _ = await asyncio.gather(*tasks, self._upkeep.close(), return_exceptions=True)
+
+    def _start(self, model: ModelId, wish: Wish) -> "asyncio.Task[Record]":
+        task = asyncio.create_task(self._replace(model, wish), context=apart())
+        self._loading[model] = task
+        task.add_done_callback(lambda done: self._loaded(model, done))
+        return task
+
+    def _loaded(self, model: ModelId, done: "asyncio.Task[Record]") -> None:
+        if self._loading.get(model) is done:
+            del self._loading[model]
+        if not done.cancelled() and (fault := done.exception()) is not None:
+            self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
+
+    async def _replace(
+        self, model: ModelId, wish: Wish, lost: frozenset[NodeId] = frozenset()
+    ) -> Record:
+        """`lost`: nodes that count as alive and were found to be gone."""
+        card, fingerprint = await self._facts.card(model)
+        view = without(self._facts.view(model), lost)
+        refusal = self._facts.split_refusal(model)
+        options = wish.within(view)
+        planned = plan(card, view, options, pipeline_refusal=refusal)
+        if model in self._records:
+            await self._drain(model)
+            # Others may have been placed meanwhile.
+            view = without(self._facts.view(model), lost)
+            planned = plan(card, view, options, pipeline_refusal=refusal)
+        placement = PlacementId(f"p-{secrets.token_hex(4)}")
+        record = Record(placement, card, planned, wish.options, spares_wanted=wish.spares)
+        record.see(view)
+        if options != wish.options:
+            record.note_move("fewer nodes are here than were asked for")
+        self._records[model] = record
+        dead: set[NodeId] = set()
+        started = time.monotonic()
+        try:
+            await load(record, self._stages, self._facts, fingerprint, dead)
+            await self._restorer.connect(record)
+            took = finish(record, started)
+        except ExoNodeError as fault:
+            record.status, record.error = "failed", fault.message
+            await self._restorer.unload(record)
+            if dead:
+                log.warning("%s is planned anew: %s", model, fault)
+                return await self._replace(model, wish, lost | dead)
+            self._failures.note(model)
+            if self._facts.split_refusal(model) != refusal:
+                log.warning("%s is planned anew: %s", model, fault)
+                _ = self._records.pop(model, None)
+                return await self._replace(model, wish)
+            raise
+        except asyncio.CancelledError:
+            await self._restorer.unload(record)
+            raise
+        self._changed()
+        text = f"placed {model} as {record.id} in {took:.1f} s: {record.plan.reason}"
+        seconds = round(took, 3)
+        self._events.add("placed", text, model=model, placement=record.id, seconds=seconds)
+        self._upkeep.fill(record)
+        return record
+
+    def _outdated(self, record: Record) -> bool:
+        """The head was left out because of a switch that is on now: load again, with it."""
+        mtp = record.card.native_mtp
+        if mtp is None or record.plan.mtp_off_reason or record.head_asked_for:
+            return False
+        return self._facts.mtp_switch(record.generator.node).enabled
+
+    def _lost_on(self, record: Record, node: NodeId, why: str, stage: int | None = None) -> None:
+        spares = [s for s in record.spares if s.node == node and stage in (None, s.stage)]
+        for spare in spares:
+            record.spares.remove(spare)
+        for number, endpoint in enumerate(record.endpoints):
+            if endpoint.node == node and stage in (None, number):
+                self.lost(record.id, number, why)
+        if spares and record.status == "ready":
+            self._upkeep.fill(record)
+
+    async def _restore(self, model: ModelId, record: Record, *, planned: bool) -> None:
+        if not planned:
+            record.gone.update(await self._restorer.lost_stages(record))
+            covered = bool(record.gone) and self._restorer.has_spares(record, record.gone)
+            self._failures.note(model, covered=covered)
+        try:
+            if not planned and self._failures.too_many(model):
+                record.status = "degraded"
+                self._events.add(
+                    "degraded",
+                    f"{record.id} of {model} is not restored again by itself after "
+                    f"{MAX_FAILURES} failures in a row: {record.error}",
+                    model=model,
+                    placement=record.id,
+                )
+                await self._restorer.unload(record)
+                return
+            if not planned and not self._restorer.has_spares(record, record.gone):
+                await asyncio.sleep(self._failures.pause_s(model))
+            begun, why = time.monotonic(), record.error
+            before = record.plan.stages
+            replaced = await self._restorer.restore(record)
+            record.status, record.error, record.progress = "ready", "", ""
+            self._changed()
+            self._tell_restored(record, replaced, time.monotonic() - begun, why)
+            if record.plan.stages != before:
+                names = {node.id: node.name for node in self._facts.view(model).nodes}
+                moved = record.moves(names)
+                record.note_move(f"since then {moved} ({why})" if moved else "")
+        except ExoNodeError as fault:
+            # Not as it was: the next request plans anew, with what is left.
+            self._events.add(
+                "load_failed",
+                f"{record.id} of {model} cannot be restored: {fault.message}",
+                model=model,
+                placement=record.id,
+            )
+            record.status, record.error = "failed", fault.message
+            await self._restorer.unload(record)
+        finally:
+            record.restoring = None
+        if record.status == "ready":
+            self._upkeep.fill(record)
+
+    def _tell_restored(
+        self, record: Record, replaced: Sequence[int], seconds: float, why: str
+    ) -> None:
+        nodes = (
+            ", ".join(f"stage {i} on {record.endpoints[i].node}" for i in replaced)
+            or "the same runners, connected anew"
+        )
+        self._events.add(
+            "replanned",
+            f"{record.id} of {record.card.id} goes on after {seconds:.2f} s: {nodes} ({why})",
+            model=record.card.id,
+            placement=record.id,
+            seconds=round(seconds, 3),
+        )
+
+    def _settle(self, record: Record) -> None:
+        model = record.card.id
+        wish = record.wish
+        view, refusal = self._facts.view(model), self._facts.split_refusal(model)
+        try:
+            planned = plan(record.card, view, wish.within(view), pipeline_refusal=refusal)
+            why = settles(record, planned, view)
+        except ExoNodeError as fault:
+            # What runs goes on, and is looked at again later.
+            log.info("no better place for %s: %s", record.id, fault)
+            return
+        if why and model not in self._loading:
+            text = f"{record.id} of {model} is placed anew: {why}"
+            self._events.add("replanned", text, model=model, placement=record.id)
+            _ = self._start(model, wish)
+
+    def _silent(self, record: Record, stages: Sequence[int]) -> None:
+        record.gone.update(stages)
+        self.lost(record.id, None, f"stage {stages[0]} was lost with the last head")
+
+    def _left(self, record: Record, stage: int, node: NodeId) -> None:
+        self.lost(record.id, stage, f"node {node} is leaving", planned=True)
+
+    def _wish(self, model: ModelId) -> Wish:
+        record = self._records.get(model)
+        return self._wishes.of(model) if record is None else record.wish
+
+    async def _drain(self, model: ModelId) -> None:
+        record = self._records[model]
+        try:
+            _ = await asyncio.wait_for(record.idle.wait(), DRAIN_S)
+        except TimeoutError:
+            log.warning("placement %s did not drain in %.0f s", record.id, DRAIN_S)
+        if self._records.get(model) is record:
+            del self._records[model]
+            self._changed()
+        await self._restorer.unload(record)
+        text = f"unloaded {record.id} of {model}"
+        self._events.add("unloaded", text, model=model, placement=record.id)
+
+    def _check_failures(self, model: ModelId) -> None:
+        record = self._records.get(model)
+        if record is not None and self._failures.too_many(model):
+            raise LoadFailed(
+                f"{model} failed {MAX_FAILURES} times in a row and is not tried again by itself: "
+                f"{record.error}. Mend that, then load it with `POST /v1/placements`",
+                param="model",
+            )

@@ -1,0 +1,177 @@
+"""This node's facts, and what placing asks: views, cards, switches, dtypes."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
+
+from ...placement.card import ModelCard
+from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
+from ...placement.correction import AtWork, corrected
+from ...placement.drafting import EnabledState
+from ...placement.dtype import resolve_dtype
+from ...placement.ids import ModelId, NodeId
+from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
+from ...proto import peer_pb2 as pb
+from ..cluster.member_facts import MemberFacts
+from ..links.paths import link_facts
+from ..machine.switches import Switches
+from ..models.library import ModelLibrary
+from .memory_ledger import Promised, left
+from .placements import StageSettings
+
+STAGE_HEADROOM = 1.2
+NO_TIME_S = 3600.0
+"""No layer takes so long."""
+
+
+class NodeFactsSource:
+    """`placements.Facts` over the live members."""
+
+    def __init__(
+        self,
+        self_id: NodeId,
+        members: Callable[[], list[MemberFacts]],
+        head: Callable[[], NodeId],
+        library: ModelLibrary,
+        switches: Switches,
+    ) -> None:
+        """`members` gives the nodes that may take work: alive, this one among them."""
+        self._self = self_id
+        self._members = members
+        self._head = head
+        self._library = library
+        self._switches = switches
+        self.promised: Callable[[], Promised] = dict
+        """What the placements of this node may take of others' memory; see `memory_ledger`."""
+
+    def view(self, placing: ModelId) -> ClusterView:
+        members = self._members()
+        promises = self.promised()
+        told = [node_facts(m, placing, promises.get(m.id)) for m in members]
+        # A correction is its node's own: kin share what was probed only.
+        known = zip(members, with_kin_profiles(told), strict=True)
+        nodes = evened([_at_work(member, node, placing) for member, node in known])
+        links = link_facts([member.facts for member in members])
+        return ClusterView(nodes=nodes, links=links, head=self._head())
+
+    def split_refusal(self, model: ModelId) -> SplitRefusal:
+        """Where a model must not be split, as the nodes said that checked it; the strictest.
+
+        A stage that nobody has checked is checked when it is first loaded.
+        """
+        told = (refusal for member in self._members() for refusal in member.facts.split_refusals)
+        refusals = [
+            SplitRefusal(each.reason, frozenset(each.borders))
+            for each in told
+            if each.model == model
+        ]
+        return min(refusals, key=lambda each: len(each.borders), default=MAY_BE_SPLIT)
+
+    async def card(self, model: ModelId) -> tuple[ModelCard, str]:
+        """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
+        known = await asyncio.to_thread(self._library.get, model)
+        if known.folder is None:
+            return known.card, ""
+        checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
+        return known.card, checkpoint.fingerprint
+
+    def mtp_switch(self, generator: NodeId) -> EnabledState:
+        """The generator's variable wins; where it has none, this node's page or default holds."""
+        if generator != self._self:
+            facts = self._facts_of(generator)
+            if facts is not None and facts.native_mtp_variable:
+                on = facts.native_mtp_variable == "1"
+                source = f"EXO_NATIVE_MTP_ENABLED={int(on)} on {facts.name}"
+                return EnabledState(on, source)
+            if self._switches.fixed("native_mtp_enabled") is not None:
+                return EnabledState(True)
+        return self._switches.mtp()
+
+    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+        facts = self._facts_of(generator)
+        if facts is None:
+            return StageSettings(resolve_dtype("auto", card, "cpu", ""))
+        async_eval, adaptive = facts.async_draft_eval, facts.adaptive_draft
+        if generator == self._self:
+            async_eval = self._switches.value("native_mtp_async_draft_eval")
+            adaptive = self._switches.value("native_mtp_adaptive")
+        dtype = resolve_dtype(facts.dtype or "auto", card, facts.backend, facts.chip)
+        return StageSettings(dtype, async_eval, adaptive, facts.strict_rows)
+
+    def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
+        return next((m.facts for m in self._members() if m.id == node), None)
+
+
+def node_facts(
+    member: MemberFacts, placing: ModelId, promises: Mapping[ModelId, int] | None = None
+) -> NodeFacts:
+    """Memory is what other models leave of it; `promises` is what they may take here."""
+    f = member.facts
+    used: dict[ModelId, int] = {}
+    for stage in member.stages:
+        took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
+        model = ModelId(stage.model)
+        used[model] = used.get(model, 0) + took
+    others = {model: size for model, size in (promises or {}).items() if model != placing}
+    _ = used.pop(placing, None)
+    return NodeFacts(
+        id=member.id,
+        name=f.name,
+        memory_bytes=left(f.memory_bytes, others, used),
+        memory_bandwidth=f.memory_bandwidth,
+        backend=f.backend,
+        chip=f.chip,
+        models=frozenset(ModelId(model) for model in f.models),
+        profile=_profile(f, placing),
+    )
+
+
+def _at_work(member: MemberFacts, node: NodeFacts, placing: ModelId) -> NodeFacts:
+    """`node`, which is `member`, with its profile corrected by what its layers take now."""
+    times = _times(member.facts, placing)
+    if times is None or node.profile is None:
+        return node
+    means = {
+        mean.rows: AtWork(mean.seconds, mean.age_s)
+        for mean in times.corrected
+        if 0 < mean.seconds < NO_TIME_S
+    }
+    profile = corrected(node.profile, means, times.verify_rows, times.prefill_rows)
+    return replace(node, profile=profile)
+
+
+def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
+    times = _times(facts, model)
+    if times is None or not times.decode_s:
+        return None
+    return LayerProfile(times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+
+
+def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:
+    """What the node measured of that model last; another node's figures, so they are checked."""
+    for times in reversed(facts.profiles):
+        figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+        if times.model == model and all(0 <= figure < NO_TIME_S for figure in figures):
+            return times
+    return None
+
+
+def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
+    """Nodes of one chip and backend share the least of each time that any of them measured.
+
+    So a node that never loaded the model is not weighed by its data sheet against its twin's
+    measurement; and what else ran during a measurement only ever adds to it.
+    """
+    kin: dict[tuple[str, str], list[LayerProfile]] = {}
+    for node in nodes:
+        if node.profile is not None:
+            kin.setdefault((node.chip, node.backend), []).append(node.profile)
+    shared = {kind: _least(profiles) for kind, profiles in kin.items() if kind[0]}
+    return tuple(
+        replace(node, profile=shared.get((node.chip, node.backend), node.profile)) for node in nodes
+    )
+
+
+def _least(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    columns = zip(*(astuple(profile) for profile in profiles), strict=True)
+    return LayerProfile(*(min((s for s in times if s > 0), default=0.0) for times in columns))

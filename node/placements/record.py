@@ -1,0 +1,182 @@
+"""One placement and what became of it: its stages, its spares, who uses it."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ...placement.card import ModelCard
+from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.drafting import HeadState
+from ...placement.ids import NodeId, PlacementId
+from ...placement.options import PlanOptions
+from ...placement.plan import Placement
+from ...proto import peer_pb2 as pb
+from ..cluster.desired import Wish
+from ..runners.runner_client import Endpoint
+
+Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
+SpareStatus = Literal["loading", "ready", "failed"]
+
+
+@dataclass(slots=True)
+class Spare:
+    """A second runner of a stage that takes its place when it is lost; the first one follows it."""
+
+    stage: int
+    node: NodeId
+    endpoint: Endpoint | None = None
+    error: str = ""
+    leader: Endpoint | None = None
+    """The stage's runner that was told to send it copies; None: none was."""
+    why_not: str = ""
+    """Why it is sent none all the same."""
+
+    @property
+    def status(self) -> SpareStatus:
+        if self.endpoint is not None:
+            return "ready"
+        return "failed" if self.error else "loading"
+
+
+@dataclass(slots=True)
+class Record:
+    """A placement on its head."""
+
+    id: PlacementId
+    card: ModelCard
+    plan: Placement
+    options: PlanOptions = field(default_factory=PlanOptions)
+    spares_wanted: int = 0
+    """Spares of each stage."""
+    status: Status = "loading"
+    error: str = ""
+    progress: str = ""
+    specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
+    endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
+    spares: list[Spare] = field(default_factory=list[Spare])
+    filled_at: float = float("-inf")
+    """When its spares were last seen to, by the monotonic clock."""
+    spares_missing: str = ""
+    """Why there are fewer spares than were asked for."""
+    chips: dict[NodeId, str] = field(default_factory=dict[NodeId, str])
+    """Backend and chip of the nodes that were seen: kernels, and so numbers, follow from them."""
+    head_asked_for: bool = False
+    head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
+    identity: str = "off"
+    """greedy_identity as the generator measured it at load."""
+    gone: set[int] = field(default_factory=set[int])
+    """Stages that are known to be lost."""
+    retired: list[tuple[int, Endpoint]] = field(default_factory=list[tuple[int, Endpoint]])
+    """Stages' former runners, which are to be ended."""
+    restoring: "asyncio.Task[None] | None" = None
+    connections: int = 0
+    """How often its stages were connected: what broke before the last time is mended."""
+    stepped_at: float = float("-inf")
+    """When it last made a step, such as a chunk of a prompt, by the monotonic clock."""
+    probed_at: float = float("-inf")
+    """When it last gave a readiness probe a token: that it works, and no work that it has."""
+    spoke_at: float = float("-inf")
+    """When it last gave a token, by the monotonic clock."""
+    as_planned: tuple[StageAssignment, ...] = ()
+    """Where its stages were before losses moved them."""
+    moved: str = ""
+    """For a person: what losses have changed about `plan`."""
+    moved_at: float = float("-inf")
+    """When that was, or a better place was last looked for, by the monotonic clock."""
+    unloaded: bool = False
+    """It holds nothing any more, and is promised nothing."""
+    active: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+        self.as_planned = self.plan.stages
+
+    @property
+    def wish(self) -> Wish:
+        """What is asked of a placement that takes its place."""
+        return Wish(self.options, self.spares_wanted, flexible=True)
+
+    @property
+    def generator(self) -> Endpoint:
+        return self.endpoints[0]
+
+    def begin(self) -> None:
+        """A request starts to use it; it is not unloaded before `end`."""
+        self.active += 1
+        self.idle.clear()
+
+    def end(self) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self.idle.set()
+
+    def see(self, view: ClusterView) -> None:
+        """Remembers the chips of the live nodes: a lost one's is asked for afterwards."""
+        self.chips.update({node.id: f"{node.backend} {node.chip}" for node in view.nodes})
+
+    def move(self, stage: int, endpoint: Endpoint) -> None:
+        """Puts another runner in a stage's place."""
+        stages = list(self.plan.stages)
+        stages[stage] = replace(stages[stage], node=endpoint.node)
+        self.plan = replace(self.plan, stages=tuple(stages))
+        self.endpoints[stage] = endpoint
+        self.gone.discard(stage)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Notes what the generator's runner said when it was loaded."""
+        ready = self.generator.ready
+        loaded = ready.mtp_head == "loaded"
+        self.identity = ready.greedy_identity
+        self.head = HeadState(loaded, "" if loaded else ready.mtp_head)
+
+    def kernels(self) -> tuple[str, ...]:
+        """What computes each layer, and the dtype: where it is equal, the same forwards give the
+        same numbers."""
+        layers = [
+            self.chips.get(stage.node, stage.node)
+            for stage in self.plan.stages
+            for _ in range(stage.first_layer, stage.end_layer)
+        ]
+        return (self.specs[0].dtype, *layers)
+
+    def note_move(self, what: str) -> None:
+        self.moved, self.moved_at = what, time.monotonic()
+
+    def moves(self, names: Mapping[NodeId, str]) -> str:
+        """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
+        stages = enumerate(zip(self.as_planned, self.plan.stages, strict=True))
+        return ", ".join(
+            f"stage {number} moved to {names.get(now.node, now.node)}"
+            for number, (then, now) in stages
+            if now.node != then.node
+        )
+
+    def holders(self) -> set[tuple[NodeId, int]]:
+        """(node, stage) of every runner that this placement has or waits for."""
+        stages = {(stage.node, number) for number, stage in enumerate(self.plan.stages)}
+        return stages | {(spare.node, spare.stage) for spare in self.spares}
+
+
+def placed_of(record: Record) -> pb.Placed:
+    """What the node that drives an answer is told of the placement it runs on."""
+    stages = [
+        pb.PlacedStage(
+            node=endpoint.node,
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            ready=endpoint.ready,
+        )
+        for stage, endpoint in zip(record.plan.stages, record.endpoints, strict=True)
+    ]
+    return pb.Placed(
+        placement=record.id,
+        stages=stages,
+        connections=record.connections,
+        kernels=record.kernels(),
+        head_loaded=record.head.loaded,
+        head_reason=record.head.reason,
+    )

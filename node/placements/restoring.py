@@ -1,0 +1,273 @@
+"""What a placement does when it lost stages: finds which, puts others in their place, goes on."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.errors import ExoNodeError, InsufficientMemory, PeerLost
+from ...placement.ids import NodeId
+from ...placement.spares import spare_node
+from ...proto import peer_pb2 as pb
+from ..runners.runner_client import Endpoint
+from .record import Record, Spare
+from .stages import Facts, Stages
+
+log = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""How often another stage may be lost while one is replaced."""
+
+
+class Restorer:
+    """Works on one record at a time for each placement; the caller sees to that."""
+
+    def __init__(self, stages: Stages, facts: Facts) -> None:
+        self._stages = stages
+        self._facts = facts
+
+    async def restore(self, record: Record) -> list[int]:
+        """Every stage answers and is connected afterwards; which ones were replaced.
+
+        Raises InsufficientMemory where no live node has room for a lost stage, and what loading
+        raises.
+        """
+        replaced: set[int] = set()
+        dead: set[NodeId] = set()
+        record.see(self._facts.view(record.card.id))
+        for _ in range(ROUNDS):
+            lost = await self.lost_stages(record)
+            for stage in lost:
+                await self._replace(record, stage, dead)
+                replaced.add(stage)
+            try:
+                await self.connect(record)
+            except PeerLost as fault:
+                log.warning("%s: %s while it was connected anew", record.id, fault.message)
+                continue
+            return sorted(replaced)
+        raise PeerLost(f"placement {record.id} lost stages faster than they could be replaced")
+
+    async def connect(self, record: Record) -> None:
+        """Each stage to the next, the last one to the generator. Raises PeerLost."""
+        if len(record.endpoints) == 1:
+            record.connections += 1
+            return
+        following = [*record.endpoints[1:], record.endpoints[0]]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_outcome(self._stages.connect(stage, after, record.id)))
+                for stage, after in zip(record.endpoints, following, strict=True)
+            ]
+        for fault in (task.result() for task in tasks):
+            if fault is not None:
+                raise fault
+        record.connections += 1
+
+    async def lost_stages(self, record: Record) -> list[int]:
+        """Those that are known to be gone or do not answer within a second."""
+        asked = [i for i in range(len(record.endpoints)) if i not in record.gone]
+        answers = await asyncio.gather(
+            *(_outcome(self._stages.ping(record.endpoints[i], record.id, i)) for i in asked)
+        )
+        silent = [i for i, fault in zip(asked, answers, strict=True) if fault is not None]
+        return sorted({*record.gone, *silent})
+
+    async def refill(self, record: Record) -> None:
+        """Loads the spares that are missing; what cannot be had is noted, and no error."""
+        record.spares = [spare for spare in record.spares if spare.status != "failed"]
+        record.spares_missing = ""
+        for stage in range(len(record.plan.stages)):
+            have = sum(spare.stage == stage for spare in record.spares)
+            for _ in range(record.spares_wanted - have):
+                if not await self._add_spare(record, stage):
+                    return
+
+    async def follow(self, record: Record) -> None:
+        """Has every stage send copies of what it holds to its spare, so that it can go on at once.
+
+        To the first spare of a stage: the one that takes its place. What fails is tried again.
+        """
+        for leader, spare in self._strangers(record):
+            assert spare.endpoint is not None
+            try:
+                spare.why_not = await self._stages.follow(leader, spare.endpoint, record.id)
+            except PeerLost as fault:
+                log.info("the spare of stage %d of %s: %s", spare.stage, record.id, fault.message)
+                continue
+            spare.leader = leader
+            if spare.why_not:
+                log.info("no copies of stage %d of %s: %s", spare.stage, record.id, spare.why_not)
+
+    def all_follow(self, record: Record) -> bool:
+        """Whether `follow` has nothing to do."""
+        return not self._strangers(record)
+
+    def _strangers(self, record: Record) -> list[tuple[Endpoint, Spare]]:
+        """Stages' runners and their spares that were not told of each other."""
+        if len(record.endpoints) < 2:
+            return []  # a whole model on one node is rebuilt from its rounds
+        firsts = ((e, self._ready_spare(record, i)) for i, e in enumerate(record.endpoints))
+        return [(e, spare) for e, spare in firsts if spare is not None and spare.leader is not e]
+
+    async def ensure_spare(self, record: Record, stage: int) -> bool:
+        """Whether the stage has a warm spare now; one is loaded where it had none."""
+        return self._ready_spare(record, stage) is not None or await self._add_spare(record, stage)
+
+    def has_spares(self, record: Record, stages: Iterable[int]) -> bool:
+        """Whether each of the stages has a warm spare, so that nothing has to be loaded."""
+        return all(self._ready_spare(record, stage) is not None for stage in stages)
+
+    async def drop_spares(self, record: Record) -> None:
+        spares, record.spares = record.spares, []
+        for spare in spares:
+            await self._end(record, spare.stage, spare.node, spare.endpoint)
+
+    async def _replace(self, record: Record, stage: int, dead: set[NodeId]) -> None:
+        lost = record.endpoints[stage]
+        while (spare := self._ready_spare(record, stage)) is not None:
+            record.spares.remove(spare)
+            assert spare.endpoint is not None
+            try:
+                _ = await self._stages.ping(spare.endpoint, record.id, stage)
+            except PeerLost as fault:
+                log.warning("a spare of stage %d of %s: %s", stage, record.id, fault.message)
+                continue
+            record.retired.append((stage, lost))
+            record.move(stage, spare.endpoint)
+            return
+        # Its runner may hang: it would hold the memory that the next one needs.
+        await self._end(record, stage, lost.node, lost, kill=True)
+        await self._load_anew(record, stage, dead)
+
+    async def retire(self, record: Record) -> None:
+        """Ends the runners whose place a spare took: they may be stopped and not gone."""
+        while record.retired:
+            stage, endpoint = record.retired.pop()
+            await self._end(record, stage, endpoint.node, endpoint, kill=True)
+
+    def _ready_spare(self, record: Record, stage: int) -> Spare | None:
+        ready = [s for s in record.spares if s.stage == stage and s.status == "ready"]
+        return ready[0] if ready else None
+
+    async def _load_anew(self, record: Record, stage: int, dead: set[NodeId]) -> None:
+        """On one node after another: one that is lost may still count as alive for a while.
+
+        Those join `dead`, the nodes that this restoring has found to be so.
+        """
+        while True:
+            node = self._node_for(record, stage, dead)
+            try:
+                await self._load_on(node, record, stage)
+                return
+            except PeerLost as fault:
+                log.warning("stage %d of %s: %s", stage, record.id, fault.message)
+                dead.add(node)
+
+    def _node_for(self, record: Record, stage: int, dead: set[NodeId]) -> NodeId:
+        held = record.holders() - {(record.plan.stages[stage].node, stage)}
+        view = without(self._facts.view(record.card.id), dead)
+        mtp = record.specs[0].native_mtp
+        stages, context = record.plan.stages, record.plan.context_length
+        node = spare_node(record.card, view, stages, stage, held, context, mtp=mtp)
+        if node is None:
+            raise InsufficientMemory(
+                f"stage {stage} of {record.card.id} is lost and no live node has room for its "
+                "layers; start a node, or free memory on one"
+            )
+        return node
+
+    async def _load_on(self, node: NodeId, record: Record, stage: int) -> None:
+        stages = record.plan.stages
+        record.plan = replace(record.plan, stages=_with_node(stages, stage, node))
+
+        def progress(news: pb.LoadProgress) -> None:
+            record.progress = news.step
+
+        ready = await self._stages.load(node, record.specs[stage], progress)
+        record.move(stage, Endpoint(node, ready))
+
+    async def _add_spare(self, record: Record, stage: int) -> bool:
+        view = self._facts.view(record.card.id)
+        mtp = record.specs[0].native_mtp
+        plan = record.plan
+        node = spare_node(
+            record.card, view, plan.stages, stage, record.holders(), plan.context_length, mtp=mtp
+        )
+        if node is None:
+            record.spares_missing = (
+                f"no live node has room for a spare of stage {stage} beside what it holds; start "
+                "a node, or free memory on one"
+            )
+            return False
+        spare = Spare(stage, node)
+        record.spares.append(spare)
+        try:
+            ready = await self._stages.load(node, record.specs[stage], lambda _: None)
+        except ExoNodeError as fault:
+            spare.error = record.spares_missing = fault.message
+            log.warning("a spare of stage %d of %s: %s", stage, record.id, fault.message)
+            return False
+        except asyncio.CancelledError:
+            spare.error = "its load was cancelled"
+            raise
+        spare.endpoint = Endpoint(node, ready)
+        await self.follow(record)
+        return True
+
+    async def unload(self, record: Record) -> None:
+        """Ends every runner of the placement, as far as its nodes are live."""
+        try:
+            await self.drop_spares(record)
+            await self.retire(record)
+            endpoints = dict(enumerate(record.endpoints))
+            await asyncio.gather(
+                *(
+                    self._end(record, number, stage.node, endpoints.get(number))
+                    for number, stage in enumerate(record.plan.stages)
+                )
+            )
+        finally:
+            record.unloaded = True
+
+    async def _end(
+        self,
+        record: Record,
+        stage: int,
+        node: NodeId,
+        endpoint: Endpoint | None,
+        *,
+        kill: bool = False,
+    ) -> None:
+        """A node that is not live now unloads what it still holds when it is back."""
+        live = {facts.id for facts in self._facts.view(record.card.id).nodes}
+        if node in live:
+            try:
+                await self._stages.unload(node, record.id, stage, kill=kill)
+            except PeerLost as fault:
+                log.info("stage %d of %s went with its node: %s", stage, record.id, fault.message)
+        if endpoint is not None:
+            await self._stages.forget(endpoint)
+
+
+def without(view: ClusterView, dead: Collection[NodeId]) -> ClusterView:
+    """The view less nodes that it shows although they are lost."""
+    return replace(view, nodes=tuple(node for node in view.nodes if node.id not in dead))
+
+
+def _with_node(
+    stages: Sequence[StageAssignment], stage: int, node: NodeId
+) -> tuple[StageAssignment, ...]:
+    moved = list(stages)
+    moved[stage] = replace(moved[stage], node=node)
+    return tuple(moved)
+
+
+async def _outcome(call: Awaitable[object]) -> ExoNodeError | None:
+    """The error instead of an exception, so that one stage's does not hide the others'."""
+    try:
+        _ = await call
+    except ExoNodeError as fault:
+        return fault
+    return None

@@ -1,0 +1,150 @@
+"""Stages wherever they are: this node's own directly, others' through their nodes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+
+from ...placement.errors import PeerLost
+from ...placement.ids import ModelId, NodeId, PlacementId
+from ...proto import peer_pb2 as pb
+from ..cluster.cluster import Cluster
+from ..cluster.heartbeats import checked
+from ..links.measurements import Profiling
+from ..machine.settings import Settings
+from ..models.library import ModelLibrary
+from ..rpc.control_client import ControlClient
+from ..runners.runner_client import Endpoint, RunnerClient
+from ..runners.supervisor import Supervisor
+from .stages import Progress
+
+
+class LocalStages:
+    """Brings a stage's model here if it must, then starts a runner for its layers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        library: ModelLibrary,
+        profiling: Profiling,
+        supervisor: Supervisor,
+    ) -> None:
+        self._library = library
+        self._profiling = profiling
+        self._supervisor = supervisor
+        self._profile_folder = settings.data_dir / "profiles"
+        self._memory_limit = settings.memory_limit or 0
+        self._kernels = settings.kernels
+
+    async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        """Raises what fetching the model and starting its runner raise."""
+
+        def downloaded(done: int, total: int) -> None:
+            progress(pb.LoadProgress(step="downloading", done=done, total=total))
+
+        _, folder = await self._library.fetch(
+            ModelId(spec.model), lambda news: downloaded(news.done_bytes, news.total_bytes)
+        )
+        own = pb.StageSpec()
+        own.CopyFrom(spec)
+        own.path = str(folder)
+        own.ClearField("listen")  # this node's own addresses follow; never a peer's choice
+        own.profile_folder = str(self._profile_folder)
+        own.memory_limit_bytes = self._memory_limit
+        own.kernels = self._kernels
+        checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
+        return await self._profiling.load(
+            own, checkpoint.fingerprint, lambda: self._supervisor.load(own, progress)
+        )
+
+    async def unload(self, placement: PlacementId, stage: int, *, kill: bool = False) -> None:
+        """Does nothing where there is no such runner."""
+        await self._supervisor.unload(placement, stage, kill=kill)
+
+
+PING_TIMEOUT_S = 1.0
+PING_EXCHANGES = 10
+"""Of heartbeats, what a ping waits for on a slow way. TCP sends what was lost again after about two
+round trips, then after twice and four times as long: two losses in a row fit, or three where
+losses have lengthened the heartbeats as well."""
+
+
+class ClusterStages:
+    """`stages.Stages` over the cluster; runners are dialled on the way that is quickest."""
+
+    def __init__(
+        self,
+        local: LocalStages,
+        cluster: Cluster,
+        client: ControlClient,
+        runners: RunnerClient,
+        profiling: Profiling,
+    ) -> None:
+        self._local = local
+        self._cluster = cluster
+        self._client = client
+        self._runners = runners
+        self._profiling = profiling
+        self._self = cluster.self_id
+
+    async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        if node == self._self:
+            return await self._local.load(spec, progress)
+        load = self._client.load(self._cluster.address(node), node, spec, progress)
+        loading = self._profiling.heeding(spec.model, self._unless_gone(node, load))
+        ready = checked(await loading, f"node {node}")
+        return self.near(Endpoint(node, ready)).ready
+
+    async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
+        """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""
+        loading = asyncio.ensure_future(load)
+        gone = asyncio.ensure_future(self._cluster.until_gone(node))
+        try:
+            _ = await asyncio.wait([loading, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                raise PeerLost(f"node {node} was lost while it loaded a stage")
+            return loading.result()
+        finally:
+            for task in (loading, gone):
+                _ = task.cancel()
+            _ = await asyncio.gather(loading, gone, return_exceptions=True)
+
+    async def unload(
+        self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
+        if node == self._self:
+            await self._local.unload(placement, stage, kill=kill)
+            return
+        address = self._cluster.address(node)
+        await self._client.unload(address, node, placement, stage, kill=kill)
+
+    def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """See `chat.Runners`."""
+        return self._runners.generate(endpoint, request)
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        await self._runners.park(endpoint, request, attempt)
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        near = self._profiling.quickest(stage.node, following)
+        await self._runners.connect(stage, near, placement)
+
+    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
+        near = self._profiling.quickest(stage.node, spare)
+        return await self._runners.follow(stage, near, placement)
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        way = self._cluster.exchange_s(stage.node)
+        timeout = max(PING_TIMEOUT_S, PING_EXCHANGES * way)
+        state = await self._runners.ping(stage, placement, number, timeout)
+        state = checked(state, f"the runner on {stage.node}")
+        if state.compute_ended:
+            raise PeerLost(f"the compute thread of stage {number} on {stage.node} has ended")
+        return state
+
+    async def forget(self, stage: Endpoint) -> None:
+        await self._runners.forget(stage)
+
+    def near(self, stage: Endpoint) -> Endpoint:
+        """At the address that this node reaches it at quickest."""
+        return self._profiling.quickest(self._self, stage)

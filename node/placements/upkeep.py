@@ -1,0 +1,178 @@
+"""What keeps placements well while they work: spares, moves off leaving nodes, stray stages."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from ...placement.cluster import ClusterView
+from ...placement.errors import PeerLost
+from ...placement.ids import NodeId, PlacementId
+from ...placement.plan import Placement, seconds_now
+from ..machine.tasks import background
+from .record import Record
+from .restoring import Restorer
+from .stages import Stages
+
+log = logging.getLogger(__name__)
+
+ANSWERS_RETURN_S = 0.5
+"""How soon the answers that a loss interrupted have begun again."""
+REFILL_AFTER_S = 5.0
+"""How long answers that are being resumed have the machine before spares are loaded."""
+REFILL_LATEST_S = 30.0
+"""How long at most, where none of them has given a token since."""
+REFILL_POLL_S = 0.25
+REFILL_EVERY_S = 10.0
+ORPHAN_S = 5.0
+"""A stage on a live node that belongs to no placement for this long is unloaded."""
+
+
+class Upkeep:
+    """Works beside the answers; `close` ends what it began."""
+
+    def __init__(
+        self, stages: Stages, restorer: Restorer, left: Callable[[Record, int, NodeId], None]
+    ) -> None:
+        """`left(record, stage, node)`: the stage has a spare now and may go off that node."""
+        self._stages = stages
+        self._restorer = restorer
+        self._left = left
+        self._moving: set[tuple[PlacementId, NodeId]] = set()
+        self._orphans: dict[tuple[NodeId, str, int], float] = {}
+        # The loop holds tasks weakly; these must live to their end.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def look_over(self, record: Record, silent: Callable[[Record, Sequence[int]], None]) -> None:
+        """Asks every stage of an adopted placement for a sign; `silent` hears of those without."""
+        self._keep(self._look_over(record, silent))
+
+    def fill(self, record: Record) -> None:
+        """Ends what was replaced and loads the spares that are missing, after what is urgent."""
+        if record.retired or record.spares_wanted:
+            record.filled_at = time.monotonic()
+            self._keep(self._fill(record))
+
+    def tend(self, records: Iterable[Record]) -> None:
+        """Tries again, now and then, for spares that are missing: what was in the way may go."""
+        now = time.monotonic()
+        for record in records:
+            held = sum(spare.status != "failed" for spare in record.spares)
+            short = len(record.plan.stages) * record.spares_wanted - held
+            due = now - record.filled_at > REFILL_EVERY_S
+            if (
+                record.status == "ready"
+                and due
+                and (short or not self._restorer.all_follow(record))
+            ):
+                self.fill(record)
+
+    def move_off(self, records: Iterable[Record], node: NodeId) -> None:
+        """The node is about to leave: its stages are loaded elsewhere, then changed over to.
+
+        Answers go on as after a loss, without waiting for a load. Where no other node has room they
+        end on the node that leaves, which waits for them.
+        """
+        for record in records:
+            stages = [i for i, each in enumerate(record.endpoints) if each.node == node]
+            if stages and record.status == "ready" and (record.id, node) not in self._moving:
+                self._moving.add((record.id, node))
+                self._keep(self._move(record, stages, node))
+
+    async def sweep(
+        self, records: Iterable[Record], held: Iterable[tuple[NodeId, str, int]]
+    ) -> None:
+        """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses.
+
+        They are left by a head that is gone, or by a node that was away when it was told.
+        """
+        ours = {(n, str(r.id), stage) for r in records for n, stage in r.holders()}
+        now = time.monotonic()
+        strange = [key for key in held if key not in ours]
+        self._orphans = {key: self._orphans.get(key, now) for key in strange}
+        for node, placement, stage in [k for k, t in self._orphans.items() if now - t > ORPHAN_S]:
+            log.info("unloading stage %d of %s on %s: nobody uses it", stage, placement, node)
+            try:
+                await self._stages.unload(node, PlacementId(placement), stage)
+            except PeerLost as fault:
+                log.info("%s", fault.message)
+
+    async def close(self) -> None:
+        """Of what it began; it may begin anew."""
+        self._moving.clear()
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look_over(
+        self, record: Record, silent: Callable[[Record, Sequence[int]], None]
+    ) -> None:
+        lost: Sequence[int] = ()
+        # Twice: an election is no quiet time, and a restoring interrupts the answers.
+        for _ in range(2):
+            lost = await self._restorer.lost_stages(record)
+            if record.status != "ready" or not lost:
+                return
+        silent(record, lost)
+
+    async def _fill(self, record: Record) -> None:
+        await self._restorer.retire(record)
+        await self._restorer.follow(record)
+        await self._caught_up(record)
+        if record.status == "ready":
+            await self._restorer.refill(record)
+
+    async def _caught_up(self, record: Record) -> None:
+        """A load takes the cores that answers in progress need to catch up: they go first."""
+        begun = time.monotonic()
+        await asyncio.sleep(ANSWERS_RETURN_S)
+        if record.active:
+            await asyncio.sleep(REFILL_AFTER_S)
+        while (
+            record.active and record.spoke_at < begun and time.monotonic() < begun + REFILL_LATEST_S
+        ):
+            await asyncio.sleep(REFILL_POLL_S)
+
+    async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
+        record.spares = [spare for spare in record.spares if spare.node != node]
+        for stage in stages:
+            if not await self._restorer.ensure_spare(record, stage):
+                log.warning("stage %d of %s stays: %s", stage, record.id, record.spares_missing)
+                return
+        for stage in stages:
+            self._left(record, stage, node)
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = background(work, "the upkeep of a placement")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+SETTLE_AFTER_S = 120.0
+"""Without an answer, and between two looks: a load makes whoever asks meanwhile wait."""
+WORTHWHILE = 0.9
+"""Of the present seconds a token: what is hardly faster is not worth a load."""
+
+
+def may_settle(record: Record, clock: Callable[[], float] = time.monotonic) -> bool:
+    """Whether it is time to look for a better place. Notes the look."""
+    now = clock()
+    quiet = now - max(record.moved_at, record.stepped_at) >= SETTLE_AFTER_S
+    if not (record.moved and record.status == "ready" and not record.active and quiet):
+        return False
+    record.moved_at = now
+    return True
+
+
+def settles(record: Record, planned: Placement, view: ClusterView) -> str:
+    """Why the placement is better made anew as `planned`; empty where it is not."""
+    if not {stage.node for stage in record.plan.stages} <= {node.id for node in view.nodes}:
+        return ""  # about to be lost, or to come back
+    used = len({stage.node for stage in record.plan.stages})
+    wanted = len({stage.node for stage in planned.stages})
+    if used < record.options.min_nodes and used < wanted:
+        return f"{wanted} nodes can hold it again, as was asked for"
+    present = seconds_now(record.card, view, record.plan.stages)
+    if planned.score > WORTHWHILE * present:
+        return ""
+    return f"{1000 * planned.score:.3g} ms a token are expected there, {1000 * present:.3g} here"

@@ -1,0 +1,141 @@
+"""gRPC channels between nodes and runners, and what a failed call means."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from ...placement.errors import ExoNodeError, PeerLost, PeerRefused, Untrusted, from_code
+from ..trust.certificates import Credentials, channel_credentials, clock_trouble
+
+Reply = TypeVar("Reply")
+CHANNEL_OPTIONS = (
+    # Both timeouts are needed: without the second a stopped peer is noticed only after a minute.
+    # Three seconds hold three losses in a row of one segment on a way of 200 ms.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+# What gRPC's text says of a certificate that one side does not accept; a process that ended during
+# the handshake says "Handshake read failed", which is no matter of trust.
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
+_EXPIRED = ("certificate has expired", "certificate is not yet valid")
+_REFUSED = "Connection refused"
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+CALL_TIMEOUT_S = 10.0
+
+
+def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
+    """The error of the tree that a call's status carries, or PeerLost."""
+    metadata = {key: value for key, value in fault.trailing_metadata() or ()}
+    if (code := metadata.get("exo-code")) is not None:
+        param = metadata.get("exo-param") or None
+        return from_code(str(code), fault.details() or "", str(param) if param else None)
+    detail = (fault.details() or "").split("\n")[0]
+    if any(sign in detail for sign in _UNTRUSTED):
+        return Untrusted(_why_untrusted(where, detail))
+    if fault.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED in detail:
+        return PeerRefused(f"nobody listens at {where}: its process ended ({detail})")
+    if fault.code() in _GONE:
+        return PeerLost(f"{where} is gone or does not answer ({fault.code().name}: {detail})")
+    return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
+
+
+def _why_untrusted(where: str, detail: str) -> str:
+    if clock := clock_trouble(datetime.now(UTC)):
+        return f"{where} cannot be trusted: {clock}"
+    if any(sign in detail for sign in _EXPIRED):
+        return (
+            f"{where} showed a certificate that is not valid today ({detail}): compare the clocks "
+            "of both machines"
+        )
+    return (
+        f"{where} is not of this cluster ({detail}); give both the same key, and compare their "
+        "clocks if they have it"
+    )
+
+
+class Channels:
+    """Open channels by address and expected name; closed together."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = channel_credentials(credentials)
+        self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
+
+    def to(self, address: str, name: str, *, beats: bool = False) -> grpc.aio.Channel:
+        """`address` is host:port; `name` is what the other side's certificate must carry.
+
+        `beats`: a connection for heartbeats alone, which no number of other calls can hold up.
+        """
+        key = (address, name, beats)
+        if key not in self._channels:
+            options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+            if beats:  # else gRPC shares one connection between channels to the same target
+                options.append(("grpc.use_local_subchannel_pool", 1))
+                # A second refusal is told from the first one's echo.
+                options.append(("grpc.initial_reconnect_backoff_ms", 200))
+            self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)
+        return self._channels[key]
+
+    async def drop(self, address: str) -> None:
+        """Closes what leads to an address that will not be used again."""
+        for key in [key for key in self._channels if key[0] == address]:
+            await self._channels.pop(key).close()
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        _ = await asyncio.gather(*(channel.close() for channel in channels))
+
+
+async def reply(call: Awaitable[Reply], where: str) -> Reply:
+    """A unary call's, or an error of the tree."""
+    try:
+        return await call
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
+        raise _error(fault, where) from fault
+
+
+async def stream(
+    call: Any, where: str, *, lost: type[PeerLost] = PeerLost
+) -> AsyncGenerator[Any, None]:
+    """A server stream whose early end, from either side, leaves nothing running.
+
+    `lost`: what is raised where the other side is gone.
+    """
+    try:
+        async for message in call:
+            yield message
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
+        raise _error(fault, where, lost) from fault
+    finally:
+        call.cancel()
+
+
+def _error(
+    fault: grpc.aio.AioRpcError | asyncio.CancelledError,
+    where: str,
+    lost: type[PeerLost] = PeerLost,
+) -> ExoNodeError:
+    """Raises `fault` again where this task is cancelled."""
+    if isinstance(fault, grpc.aio.AioRpcError):
+        told = from_status(fault, where)
+        here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
+        if here and type(told) in (PeerLost, PeerRefused) and lost is not PeerLost:
+            return lost(told.message)
+        return told
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise fault
+    # gRPC's word for a channel that was closed here, because its runner is known to be gone.
+    return lost(f"{where} is gone")

@@ -1,0 +1,87 @@
+"""Calls to other nodes and to runners: heartbeats, loading, claims, generating, forwarding."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from ...placement.errors import HeadGone, PeerLost
+from ...placement.ids import NodeId, PlacementId
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..trust.certificates import node_name
+from .channels import CALL_TIMEOUT_S, Channels, reply, stream
+
+log = logging.getLogger(__name__)
+
+
+EXCHANGE_TIMEOUT_S = 1.0
+REPORT_TIMEOUT_S = 2.0
+DECIDE_TIMEOUT_S = 25.0
+
+
+class ControlClient:
+    """The other nodes' Membership and Control services."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
+        channel = self._channels.to(address, node_name(node), beats=True)
+        stub = peer_pb2_grpc.MembershipStub(channel)
+        return await reply(stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S), address)
+
+    async def load(
+        self,
+        address: str,
+        node: NodeId,
+        spec: pb.StageSpec,
+        progress: Callable[[pb.LoadProgress], None],
+    ) -> pb.LoadReady:
+        """Raises what the other node's load raises, or PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        async with aclosing(stream(stub.LoadStage(spec), address)) as events:
+            async for event in events:
+                if event.WhichOneof("event") == "ready":
+                    return event.ready
+                progress(event.progress)
+        raise PeerLost(f"{address} ended the load without a result")
+
+    async def unload(
+        self, address: str, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
+    ) -> None:
+        """Raises PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
+        _ = await reply(stub.UnloadStage(request, timeout=CALL_TIMEOUT_S), address)
+
+    async def decide_join(
+        self, address: str, node: NodeId, decision: pb.JoinDecision
+    ) -> pb.JoinDecided:
+        """On a node that waits there to be let in. Raises what the other node's decision raises."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        return await reply(stub.DecideJoin(decision, timeout=DECIDE_TIMEOUT_S), address)
+
+    async def http(
+        self, address: str, node: NodeId, request: pb.HttpRequest
+    ) -> AsyncGenerator[pb.HttpChunk, None]:
+        """One HTTP request answered by the head; closing the generator cancels it there."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        async with aclosing(stream(stub.Http(request), f"the head at {address}")) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def acquire(
+        self, address: str, node: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """What the head raises, or HeadGone; closing the generator gives the claim up."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        where = f"the head at {address}"
+        async with aclosing(stream(stub.Acquire(asked), where, lost=HeadGone)) as events:
+            async for event in events:
+                yield event
+
+    async def report(self, address: str, node: NodeId, told: pb.AttemptReport) -> None:
+        """Raises PeerLost."""
+        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
+        _ = await reply(stub.Report(told, timeout=REPORT_TIMEOUT_S), f"the head at {address}")

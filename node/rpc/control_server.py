@@ -1,0 +1,257 @@
+"""The node's own gRPC services: Membership and Control, over mutual TLS."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from ...placement.errors import (
+    DuplicateIdentity,
+    ExoNodeError,
+    InvalidRequest,
+    InvalidSettings,
+    PeerLost,
+    Untrusted,
+)
+from ...placement.ids import NodeId, PlacementId
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ...proto.bound_server import BoundNumbers
+from ..trust.certificates import Credentials, authenticated_node, server_credentials
+from .callers import PeersOnly
+from .link_rpc import LinkService
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+PROTOCOL = 1
+_MAX_TOLD = 256
+
+SERVER_OPTIONS = (
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
+    # More than HTTP connections, each of which may be one forwarded stream.
+    ("grpc.max_concurrent_streams", 512),
+    # Of two minutes otherwise: a connection that says nothing holds a file as long.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", 16 << 20),  # a forwarded HTTP body may have 8 MiB
+)
+
+
+class NodeSide(Protocol):
+    """What the services do on this node."""
+
+    def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """A peer's heartbeat in, this node's out."""
+        ...
+
+    async def load_stage(
+        self, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
+    ) -> pb.LoadReady: ...
+
+    async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None: ...
+
+    async def decide_join(self, decision: pb.JoinDecision) -> pb.JoinDecided:
+        """What a person decided at another node on one that waits here."""
+        ...
+
+    def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
+        """A request that another node forwarded to this head."""
+        ...
+
+    def acquire(self, asked: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
+        """An answer's claim on a placement of this head; see `claims.Claims`."""
+        ...
+
+    def report(self, told: pb.AttemptReport) -> None: ...
+
+
+async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
+    status = grpc.StatusCode.UNAVAILABLE
+    if isinstance(fault, InvalidRequest):
+        status = grpc.StatusCode.INVALID_ARGUMENT
+    elif isinstance(fault, Untrusted):
+        status = grpc.StatusCode.UNAUTHENTICATED
+    metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
+    await context.abort(status, fault.message, metadata)
+
+
+class _MembershipService(peer_pb2_grpc.MembershipServicer):
+    def __init__(self, node: NodeSide) -> None:
+        self._node = node
+        self._told: set[tuple[str, str]] = set()
+
+    async def Exchange(
+        self,
+        request: pb.Heartbeat,
+        context: "Context",
+    ) -> pb.Heartbeat:
+        try:
+            sender = authenticated_node(context.auth_context())
+            if sender != request.sender.id:
+                raise Untrusted(f"{sender} speaks for {request.sender.id}")
+            if request.protocol != PROTOCOL:
+                raise InvalidRequest(
+                    f"this node speaks protocol {PROTOCOL} and the other {request.protocol}; "
+                    "install the same version of exo-node on both",
+                    param="protocol",
+                )
+            return self._node.heard(sender, request)
+        except ExoNodeError as fault:
+            self._tell(request.sender.id, fault)
+            await _refuse(context, fault)
+
+    def _tell(self, sender: str, fault: ExoNodeError) -> None:
+        """On this screen too, and once: the refused node tries again every second."""
+        known = (sender, fault.code) in self._told or len(self._told) >= _MAX_TOLD
+        if not known and not isinstance(fault, PeerLost | DuplicateIdentity):  # told elsewhere
+            self._told.add((sender, fault.code))
+            log.warning("refused node %s: %s", sender[:20], fault.message)
+
+
+class _ControlService(peer_pb2_grpc.ControlServicer):
+    def __init__(self, node: NodeSide) -> None:
+        self._node = node
+
+    async def LoadStage(
+        self,
+        request: pb.StageSpec,
+        context: "Context",
+    ) -> AsyncIterator[pb.LoadEvent]:
+        events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
+
+        def progress(news: pb.LoadProgress) -> None:
+            events.put_nowait(pb.LoadEvent(progress=news))
+
+        async def load() -> None:
+            ready = await self._node.load_stage(request, progress)
+            events.put_nowait(pb.LoadEvent(ready=ready))
+
+        task = asyncio.create_task(load())
+        try:
+            async for event in _until_done(task, events):
+                yield event
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
+        finally:
+            _ = task.cancel()
+
+    async def UnloadStage(
+        self,
+        request: pb.UnloadStageRequest,
+        context: "Context",
+    ) -> pb.UnloadStageReply:
+        placement = PlacementId(request.placement)
+        await self._node.unload_stage(placement, request.stage, kill=request.kill)
+        return pb.UnloadStageReply()
+
+    async def Http(
+        self,
+        request: pb.HttpRequest,
+        context: "Context",
+    ) -> AsyncIterator[pb.HttpChunk]:
+        async for chunk in self._node.answer_http(request):
+            yield chunk
+
+    async def Acquire(
+        self,
+        request: pb.AcquireRequest,
+        context: "Context",
+    ) -> AsyncIterator[pb.AcquireEvent]:
+        try:
+            async with aclosing(self._node.acquire(request)) as events:
+                async for event in events:
+                    yield event
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
+
+    async def Report(
+        self,
+        request: pb.AttemptReport,
+        context: "Context",
+    ) -> pb.ReportReply:
+        self._node.report(request)
+        return pb.ReportReply()
+
+    async def DecideJoin(
+        self,
+        request: pb.JoinDecision,
+        context: "Context",
+    ) -> pb.JoinDecided:
+        try:
+            return await self._node.decide_join(request)
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
+
+
+async def _until_done(
+    task: "asyncio.Task[None]", events: "asyncio.Queue[pb.LoadEvent]"
+) -> AsyncIterator[pb.LoadEvent]:
+    """What the queue holds while the task runs, and what it left there; raises the task's error."""
+    while True:
+        getting = asyncio.create_task(events.get())
+        try:
+            _ = await asyncio.wait({getting, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # the caller may be gone
+            if not getting.done():
+                _ = getting.cancel()
+        if getting.done():
+            yield getting.result()
+            continue
+        await task
+        while not events.empty():
+            yield events.get_nowait()
+        return
+
+
+class ControlServer:
+    """Listens on the addresses that peers may use."""
+
+    def __init__(self, node: NodeSide, credentials: Credentials, links: LinkService) -> None:
+        # In this order: what a stranger sends is not even looked at.
+        first = (PeersOnly(), BoundNumbers())
+        self._server = grpc.aio.server(interceptors=first, options=SERVER_OPTIONS)
+        peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
+        peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
+        peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)
+        self._credentials = server_credentials(credentials)
+
+    async def start(self, hosts: list[str], port: int) -> int:
+        """Returns the port. Raises InvalidSettings, naming a free port, where it is in use."""
+        for host in hosts:
+            try:
+                port = self._server.add_secure_port(f"{host}:{port}", self._credentials)
+            except RuntimeError as fault:
+                raise InvalidSettings(
+                    f"port {port} on {host} is in use; choose another with --grpc-port "
+                    f"(EXO_GRPC_PORT), such as {_free_port(host, port)}",
+                    param="--grpc-port",
+                ) from fault
+        await self._server.start()
+        return port
+
+    async def close(self) -> None:
+        await self._server.stop(grace=0.5)
+
+
+def _free_port(host: str, after: int) -> int:
+    for port in range(after + 1, min(after + 100, 65536)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    return 0

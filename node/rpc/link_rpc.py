@@ -1,0 +1,180 @@
+"""What a link costs: a service that answers probes, and the client that times them."""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from ...placement.errors import InvalidRequest, PeerLost
+from ...placement.ids import NodeId
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..trust.certificates import Credentials, channel_credentials, node_name
+from .channels import CHANNEL_OPTIONS, from_status
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_ANSWER_BYTES: Final = 1 << 20
+ECHOES: Final = ((1 << 10, 30), (8 << 10, 20), (64 << 10, 10))
+"""Bytes there and back, and how often."""
+_LEAST_ECHOES: Final = 5
+_ECHO_LIMIT_S: Final = 2.0  # for each size: enough for 5 round trips of a bad network
+_CHUNK: Final = 256 << 10
+_CHUNKS: Final = 16  # 4 MiB in all
+_TRANSFER_LIMIT_S: Final = 2.0
+_CONNECT_LIMIT_S: Final = 3.0
+_LIMIT_S: Final = 30.0
+_MEASURE_ALL_LIMIT_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one address of a peer showed."""
+
+    echoes: tuple[pb.Echoes, ...]
+    bandwidth_out: float
+    """Bytes a second."""
+    bandwidth_in: float
+
+
+class LinkService(peer_pb2_grpc.LinkServicer):
+    """Answers probes; measures this node's own links when the head asks."""
+
+    def __init__(self, measure: Callable[[], Awaitable[list[pb.LinkReport]]]) -> None:
+        self._measure = measure
+
+    async def Echo(
+        self,
+        request_iterator: AsyncIterator[pb.Probe],
+        context: "Context",
+    ) -> AsyncIterator[pb.Probe]:
+        async for probe in request_iterator:
+            if probe.answer_bytes > MAX_ANSWER_BYTES:
+                fault = InvalidRequest(
+                    f"answer_bytes is {probe.answer_bytes}, at most {MAX_ANSWER_BYTES}",
+                    param="answer_bytes",
+                )
+                metadata = (("exo-code", fault.code), ("exo-param", "answer_bytes"))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault.message, metadata)
+            yield pb.Probe(data=bytes(probe.answer_bytes))
+
+    async def Measure(
+        self,
+        request: pb.MeasureRequest,
+        context: "Context",
+    ) -> pb.MeasureReply:
+        return pb.MeasureReply(links=await self._measure())
+
+
+class LinkClient:
+    """Times links over connections of its own, so that heartbeats do not queue behind probes."""
+
+    def __init__(self, credentials: Credentials, clock: Callable[[], float]) -> None:
+        self._credentials = channel_credentials(credentials)
+        self._clock = clock
+
+    async def measure(self, address: str, node: NodeId) -> Measured:
+        """`address` is host:port of the peer's control server. Raises ExoNodeError."""
+        async with self._channel(address, node) as channel:
+            try:
+                async with asyncio.timeout(_CONNECT_LIMIT_S):
+                    await channel.channel_ready()
+            except TimeoutError as fault:
+                raise PeerLost(f"{address} does not answer") from fault
+            try:
+                return await self._all(peer_pb2_grpc.LinkStub(channel))
+            except grpc.aio.AioRpcError as fault:
+                raise from_status(fault, address) from fault
+
+    async def measure_all(self, address: str, node: NodeId) -> list[pb.LinkReport]:
+        """Has a peer measure its links anew. Raises ExoNodeError."""
+        async with self._channel(address, node) as channel:
+            stub = peer_pb2_grpc.LinkStub(channel)
+            try:
+                reply = await stub.Measure(pb.MeasureRequest(), timeout=_MEASURE_ALL_LIMIT_S)
+            except grpc.aio.AioRpcError as fault:
+                raise from_status(fault, address) from fault
+            return list(reply.links)
+
+    def _channel(self, address: str, node: NodeId) -> grpc.aio.Channel:
+        options = [
+            *CHANNEL_OPTIONS,
+            ("grpc.ssl_target_name_override", node_name(node)),
+            # Otherwise gRPC gives it the connection that the heartbeats travel on.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        return grpc.aio.secure_channel(address, self._credentials, options)
+
+    async def _all(self, stub: peer_pb2_grpc.LinkStub) -> Measured:
+        call = stub.Echo(timeout=_LIMIT_S)
+        try:
+            _ = await self._echo(call, ECHOES[0][0])  # the first one starts the stream
+            echoes = [await self._echoes(call, size, count) for size, count in ECHOES]
+        finally:
+            _ = call.cancel()
+        around = echoes[0].p50_s
+        return Measured(
+            echoes=tuple(echoes),
+            bandwidth_out=await self._bandwidth(stub, _CHUNK, 0, around),
+            bandwidth_in=await self._bandwidth(stub, 0, _CHUNK, around),
+        )
+
+    async def _echoes(self, call: Any, size: int, count: int) -> pb.Echoes:
+        """Fewer than `count` where they take long; never fewer than _LEAST_ECHOES."""
+        seconds: list[float] = []
+        until = self._clock() + _ECHO_LIMIT_S
+        while len(seconds) < _LEAST_ECHOES or (len(seconds) < count and self._clock() < until):
+            seconds.append(await self._echo(call, size))
+        p50 = statistics.median(seconds)
+        return pb.Echoes(bytes=size, count=len(seconds), min_s=min(seconds), p50_s=p50)
+
+    async def _echo(self, call: Any, size: int) -> float:
+        begun = self._clock()
+        await call.write(pb.Probe(data=bytes(size), answer_bytes=size))
+        _ = await _answer(call)
+        return self._clock() - begun
+
+    async def _bandwidth(
+        self, stub: peer_pb2_grpc.LinkStub, size: int, answer_bytes: int, around: float
+    ) -> float:
+        """Bytes a second of up to 4 MiB one way, by what was answered in _TRANSFER_LIMIT_S."""
+        call = stub.Echo(timeout=_LIMIT_S)
+        probe = pb.Probe(data=bytes(size), answer_bytes=answer_bytes)
+        answered, begun = 0, self._clock()
+        last = begun
+
+        async def send() -> None:
+            for _ in range(_CHUNKS):
+                await call.write(probe)
+
+        async def receive() -> None:
+            nonlocal answered, last
+            for _ in range(_CHUNKS):
+                _ = await _answer(call)
+                answered, last = answered + 1, self._clock()
+
+        sending = asyncio.create_task(send())
+        try:
+            async with asyncio.timeout(_TRANSFER_LIMIT_S):
+                await receive()
+        except TimeoutError:
+            pass  # a slow link: what came until now tells its speed
+        finally:
+            _ = sending.cancel()
+            _ = await asyncio.gather(sending, return_exceptions=True)
+            _ = call.cancel()
+        took = last - begun
+        # The answer's way back is no part of the transfer; on loopback it may be most of it.
+        return answered * max(size, answer_bytes) / max(took - around, took / 2) if took else 0.0
+
+
+async def _answer(call: Any) -> pb.Probe:
+    """Raises AioRpcError where the call ended by one, PeerLost where it just ended."""
+    answer = await call.read()
+    if isinstance(answer, pb.Probe):
+        return answer
+    raise PeerLost("the peer ended the measurement")

@@ -1,0 +1,95 @@
+"""Calls to runners, on this node or another: connect, follow, ping, generate, park."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from ...placement.ids import NodeId, PlacementId
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..rpc.channels import CALL_TIMEOUT_S, Channels, reply, stream
+from ..trust.certificates import runner_name
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A loaded stage that can be called."""
+
+    node: NodeId
+    ready: pb.LoadReady
+
+
+def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
+    """The stages of a placement that another node holds."""
+    return [Endpoint(NodeId(stage.node), stage.ready) for stage in placed.stages]
+
+
+PARK_TIMEOUT_S = 1.0
+
+
+class RunnerClient:
+    """Runners, on this node or another, by the endpoint that their load reported."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
+        """Raises PeerLost."""
+        request = pb.ConnectRequest(
+            placement=placement,
+            host=following.ready.host,
+            port=following.ready.port,
+            name=runner_name(following.node),
+        )
+        stub = peer_pb2_grpc.StageStub(self._channel(stage))
+        call = stub.Connect(request, timeout=CALL_TIMEOUT_S)
+        _ = await reply(call, f"the runner on {stage.node}")
+
+    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
+        """See `stages.Stages`. Raises PeerLost."""
+        request = pb.FollowRequest(
+            placement=placement,
+            host=spare.ready.host,
+            port=spare.ready.port,
+            name=runner_name(spare.node),
+        )
+        stub = peer_pb2_grpc.StandbyStub(self._channel(stage))
+        call = stub.Follow(request, timeout=CALL_TIMEOUT_S)
+        return (await reply(call, f"the runner on {stage.node}")).why_not
+
+    async def ping(
+        self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
+    ) -> pb.RunnerState:
+        """Answered by the runner's event loop, however busy it is. Raises PeerLost."""
+        stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
+        request = pb.PingRequest(placement=placement, stage=number)
+        call = stub.Ping(request, timeout=timeout_s)
+        return await reply(call, f"the runner of stage {number} on {stage.node}")
+
+    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
+        """Before a lost attempt's call is cancelled: what it holds is kept. Raises PeerLost."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        parked = pb.ParkRequest(request=request, attempt=attempt)
+        call = stub.Park(parked, timeout=PARK_TIMEOUT_S)
+        _ = await reply(call, f"the generator's runner on {endpoint.node}")
+
+    async def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """See `chat.Generators`."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        where = f"the generator's runner on {endpoint.node}"
+        async with aclosing(stream(stub.Generate(request), where)) as events:
+            async for event in events:
+                yield event
+
+    async def forget(self, endpoint: Endpoint) -> None:
+        """Closes the channel to a runner that is gone; its port may be another's soon."""
+        await self._channels.drop(f"{endpoint.ready.host}:{endpoint.ready.port}")
+
+    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        address = f"{endpoint.ready.host}:{endpoint.ready.port}"
+        return self._channels.to(address, runner_name(endpoint.node))

@@ -1,0 +1,326 @@
+"""Runner processes as supervised children: started, watched, stopped; never outliving the node."""
+
+import asyncio
+import logging
+import re
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...placement.errors import LoadFailed, from_code
+from ...proto import peer_pb2 as pb
+from ..machine.log import LineLimit, apart
+from ..machine.settings import LOAD_TIMEOUT_S
+from ..trust.certificates import Credentials
+from .load_watch import LoadWatch
+
+log = logging.getLogger(__name__)
+runner_log = logging.getLogger("exo_node.runner")
+
+Status = Literal["loading", "ready", "failed"]
+Progress = Callable[[pb.LoadProgress], None]
+
+STOP_TIMEOUT_S = 5.0
+TICK_S = 1.0
+SILENT_TICKS = 10
+"""A ready runner speaks four times a second, however busy its compute thread is."""
+STRAY_LINES = 10
+STRAY_PERIOD_S = 60.0
+"""Lines that are none of the runner's own logging: strangers at its port cause gRPC's."""
+_GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
+_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerHost:
+    """What every runner of this node is given."""
+
+    node: str
+    host: str  # to listen on, where other nodes' runners reach it
+    credentials: Callable[[], Credentials]  # a leaf of its own for each runner
+    environment: Mapping[str, str]
+    load_timeout_s: float = LOAD_TIMEOUT_S
+
+
+class RunnerProcess:
+    """One child and what it last said. `on_exit` is called once, when a ready runner ends."""
+
+    def __init__(self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None]) -> None:
+        self.spec = spec
+        self.status: Status = "loading"
+        self.state = pb.RunnerState()
+        self.ready: pb.LoadReady | None = None
+        self.error = ""
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._stopping = False
+        self._silent_ticks = 0
+        self._verdict = ""
+        """Why this process ended it, or what it said before it ended itself."""
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    async def start(self, host: RunnerHost, progress: Progress) -> pb.LoadReady:
+        """Starts the child and waits until its stage is loaded.
+
+        Raises LoadFailed, InvalidCheckpoint and whatever else the child reports.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "exo_node.shard.runner.main", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=host.environment,
+                start_new_session=True,  # Ctrl-C reaches the node alone, which stops its runners
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        watch = LoadWatch(host.load_timeout_s, _size(self.spec.path))
+        self._tasks = [self._apart(self._relay_log()), self._apart(self._end_if_stuck(watch))]
+        await self._send(pb.ToRunner(start=self._start_message(host)))
+        self.ready = await self._loaded(reader, progress, watch)
+        self.status = "ready"
+        self._tasks += [self._apart(self._watch(reader)), self._apart(self._end_if_silent())]
+        return self.ready
+
+    def _apart(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        """These tasks outlive the request that happens to need this runner first."""
+        return asyncio.create_task(work, context=apart())
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """Asks, then kills (`kill`: at once); returns when the process has ended."""
+        self._stopping = True
+        if self._process is None:
+            return
+        if kill and self._process.returncode is None:
+            self._process.kill()
+        try:
+            await self._send(pb.ToRunner(stop=pb.RunnerStop()))
+            _ = await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except (TimeoutError, ConnectionError):
+            if self._process.returncode is None:
+                self._process.kill()
+            _ = await self._process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_message(self, host: RunnerHost) -> pb.RunnerStart:
+        credentials = host.credentials()
+        return pb.RunnerStart(
+            stage=self.spec,
+            node=host.node,
+            host=host.host,
+            certificate=credentials.certificate_pem,
+            private_key=credentials.key_pem,
+            authority=credentials.authority_pem,
+        )
+
+    async def _send(self, message: pb.ToRunner) -> None:
+        assert self._writer is not None
+        data = message.SerializeToString()
+        self._writer.write(struct.pack(">I", len(data)) + data)
+        await self._writer.drain()
+
+    async def _loaded(
+        self, reader: asyncio.StreamReader, progress: Progress, watch: LoadWatch
+    ) -> pb.LoadReady:
+        while (message := await _receive(reader)) is not None:
+            match message.WhichOneof("message"):
+                case "ready":
+                    return message.ready
+                case "failure":
+                    f = message.failure
+                    self._fail(f.message)
+                    raise from_code(f.code, f.message, f.param or None)
+                case "state":
+                    watch.heard(message.state.progress)
+                    self._end_if_numb(message.state)
+                case _:
+                    watch.moved()
+                    progress(message.progress)
+        self._fail(await self._ending())
+        raise LoadFailed(self.error)
+
+    async def _watch(self, reader: asyncio.StreamReader) -> None:
+        while (message := await _receive(reader)) is not None:
+            match message.WhichOneof("message"):
+                case "state":
+                    self.state, self._silent_ticks = message.state, 0
+                    self._end_if_numb(message.state)
+                case "failure":
+                    self._verdict = message.failure.message
+                case _:
+                    pass
+        self._fail(await self._ending())
+        if not self._stopping:
+            if self._writer is not None:
+                self._writer.close()
+            log.warning("%s", self.error)
+            self._on_exit(self)
+
+    async def _end_if_silent(self) -> None:
+        """A runner whose event loop says nothing is stopped or wedged, and holds its memory.
+
+        Counts turns of this loop, so that a pause of this process is not taken for the child's.
+        """
+        assert self._process is not None
+        while self._silent_ticks < SILENT_TICKS:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+            if self._process.returncode is not None:
+                return
+        self._end(f"it said nothing for {SILENT_TICKS * TICK_S:.0f} s")
+
+    async def _end_if_stuck(self, watch: LoadWatch) -> None:
+        assert self._process is not None
+        while self.status == "loading" and self._process.returncode is None:
+            await asyncio.sleep(TICK_S)
+            if self.status == "loading" and (why := watch.tick(TICK_S)):
+                return self._end(why)
+
+    def _end_if_numb(self, state: pb.RunnerState) -> None:
+        if state.compute_ended and not self._verdict:
+            self._end("its compute thread ended by an error")
+
+    def _end(self, why: str) -> None:
+        assert self._process is not None
+        self._verdict = why
+        log.warning("runner %d is ended: %s", self.pid, why)
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def _fail(self, error: str) -> None:
+        self.status, self.error = "failed", error
+
+    async def _ending(self) -> str:
+        """Why the child is gone, with the end of what it wrote: MLX aborts by signal."""
+        assert self._process is not None
+        code = await self._process.wait()
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        how += f" ({self._verdict})" if self._verdict else ""
+        s = self.spec
+        last = f"; it last wrote: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        return f"the runner of {s.model}, layers {s.first_layer}-{s.end_layer - 1}, {how}{last}"
+
+    async def _relay_log(self) -> None:
+        """The child's stderr as this node's log lines; what is not one of them may be a crash."""
+        assert self._process is not None and self._process.stderr is not None
+        limit = LineLimit(STRAY_LINES, STRAY_PERIOD_S)
+        while line := await _line(self._process.stderr):
+            text = line.decode(errors="replace").rstrip()
+            if match := _LINE.fullmatch(text):
+                level = logging.getLevelNamesMapping()[match[1]]
+                runner_log.log(level, "%s[%d] %s", match[2], self.pid, match[3])
+            elif text:
+                if not _GRPC_LINE.match(text):  # which say nothing of why a runner ended
+                    self._last_lines.append(text)
+                if limit.passes():
+                    runner_log.info("[%d] %s%s", self.pid, text, limit.left_out())
+
+
+class Supervisor:
+    """The runners of this node, by placement and stage."""
+
+    def __init__(self, host: RunnerHost, on_exit: Callable[[pb.StageSpec, str], None]) -> None:
+        """`on_exit` hears of a ready runner that ended by itself, and why."""
+        self._host = host
+        self._on_exit = on_exit
+        self._runners: dict[tuple[str, int], RunnerProcess] = {}
+
+    async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
+        """Raises what `RunnerProcess.start` raises; nothing is left running then."""
+        key = (spec.placement, spec.stage)
+        if key in self._runners:
+            # Its head took it for lost, as after a partition, and asks for a fresh one.
+            log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
+            await self.unload(*key, kill=True)
+        runner = self._runners[key] = RunnerProcess(spec, self._exited)
+        try:
+            return await runner.start(self._host, progress)
+        except BaseException:  # a cancelled load must not leave its child behind either
+            if self._runners.get(key) is runner:
+                del self._runners[key]
+            await runner.stop()
+            raise
+
+    async def unload(self, placement: str, stage: int, *, kill: bool = False) -> None:
+        """Does nothing where there is no such runner."""
+        runner = self._runners.pop((placement, stage), None)
+        if runner is not None:
+            await runner.stop(kill=kill)
+
+    async def close(self) -> None:
+        runners, self._runners = list(self._runners.values()), {}
+        _ = await asyncio.gather(*(runner.stop() for runner in runners))
+
+    def states(self) -> list[pb.PlacementState]:
+        """What the heartbeat tells the other nodes."""
+        return [_placement_state(runner) for runner in self._runners.values()]
+
+    def reports(self) -> list[tuple[pb.StageSpec, pb.RunnerState]]:
+        """What each runner said last."""
+        return [(runner.spec, runner.state) for runner in self._runners.values()]
+
+    def _exited(self, runner: RunnerProcess) -> None:
+        key = (runner.spec.placement, runner.spec.stage)
+        if self._runners.get(key) is runner:
+            del self._runners[key]
+            self._on_exit(runner.spec, runner.error)
+
+
+def _size(folder: str) -> int:
+    """Bytes of the weights in it."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+
+
+async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:
+    try:
+        head = await reader.readexactly(4)
+        body = await reader.readexactly(struct.unpack(">I", head)[0])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return pb.FromRunner.FromString(body)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """One line; of an overlong one, what fits the buffer."""
+    try:
+        return await reader.readline()
+    except ValueError:  # longer than the buffer, which was dropped
+        return b"(an overlong line was dropped)\n"
+
+
+def _placement_state(runner: RunnerProcess) -> pb.PlacementState:
+    spec, state, ready = runner.spec, runner.state, runner.ready
+    return pb.PlacementState(
+        placement=spec.placement,
+        model=spec.model,
+        stage=spec.stage,
+        first_layer=spec.first_layer,
+        end_layer=spec.end_layer,
+        status=runner.status,
+        weight_bytes=ready.weight_bytes if ready else 0,
+        checkpoint_bytes_read=ready.checkpoint_bytes_read if ready else 0,
+        progress=state.progress,
+        cache_bytes=state.cache_bytes,
+        peak_memory_bytes=state.peak_memory_bytes,
+        live_requests=state.live_requests,
+        pid=runner.pid,
+        error=runner.error,
+        head_parked=state.head_parked,
+    )

@@ -1,0 +1,11 @@
+"""A model's files, read as hostile input and fetched from the hub; free of MLX.
+
+checkpoint.py: a folder as a validated table of tensors
+download.py: from the hub into its ordinary cache
+fetch.py: one file over HTTP, resumed and hashed
+files.py: small files, written whole
+head_layouts.py: which tensors an MTP head has
+head_storage.py: how each of them may be stored
+head_tensors.py: where a native MTP head lies in a checkpoint
+headers.py: one safetensors header, checked
+"""

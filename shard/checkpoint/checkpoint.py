@@ -1,0 +1,199 @@
+"""A checkpoint folder as a validated table of its tensors, read from headers only and without mlx.
+
+A checkpoint comes from outside: nothing of it is loaded before `read_checkpoint` accepted it.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from ...placement.config import HEAD_FIELDS, HIDDEN_FIELDS, LAYER_FIELDS, VOCABULARY_FIELDS
+from .headers import (
+    MAX_TENSORS,
+    Tensor,
+    fault,
+    is_text_table,
+    parse_header,
+    parse_object,
+    read_bytes,
+    read_header,
+    shown,
+    size_of,
+)
+
+MAX_CONFIG_BYTES = 4 << 20
+MAX_INDEX_BYTES = 64 << 20
+
+HEAD_FILES = (
+    "mtp.safetensors",
+    "model-mtp.safetensors",
+    "mtp/weights.safetensors",
+    "optiq/mtp.safetensors",
+)
+"""Where a native MTP head is that is not in the backbone's shards.
+
+GLM-4.6 and 4.7, MTPLX and MLX OptiQ use the first, vllm-mlx the second, MTPLX the third, and OptiQ
+at times the fourth.
+"""
+
+INDEX_FILE = "model.safetensors.index.json"
+
+_CONFIG_BOUNDS = {
+    **dict.fromkeys(LAYER_FIELDS, 1024),
+    **dict.fromkeys(HIDDEN_FIELDS, 65_536),
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    **dict.fromkeys(HEAD_FIELDS, 4096),
+    "num_key_value_heads": 4096,
+    "head_dim": 65_536,
+    **dict.fromkeys(VOCABULARY_FIELDS, 2**20),
+    "num_experts": 4096,
+    "n_routed_experts": 4096,
+}
+"""A model class allocates by these before it sees a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder that passed the checks; `tensors` covers the backbone's files and `HEAD_FILES`.
+
+    `fingerprint` (SHA-256 over config.json and every header, in hex) is what two nodes compare
+    before they serve stages of the same model. It does not cover the tensors' data.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    fingerprint: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a file, by its path in the checkpoint, is one that the engine may load.
+
+    mlx-lm loads `model*.safetensors`. Others, such as the `consolidated.safetensors` that some
+    publishers add, hold the same weights again and are neither checked nor downloaded.
+    """
+    shard = path.startswith("model") and path.endswith(".safetensors") and "/" not in path
+    return shard or path in HEAD_FILES
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config: its `text_config` where it has one."""
+    nested: object = config.get("text_config")
+    return cast("Mapping[str, Any]", nested) if isinstance(nested, dict) else config
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """config.json of a checkpoint, its sizes in bounds; raises InvalidCheckpoint.
+
+    `auto_map` is left in and never followed; `model_file`, which would run code, is refused.
+    """
+    path = folder / "config.json"
+    return _parse_config(path, _read_bounded(path, MAX_CONFIG_BYTES))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Check config.json, every header and the index of a folder; raises InvalidCheckpoint."""
+    path = folder / "config.json"
+    raw_config = _read_bounded(path, MAX_CONFIG_BYTES)
+    config = _parse_config(path, raw_config)
+    digest = hashlib.sha256(_framed(raw_config))
+    tensors: dict[str, Tensor] = {}
+    for name in _weight_files(folder):
+        path = folder / name
+        header, data_bytes = read_header(path)
+        digest.update(_framed(name.encode()) + _framed(header))
+        for tensor in parse_header(path, name, header, data_bytes):
+            if (other := tensors.get(tensor.name)) is not None:
+                raise fault(path, f"is also in {other.file}", tensor=tensor.name)
+            tensors[tensor.name] = tensor
+        if len(tensors) > MAX_TENSORS:
+            raise fault(path, f"brings the checkpoint over {MAX_TENSORS} tensors")
+    _check_index(folder, tensors)
+    return Checkpoint(folder, config, MappingProxyType(tensors), digest.hexdigest())
+
+
+def indexed_files(folder: Path) -> frozenset[str]:
+    """The weight files that the index names, none where there is no index; InvalidCheckpoint."""
+    files = (_read_index(folder) or {}).values()
+    return frozenset(file for file in files if is_weight_file(file))
+
+
+def _framed(part: bytes) -> bytes:
+    """A part behind its length, so that parts cannot be shifted into one another in a hash."""
+    return len(part).to_bytes(8, "little") + part
+
+
+def _read_bounded(path: Path, limit: int) -> bytes:
+    if (size := size_of(path)) > limit:
+        raise fault(path, f"has {size} bytes, over the limit of {limit}")
+    return read_bytes(path, 0, size)
+
+
+def _parse_config(path: Path, raw: bytes) -> Mapping[str, Any]:
+    config = parse_object(path, raw, unique=False)
+    if (code := config.get("model_file")) is not None:
+        raise fault(
+            path,
+            f"names code to run (model_file: {shown(code)}), which this engine never runs",
+            remedy="Use a checkpoint whose architecture mlx-lm has built in.",
+        )
+    for part in (config, cast("dict[str, object]", text_config(config))):
+        for key, bound in _CONFIG_BOUNDS.items():
+            if not _within(value := part.get(key), bound):
+                raise fault(path, f"has {key} = {shown(value)}, not a number from 0 to {bound}")
+    return MappingProxyType(config)
+
+
+def _within(value: object, bound: int) -> bool:
+    """Sizes may be a number or one per layer; what is neither is the model class's to refuse."""
+    sizes = cast("list[object]", value) if isinstance(value, list) else [value]
+    return all(0 <= size <= bound for size in sizes if isinstance(size, (int, float)))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    try:
+        names = [name for name in os.listdir(folder) if is_weight_file(name)]
+    except OSError as error:
+        raise fault(folder, f"cannot be listed ({error.strerror})") from error
+    if bad := next((name for name in names if not name.isprintable()), None):
+        raise fault(folder, f"holds a file with the unusable name {shown(bad)}")
+    if all(name in HEAD_FILES for name in names):
+        remedy = "Download the model again, or put its files there."
+        raise fault(folder, "holds no model*.safetensors", remedy=remedy)
+    nested = [name for name in HEAD_FILES if "/" in name and os.path.lexists(folder / name)]
+    return sorted(names + nested)
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX_FILE
+    if not os.path.lexists(path):
+        return None
+    index = parse_object(path, _read_bounded(path, MAX_INDEX_BYTES), unique=True)
+    if not is_text_table(index.get("weight_map")):
+        raise fault(path, "has no weight_map from tensors to files")
+    return cast("dict[str, str]", index["weight_map"])
+
+
+def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Where there is an index, it and the headers must say the same."""
+    files = _read_index(folder)
+    if files is None:
+        return
+    path = folder / INDEX_FILE
+    for name, file in files.items():
+        if (tensor := tensors.get(name)) is None or tensor.file != file:
+            found = "nowhere" if tensor is None else f"in {tensor.file}"
+            raise fault(path, f"should be in {shown(file)} but is {found}", tensor=name)
+    for tensor in tensors.values():
+        if tensor.name not in files and tensor.file not in HEAD_FILES:
+            raise fault(path, f"is in {tensor.file} but not in the index", tensor=tensor.name)

@@ -1,0 +1,337 @@
+"""Brings a model from the Hugging Face hub into its ordinary cache; only what the engine reads.
+
+The hub's client (2.4) throws a partial file away when its process ends, and does not hash what
+plain HTTP brought. Weights are therefore fetched here into the blobs that the client would have
+written; it finds them there and does the rest.
+"""
+
+import glob
+import re
+import shutil
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_cached_repo_tree,
+    hf_hub_url,
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType]
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (
+    WeakFileLock,
+    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
+    get_session,
+    hf_raise_for_status,
+    tqdm,
+)
+
+from ...placement.errors import DownloadFailed
+from .checkpoint import HEAD_FILES, indexed_files, is_weight_file
+from .fetch import Fetch, Meter, Progress, partial_of, size_of
+
+__all__ = ["Progress", "download", "is_wanted", "locate"]
+
+_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken")
+_TEXT_NAMES = ("merges.txt", "vocab.txt")
+
+_STREAMS = 4
+_TIMEOUT_S = 30.0
+_HEADROOM = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteFile:
+    """One file of a repository; `sha256` only where the hub keeps it in LFS, as it does weights."""
+
+    path: str
+    size: int
+    sha256: str | None
+
+
+def is_wanted(path: str) -> bool:
+    """Whether a repository's file is downloaded: weights, configs, tokenizer, chat template.
+
+    Never code (.py) and never a pickle (.bin, .pt), and no folder but the MTP head's.
+    """
+    if "/" in path:
+        return path in HEAD_FILES
+    return is_weight_file(path) or path in _TEXT_NAMES or path.endswith(_TEXT_SUFFIXES)
+
+
+def locate(
+    repository: str, revision: str | None = None, *, cache_dir: Path | None = None
+) -> Path | None:
+    """The snapshot in the Hugging Face cache if it is complete, without any network traffic.
+
+    `repository` is `owner/name`; `revision` a branch, tag or commit, None for the main branch.
+    Raises DownloadFailed on malformed names and InvalidCheckpoint on a malformed index.
+    """
+    _check_names(repository, revision)
+    cache = _cache(cache_dir)
+    snapshot = _snapshot(repository, revision, cache)
+    if snapshot is None or _missing_files(repository, snapshot, cache):
+        return None
+    return snapshot
+
+
+def download(
+    repository: str,
+    revision: str | None,
+    on_progress: Callable[[Progress], None],
+    *,
+    offline: bool,
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+) -> Path:
+    """Bring a model into the cache and return its snapshot; blocks, and raises DownloadFailed.
+
+    What an earlier call left unfinished is continued. `on_progress` is called from several threads,
+    one at a time, and never with fewer bytes than before; what it raises ends the download and
+    reaches the caller. `endpoint` None is the hub, or the mirror that HF_ENDPOINT names.
+    """
+    _check_names(repository, revision)
+    cache = _cache(cache_dir)
+    if offline or constants.is_offline_mode():
+        variable = "EXO_OFFLINE" if offline else "HF_HUB_OFFLINE"
+        return _from_cache_only(repository, revision, cache, variable)
+    work = _Download(repository, endpoint, cache, threading.Event())
+    try:
+        return work.run(revision, on_progress)
+    except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
+        raise DownloadFailed(_explain(error, repository, revision), param="model") from error
+
+
+def _check_names(repository: str, revision: str | None) -> None:
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise DownloadFailed(
+            f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
+        )
+    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise DownloadFailed(
+            f"{revision[:120]!r} is no revision. Name a branch, a tag or a commit.",
+            param="revision",
+        )
+
+
+def _cache(cache_dir: Path | None) -> Path:
+    return (cache_dir or Path(constants.HF_HUB_CACHE)).expanduser().resolve()
+
+
+def _snapshot(repository: str, revision: str | None, cache: Path) -> Path | None:
+    config = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _missing_files(repository: str, snapshot: Path, cache: Path) -> list[str]:
+    """What a snapshot lacks by the listing that the hub's client kept, else by its index."""
+    try:
+        listing = get_cached_repo_tree(repository, revision=snapshot.name, cache_dir=cache)
+        wanted = {file.path for file in listing if is_wanted(file.path)}
+    except CachedRepoTreeNotFoundError:
+        wanted = set(indexed_files(snapshot))
+    if not any(is_weight_file(path) for path in wanted) and not any(
+        is_weight_file(path.name) for path in snapshot.iterdir()
+    ):
+        wanted.add("model.safetensors")
+    return sorted(path for path in wanted if not (snapshot / path).exists())
+
+
+def _from_cache_only(repository: str, revision: str | None, cache: Path, variable: str) -> Path:
+    """Where only a head's own file is missing the rest is served, with MTP off."""
+    snapshot = _snapshot(repository, revision, cache)
+    missing = _missing_files(repository, snapshot, cache) if snapshot else ["config.json"]
+    if snapshot is not None and set(missing) <= set(HEAD_FILES):
+        return snapshot
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    raise DownloadFailed(
+        f"{repository} is not complete in {cache} (missing: {', '.join(missing[:3])}{more}) and "
+        f"this node is offline. Unset {variable}, or copy the model into --models-dir.",
+        param=variable,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """One repository on its way into the cache; `stop` ends its streams."""
+
+    repository: str
+    endpoint: str | None
+    cache: Path
+    stop: threading.Event
+
+    @property
+    def _folder(self) -> str:
+        return f"models--{self.repository.replace('/', '--')}"
+
+    @property
+    def _blobs(self) -> Path:
+        return self.cache / self._folder / "blobs"
+
+    def run(self, revision: str | None, on_progress: Callable[[Progress], None]) -> Path:
+        hub = HfApi(endpoint=self.endpoint, library_name="exo-node")
+        resolved = hub.resolve_revision(self.repository, revision=revision, cache_dir=self.cache)
+        files = self._list(hub, resolved.resolved)
+        absent = [file for file in files if not self._is_here(file, resolved.resolved)]
+        needed = sum(file.size - self._partial_bytes(file) for file in absent)
+        self._check_space(needed)
+        total = sum(file.size for file in files)
+        meter = Meter(total, total - needed, on_progress)
+        self._fetch_all(absent, resolved.resolved, meter)
+        snapshot = snapshot_download(
+            self.repository,
+            revision=resolved,
+            cache_dir=self.cache,
+            endpoint=self.endpoint,
+            allow_patterns=[glob.escape(file.path) for file in files],
+            tqdm_class=_NoBar,
+        )
+        meter.finish()
+        return Path(snapshot)
+
+    def _list(self, hub: HfApi, commit: str) -> list[_RemoteFile]:
+        tree = hub.list_repo_tree(self.repository, recursive=True, revision=commit)
+        files = [_remote_file(f) for f in tree if isinstance(f, RepoFile) and is_wanted(f.path)]
+        names = {file.path for file in files}
+        if "config.json" not in names or not any(map(is_weight_file, names - set(HEAD_FILES))):
+            raise DownloadFailed(
+                f"{self.repository} has no config.json with model*.safetensors beside it. Choose "
+                "a repository in safetensors format; GGUF and .bin files are not read.",
+                param="model",
+            )
+        return files
+
+    def _is_here(self, file: _RemoteFile, commit: str) -> bool:
+        if (self.cache / self._folder / "snapshots" / commit / file.path).exists():
+            return True
+        return file.sha256 is not None and (self._blobs / file.sha256).exists()
+
+    def _partial_bytes(self, file: _RemoteFile) -> int:
+        if file.sha256 is None:
+            return 0
+        return min(size_of(partial_of(self._blobs / file.sha256)), file.size)
+
+    def _check_space(self, needed: int) -> None:
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._blobs).free
+        if needed * _HEADROOM > free:
+            raise DownloadFailed(
+                f"{self.repository} needs {needed * _HEADROOM / 1e9:,.2f} GB more in {self.cache}, "
+                f"where {free / 1e9:,.2f} GB are free. Free some space, or set HF_HUB_CACHE to a "
+                "folder on another disk.",
+                param="HF_HUB_CACHE",
+            )
+
+    def _fetch_all(self, files: Sequence[_RemoteFile], commit: str, meter: Meter) -> None:
+        pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="download")
+        jobs = [pool.submit(self._fetch, f, f.sha256, commit, meter) for f in files if f.sha256]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            self.stop.set()
+            pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, file: _RemoteFile, sha256: str, commit: str, meter: Meter) -> None:
+        """Make a blob, under the lock that the hub's client takes for it."""
+        locks = self.cache / ".locks" / self._folder
+        locks.mkdir(parents=True, exist_ok=True)
+        target = self._blobs / sha256
+        with WeakFileLock(locks / f"{sha256}.lock"):
+            if not target.exists():  # else another process brought it meanwhile
+                Fetch(
+                    name=file.path,
+                    size=file.size,
+                    sha256=sha256,
+                    target=target,
+                    open_at=lambda start: self._open(file.path, commit, start),
+                    meter=meter,
+                    stop=self.stop,
+                ).run()
+
+    @contextmanager
+    def _open(self, path: str, commit: str, start: int) -> Generator[httpx2.Response, None, None]:
+        """A redirect to another host loses the token: the session takes care of that."""
+        headers = build_hf_headers(library_name="exo-node") | {"Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        url = hf_hub_url(self.repository, path, revision=commit, endpoint=self.endpoint)
+        with get_session().stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_S
+        ) as response:
+            if response.status_code < 500:
+                hf_raise_for_status(response)
+            yield response
+
+
+class _NoBar(tqdm):
+    """The hub's client wants a bar; a node has no terminal to draw it on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"disable": True})  # pyright: ignore[reportUnknownMemberType]
+
+
+def _remote_file(file: RepoFile) -> _RemoteFile:
+    if file.lfs is None:
+        return _RemoteFile(file.path, file.size, None)
+    if not _SHA256.fullmatch(file.lfs.sha256):  # it becomes a file's name
+        raise DownloadFailed(
+            f"the hub gives {file.path} the malformed hash {file.lfs.sha256[:80]!r}. "
+            "Unset HF_ENDPOINT to use the hub itself.",
+            param="HF_ENDPOINT",
+        )
+    return _RemoteFile(file.path, file.lfs.size, file.lfs.sha256)
+
+
+def _explain(error: Exception, repository: str, revision: str | None) -> str:
+    """What went wrong between here and the hub, and what a person can do about it."""
+    match error:
+        case GatedRepoError():
+            return (
+                f"{repository} is gated. Accept its terms on its page at the hub, then log in with "
+                "`hf auth login` or set HF_TOKEN."
+            )
+        case RepositoryNotFoundError():
+            return (
+                f"the hub has no model repository {repository}, or it is private. Check the name; "
+                "for a private one log in with `hf auth login` or set HF_TOKEN."
+            )
+        case RevisionNotFoundError():
+            return f"{repository} has no revision {revision or 'main'}. Check it on the hub."
+        case DisabledRepoError():
+            return f"the hub has disabled {repository}. Choose another repository."
+        case HfHubHTTPError():
+            status = error.response.status_code
+            return f"the hub answered {status} for {repository}. Try again later."
+        case httpx2.HTTPError() | RevisionResolutionError() | LocalEntryNotFoundError():
+            return (
+                f"the hub could not be reached for {repository} ({error}). Check the network and "
+                "HF_ENDPOINT, and start the download again; it goes on where it broke off."
+            )
+        case _:
+            return (
+                f"{repository} could not be written to {constants.HF_HUB_CACHE} ({error}). Check "
+                "its disk and permissions, or set HF_HUB_CACHE to another folder."
+            )

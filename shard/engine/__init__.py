@@ -1,0 +1,8 @@
+"""One answer, from token ids to text and stats.
+
+compute.py: the one thread that owns MLX
+draft_profile.py: costs and acceptance of a model on this machine, kept over restarts
+engine.py: one answer: prefill, rounds, text, stats
+local.py: the Verifier of a model that is here whole
+request.py: what the engine is asked
+"""

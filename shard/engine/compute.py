@@ -1,0 +1,180 @@
+"""The one thread that owns MLX: short jobs first, running generations in turn.
+
+MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
+happen here; bytes, ids and texts are handed over.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ...mtp.seams import Wait
+from ...placement.errors import ExoNodeError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+OUTBOX_LIMIT = 256
+"""Items that a slow reader may leave unread before its generation is paused."""
+
+
+class Run:
+    """One generation being driven. `deliver` and `done` are called on the compute thread."""
+
+    def __init__(
+        self,
+        steps: Generator[Any, None, None],
+        deliver: Callable[[Any], None],
+        done: Callable[[BaseException | None], None],
+        wake: Callable[["Run"], None],
+    ) -> None:
+        self._steps = steps
+        self._deliver = deliver
+        self._done = done
+        self._wake = wake
+        self._unread = 0
+        self._lock = threading.Lock()
+        self._parked = False
+        self._cancelled = False
+        self._over = False
+
+    def cancel(self) -> None:
+        """From any thread: the generator is closed at once, even while it waits for a future."""
+        with self._lock:
+            self._cancelled, self._parked = True, False
+        self._wake(self)
+
+    def read(self, count: int = 1) -> None:
+        """From any thread: the reader took `count` items."""
+        with self._lock:
+            self._unread -= count
+            resumes = self._parked and self._unread < OUTBOX_LIMIT
+            if resumes:
+                self._parked = False
+        if resumes:
+            self._wake(self)
+
+    def turn(self) -> bool:
+        """One step on the compute thread; False when it is not runnable now, or over."""
+        if self._over:
+            return False  # woken twice: by the cancellation and by what it waited for
+        if self._cancelled:
+            return self._end(None, close=True)
+        try:
+            item = next(self._steps)
+        except StopIteration:
+            return self._end(None)
+        # The edge of the compute thread: whatever a request met, SystemExit too, the others go on.
+        except BaseException as fault:
+            return self._end(as_exception(fault))
+        if isinstance(item, Wait):
+            item.future.add_done_callback(lambda _: self._wake(self))
+            return False
+        self._deliver(item)
+        with self._lock:
+            self._unread += 1
+            self._parked = self._unread >= OUTBOX_LIMIT and not self._cancelled
+            return not self._parked
+
+    def _end(self, fault: BaseException | None, *, close: bool = False) -> bool:
+        self._over = True
+        if close:
+            try:
+                self._steps.close()
+            except BaseException as closing:
+                fault = as_exception(closing)
+        self._done(fault)
+        return False
+
+
+def as_exception(fault: BaseException) -> Exception:
+    """What may be raised on another thread: SystemExit of a library would end the process there."""
+    if isinstance(fault, Exception):
+        return fault
+    return ExoNodeError(f"a library tried to end the process: {type(fault).__name__}: {fault}")
+
+
+class ComputeThread:
+    """Started at construction; `close` ends it after the current step."""
+
+    def __init__(
+        self, name: str = "compute", died: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """`died` is told, on the thread itself, of a fault of its own; nothing runs after it."""
+        self._died = died
+        self._inbox: queue.SimpleQueue[Callable[[], None] | Run | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self.progress = 0
+        """Jobs and steps finished: it grows while the thread is alive and has work."""
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> "Future[T]":
+        """Runs `job` before the next step of any generation."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = job()
+            except BaseException as fault:
+                future.set_exception(as_exception(fault))
+            else:
+                future.set_result(result)
+
+        self._inbox.put(run)
+        return future
+
+    def drive(
+        self,
+        steps: Generator[Any, None, None],
+        deliver: Callable[[Any], None],
+        done: Callable[[BaseException | None], None],
+    ) -> Run:
+        """Steps a generation to its end, taking turns with the others; it may yield `Wait`."""
+        run = Run(steps, deliver, done, self._inbox.put)
+        self._inbox.put(run)
+        return run
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _live(self) -> None:
+        """Jobs and steps report their own faults; one that comes out here is the loop's."""
+        try:
+            self._loop()
+        except BaseException as fault:
+            log.critical("the compute thread died", exc_info=fault)
+            if self._died is None:
+                raise
+            self._died(fault)
+
+    def _loop(self) -> None:
+        turns: deque[Run] = deque()
+        while True:
+            try:
+                message = self._inbox.get(block=not turns)
+            except queue.Empty:
+                run = turns.popleft()
+                if run.turn():
+                    turns.append(run)
+                self.progress += 1
+                continue
+            match message:
+                case None:
+                    return
+                case Run():
+                    turns.append(message)
+                case job:
+                    job()
+                    self.progress += 1

@@ -1,0 +1,149 @@
+"""What adaptive drafting learned of a model on this machine, kept over restarts as one small file.
+
+A profile belongs to what decides speeds: the device, the checkpoint, dtype, kernels (MLX's version)
+and the rows of strict mode. It holds no text and no token.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...mtp.costs import LONGEST_S, RECENT, RoundCosts
+from ...mtp.depth import Prior
+
+log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 10.0
+MAX_BYTES = 1 << 20
+
+_Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+_Count = Annotated[float, Field(ge=0, le=1e6)]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """What a profile is about; another value of any field is another profile."""
+
+    device: str
+    checkpoint: str
+    dtype: str
+    mlx: str
+    fixed_rows: int
+    draft_vocabulary: int
+
+    @property
+    def file(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
+
+
+class _Cell(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    bucket: int = Field(ge=0, le=32)
+    k: int = Field(ge=0, le=8)
+    seconds: list[_Seconds] = Field(max_length=RECENT)
+
+
+class _Stored(BaseModel):
+    """The file; anything that does not fit is no profile."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    key: dict[str, str | int]
+    probed: list[_Seconds] = Field(max_length=9)
+    cells: list[_Cell] = Field(max_length=33 * 9)
+    seen: list[_Count] = Field(max_length=8)
+    accepted: list[_Count] = Field(max_length=8)
+
+
+@dataclass(slots=True)
+class Profile:
+    """Costs and acceptance in memory; `path` None keeps them for this process only."""
+
+    key: ProfileKey
+    path: Path | None
+    clock: Callable[[], float]
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    prior: Prior = field(default_factory=Prior)
+    _saved_at: float | None = None
+
+    @classmethod
+    def open(cls, folder: str, key: ProfileKey, clock: Callable[[], float]) -> "Profile":
+        """The one saved in `folder`; a new one where there is none, or none that can be used.
+
+        `folder` "" keeps nothing.
+        """
+        profile = cls(key, Path(folder) / key.file if folder else None, clock)
+        if profile.path is None or not profile.path.exists():
+            return profile
+        try:
+            stored = _read(profile.path, key)
+        except (OSError, ValueError) as fault:
+            reason = "malformed" if isinstance(fault, ValidationError) else str(fault)
+            log.warning("the saved speeds in %s cannot be used: %s", profile.path.name, reason)
+            return profile
+        cells = {(cell.bucket, cell.k): cell.seconds for cell in stored.cells}
+        profile.costs = RoundCosts(stored.probed, cells)
+        profile.prior = Prior(stored.seen, stored.accepted)
+        return profile
+
+    def save(self) -> None:
+        """Not more often than every SAVE_EVERY_S. What cannot be saved costs the profile only."""
+        now = self.clock()
+        if self.path is None or (self._saved_at and now - self._saved_at < SAVE_EVERY_S):
+            return
+        self._saved_at = now
+        try:
+            _write(self.path, self._stored().model_dump_json())
+        except OSError as fault:
+            log.warning("measured speeds could not be saved: %s", fault.strerror)
+        except ValidationError as fault:
+            log.warning("measured speeds could not be saved: %s", _fields(fault))
+
+    def _stored(self) -> _Stored:
+        return _Stored(
+            key=asdict(self.key),
+            probed=list(self.costs.probed),
+            cells=[_Cell(bucket=b, k=k, seconds=list(s)) for b, k, s in self.costs.cells()],
+            seen=self.prior.seen,
+            accepted=self.prior.accepted,
+        )
+
+
+def _fields(fault: ValidationError) -> str:
+    """Which of its fields a profile does not hold, and why."""
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in fault.errors())
+
+
+def _read(path: Path, key: ProfileKey) -> _Stored:
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it has over {MAX_BYTES} bytes")
+    stored = _Stored.model_validate_json(path.read_bytes())
+    if stored.key != asdict(key):
+        raise ValueError("it was measured for something else")
+    if len(stored.seen) != len(stored.accepted):
+        raise ValueError("its counts do not belong together")
+    if any(a > n for a, n in zip(stored.accepted, stored.seen, strict=True)):
+        raise ValueError("it counts more accepted drafts than there were")
+    return stored
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            _ = file.write(text)
+        os.replace(name, path)  # whoever reads meanwhile sees the old one or the new one, whole
+    except OSError:
+        os.unlink(name)
+        raise

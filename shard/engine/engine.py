@@ -1,0 +1,429 @@
+"""The engine of a generator: drives one answer from ids to text and its final stats."""
+
+import logging
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ...mtp.chooser import Chooser
+from ...mtp.costs import RoundCosts
+from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from ...mtp.drafters import NativeDrafter, NoDrafter
+from ...mtp.family import draft_logits, family_of
+from ...mtp.finite import NotFinite
+from ...mtp.fixed_rows import FixedRows
+from ...mtp.head import DraftHead
+from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
+from ...mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
+from ...mtp.seams import Drafter, Ending, Verifier, Wait
+from ...mtp.stats import StatsCollector
+from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
+from ...placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
+from ..model.numeric import numeric_error, parked
+from ..model.stage_model import StageModel
+from ..pipeline.state_sender import Copier
+from ..pipeline.state_store import Copies
+from ..pipeline.verifier import Link, PipelineVerifier
+from ..text.codec import TextCodec
+from .draft_profile import Profile, ProfileKey
+from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from .request import EngineRequest
+
+log = logging.getLogger(__name__)
+
+PROBE_REPEATS = 3
+NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One round and the text that became certain with it."""
+
+    round: Round
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end, with the text that was held back until now."""
+
+    reason: FinishReason
+    text: str
+    stats: GenerationStats
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The state of an attempt that was lost, for the one that follows."""
+
+    verifier: PipelineVerifier
+    attempt: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One answer in the making, and the verifier whose state is freed or kept at its end."""
+
+    generation: Generation
+    verifier: Verifier
+
+
+EngineEvent = Prefilled | Rebuilt | Delta | Done
+
+
+class TextEngine:
+    """Answers requests on the generator. Everything but `encode` runs on the compute thread."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        stage: StageModel,
+        *,
+        dtype: str,
+        vocabulary: int,
+        context_length: int,
+        prefill_chunk: int,
+        async_draft_eval: bool,
+        head: DraftHead | None,
+        max_k: int,
+        link: Link | None,
+        clock: Callable[[], float],
+        fixed_rows: int = 0,
+        draft_vocabulary: int = 0,
+        profile: Profile | None = None,
+        copier: Copier | None = None,
+        copies: Copies | None = None,
+        kernels: tuple[str, ...] = (),
+    ) -> None:
+        """`link` leads to the other stages; None when this stage is the whole model.
+
+        `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
+        `draft_vocabulary`: only ids below it are drafted; 0: all.
+        `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
+        `copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was sent.
+        `kernels`: those of our own under the model, for the stats.
+        """
+        self._codec = codec
+        self._stage = stage
+        self._dtype = dtype
+        self._vocabulary = vocabulary
+        self._context_length = context_length
+        self._prefill_chunk = prefill_chunk
+        self._async_draft_eval = async_draft_eval
+        self._head = head
+        self._max_k = max_k if head is not None else 0
+        # A card may name more ids than this checkpoint has: then all of them are drafted.
+        self._draft_vocabulary = draft_vocabulary if draft_vocabulary < vocabulary else 0
+        self._fixed_rows = fixed_rows if link is None else 0
+        self._profile = profile or Profile.open("", NO_PROFILE, clock)
+        self.token_bytes = codec.token_bytes
+        self._special_tokens = codec.special_tokens
+        self._link = link
+        self._copier = copier
+        self._copies = copies
+        self._kernels = kernels
+        self._clock = clock
+        fed = head.hidden_kind if head is not None else None
+        self._family = family_of(stage.model, fed) if link is None else None
+        self._target: Target = (
+            WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
+        )
+        self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
+        self._kept: dict[str, Kept] = {}
+        self._parked: set[tuple[str, int]] = set()
+        self.identity = "off"
+        self.head_off = ""
+        """Why the draft head was loaded and is not used all the same."""
+        self.head_parked = ""
+        """Why it is not used any more: an answer found its logits not to be finite."""
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Any thread. Raises InvalidRequest."""
+        return self._codec.encode_chat(messages)
+
+    def budget(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The number of tokens to generate at most; `max_tokens` 0 means up to the context's end.
+
+        Raises ContextLengthExceeded, and InvalidRequest for a prompt of no tokens.
+        """
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens", param="messages")
+        room = self._context_length - prompt_tokens
+        if room < 1 or max_tokens > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {max_tokens}, but "
+                f"this model's context holds {self._context_length}; shorten the messages or lower "
+                "max_tokens",
+                param="messages" if room < 1 else "max_tokens",
+            )
+        return max_tokens or room
+
+    def checked(self, sampling: Sampling) -> Sampling:
+        """Raises InvalidRequest for a logit_bias on an id that the model does not have."""
+        for token, _ in sampling.penalties.logit_bias:
+            if token >= self._vocabulary:
+                raise InvalidRequest(
+                    f"logit_bias names token {token}, and this model has {self._vocabulary}",
+                    param="logit_bias",
+                )
+        return sampling
+
+    def probe(self) -> None:
+        """Measures `identity` for the largest K, which also warms the kernels up.
+
+        Where no profile tells, costs of rounds are measured as well.
+        """
+        if not self._max_k:
+            return
+        forward, caches = self._target.forward, self._stage.make_caches
+        if not self._hold_rows():
+            return
+        if not self._fixed_rows:
+            self.identity = greedy_identity(
+                forward, caches, self._vocabulary, self._max_k, self._context_length
+            )
+        if not self._profile.costs.probed:
+            ids = [(11 * i + 5) % self._vocabulary for i in range(PROMPT_ROWS)]
+            costs = self.measure_costs(ids, self._max_k, PROBE_REPEATS)
+            # In strict mode a plain step has as many rows as the largest verify.
+            verify = [costs.verify[-1]] * len(costs.verify) if self._fixed_rows else costs.verify
+            rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]
+            self._profile.costs = RoundCosts(rounds)
+
+    def _hold_rows(self) -> bool:
+        """In strict mode: whether fixed rows give what they are for; drafts are off if not."""
+        if not self._fixed_rows:
+            return True
+        forward, caches = self._target.forward, self._stage.make_caches
+        check = fixed_rows_identity(forward, caches, self._vocabulary, self._fixed_rows)
+        if check.holds:
+            self.identity = "bitwise"
+        else:
+            self._max_k, self._fixed_rows, self.head_off = 0, 0, check.reason
+        return check.holds
+
+    def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
+        """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
+
+        def make_drafter(depth: int) -> Drafter:
+            asked = EngineRequest("costs", 1, prompt, Sampling(), 1, (), depth, "")
+            return self._drafter(Chooser(Sampling(), 1), asked)
+
+        forward, caches = self._target.forward, self._stage.make_caches
+        return measure_costs(forward, caches, make_drafter, prompt, k, repeats, self._clock)
+
+    def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
+        """Drives one answer; closing the generator frees its state here and on every stage."""
+        self._check(request)
+        if request.k and self.head_parked:
+            request = replace(request, k=0, adaptive=False, drafting_reason=self.head_parked)
+        stats = StatsCollector(self._clock)
+        for round_ in request.replay:
+            stats.add(round_)
+        text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
+        running = self._start(request, text)
+        lost = False
+        try:
+            if request.keeps and isinstance(running.verifier, PipelineVerifier):
+                running.verifier.begin_rebuild(request.committed, answer=not request.replay)
+            reason = yield from self._copied(
+                request, running.verifier, _with_text(running.generation.steps(), stats, text)
+            )
+            self._park_head(running.generation.parked_at)
+            final = stats.finish(
+                prompt_tokens=len(request.prompt),
+                rule=request.sampling.rule_of(request.k),
+                policy=request.policy,
+                k=request.k,
+                reason=request.drafting_reason or self.head_parked,
+                resumes=request.attempt - 1,
+                parked=bool(self.head_parked),
+                kernels=self._kernels,
+            )
+            yield Done(reason, text.finish(), final, self.identity if request.k else "off")
+        except PeerLost:
+            lost = True
+            raise
+        except NotFinite as fault:
+            raise numeric_error(fault.position, self._dtype, alone=self._link is None) from fault
+        finally:
+            self._end(request, running.verifier, lost=lost)
+
+    def _park_head(self, position: int | None) -> None:
+        if position is not None and not self.head_parked:
+            self.head_parked = parked(position)
+            log.warning("%s", self.head_parked)
+
+    def _copied(
+        self,
+        request: EngineRequest,
+        verifier: Verifier,
+        events: Generator[Wait | EngineEvent, None, FinishReason],
+    ) -> Generator[Wait | EngineEvent, None, FinishReason]:
+        """The events; where the rows fit what was handed out, a spare is sent them."""
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                return end.value
+            yield event
+            settled = not isinstance(event, Wait)
+            if settled and self._copier is not None and isinstance(verifier, PipelineVerifier):
+                self._copier.offer(request.request, request.attempt, verifier.state)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises InvalidRequest."""
+        if not 0 <= request.k <= self._max_k:
+            raise InvalidRequest(
+                f"num_draft_tokens {request.k} is not in this runner's range of 0 to {self._max_k}",
+                param="num_draft_tokens",
+            )
+        if (request.request, request.attempt) in self._live:
+            raise InvalidRequest(
+                f"attempt {request.attempt} of request {request.request} is running already; a "
+                "request needs a name of its own",
+                param="request",
+            )
+
+    def _start(self, request: EngineRequest, ending: Ending) -> Running:
+        chooser = Chooser(
+            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
+        )
+        verifier = self._verifier(request)
+        drafter = self._drafter(chooser, request)
+        task = Task(
+            request.prompt,
+            request.max_tokens,
+            self._prefill_chunk,
+            request.replay,
+            request.top_logprobs,
+        )
+        padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
+        generation = Generation(
+            task,
+            FixedRows(verifier, self._fixed_rows) if padded else verifier,
+            drafter,
+            chooser,
+            ending,
+            self._depth(request),
+            self._clock,
+        )
+        # Not of FixedRows: asking must not settle what it leaves open until the next forward.
+        self._live[request.request, request.attempt] = lambda: verifier.arrays() + drafter.arrays()
+        return Running(generation, verifier)
+
+    def _end(self, request: EngineRequest, verifier: Verifier, *, lost: bool) -> None:
+        """Frees the answer's state, or keeps it where another attempt follows."""
+        key = (request.request, request.attempt)
+        del self._live[key]
+        kept = lost or key in self._parked
+        self._parked.discard(key)
+        if request.adaptive:
+            self._profile.save()
+        if self._link is not None and kept and isinstance(verifier, PipelineVerifier):
+            self._link.park(*key)
+            self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
+        elif self._link is not None:
+            self._release(*key)
+        # Arrays whose last reference the caller holds are freed after it; buffers now.
+        mx.clear_cache()
+
+    def _release(self, request: str, attempt: int) -> None:
+        assert self._link is not None
+        self._link.release(request, attempt)
+        if self._copier is not None:
+            self._copier.release(request)
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._live)
+
+    def cache_bytes(self) -> int:
+        """Bytes of KV and recurrent state of all live requests on this stage, copies included."""
+        kept = [array for each in self._kept.values() for array in each.verifier.arrays()]
+        live = [array for arrays in self._live.values() for array in arrays()]
+        copied = self._copies.bytes if self._copies else 0
+        return copied + sum(array.nbytes for array in (*kept, *live))
+
+    def park(self, request: str, attempt: int) -> None:
+        """Any thread: the attempt is about to be cancelled, and another one follows."""
+        if (request, attempt) in self._live:
+            self._parked.add((request, attempt))
+
+    def expire(self, lease_s: float) -> list[str]:
+        """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
+        limit = self._clock() - lease_s
+        ended = [name for name, kept in self._kept.items() if kept.since < limit]
+        for name in ended:
+            kept = self._kept.pop(name)
+            if self._link is not None:
+                self._release(name, kept.attempt)
+        if ended:
+            mx.clear_cache()
+        return ended + (self._copies.expire(lease_s) if self._copies else [])
+
+    def _verifier(self, request: EngineRequest) -> Verifier:
+        if self._link is None:
+            return LocalVerifier(self._target, self._stage.make_caches())
+        kept = self._kept.pop(request.request, None)
+        verifier = kept.verifier if kept else self._from_copy(request)
+        if (
+            verifier is not None
+            and request.keeps
+            and verifier.take_up(request.attempt, request.committed)
+            and request.ends_a_forward(verifier.position, self._prefill_chunk)
+        ):
+            return verifier
+        return PipelineVerifier(
+            self._stage, self._link, request.request, request.attempt, self._dtype
+        )
+
+    def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
+        """What this runner, a spare, was sent of an earlier attempt."""
+        name, attempt = request.request, request.attempt
+        copies = self._copies if request.keeps else None
+        state = copies.take(name, attempt, request.committed) if copies else None
+        if state is None or self._link is None:
+            return None
+        return PipelineVerifier(self._stage, self._link, name, attempt, self._dtype, state)
+
+    def _depth(self, request: EngineRequest) -> DepthPolicy:
+        if not request.adaptive or request.k == 0:
+            return FixedDepth(request.k)
+        return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
+
+    def _drafter(self, chooser: Chooser, request: EngineRequest) -> Drafter:
+        if request.k == 0:
+            return NoDrafter()
+        overlap = request.async_draft_eval
+        assert self._head is not None and self._family is not None
+        return NativeDrafter(
+            self._head,
+            self._family.embed,
+            draft_logits(self._family, self._head, self._draft_vocabulary),
+            chooser,
+            request.k,
+            overlap=self._async_draft_eval if overlap is None else overlap,
+        )
+
+
+def _with_text(
+    steps: Steps, stats: StatsCollector, text: Any
+) -> Generator[Wait | EngineEvent, None, FinishReason]:
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return end.value
+        if isinstance(step, Round):
+            stats.add(step)
+            yield Delta(step, text.take())
+            continue
+        if isinstance(step, Rebuilt):
+            _ = text.take()  # of the rounds that the earlier attempt handed out
+        yield step

@@ -1,0 +1,14 @@
+"""Layers [a, b) of any mlx-lm model: loaded, measured, checked.
+
+file_limit.py: imports mlx-lm where few files may be open
+layer_meter.py: seconds of a layer at work
+layer_probe.py: seconds of a layer, measured at load
+layer_view.py: some layers in the place of a model's all
+load.py: loads what a stage's specification asks for
+numeric.py: whether numbers are finite, and what is said where they are not
+small_config.py: a small model of the same class and depth
+split_check.py: whether a stage computes what its layers do in the whole model
+stage_limits.py: what a stage accepts in a frame
+stage_model.py: layers [a, b) of a model, with their caches
+tensors.py: arrays to bytes and back
+"""

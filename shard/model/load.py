@@ -1,0 +1,209 @@
+"""Loads what one stage's specification asks for, on the compute thread."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import psutil
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from ...mtp.family import Family, family_of
+from ...mtp.kernel_choice import install
+from ...mtp.kernels.trial import Choice
+from ...mtp.rollback import fixed_kinds
+from ...mtp.weights import HeadSource, HeadUnusable, load_head
+from ...placement.config import hidden_size, vocabulary_size
+from ...placement.errors import InvalidCheckpoint
+from ...proto import peer_pb2 as pb
+from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ..checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from ..text.codec import TextCodec
+from .split_check import require_splittable
+from .stage_limits import StageLimits
+from .stage_model import StageModel, open_model, read_layers, require_layers
+from .tensors import DTYPES
+
+Report = Callable[[pb.LoadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A stage in memory. `codec` and `head` belong to the generator; `head_state` says why not."""
+
+    model: StageModel
+    expected: StageLimits
+    vocabulary: int
+    codec: TextCodec | None
+    head: Any
+    """A `mtp.head.DraftHead`, or None."""
+    head_state: str
+    weight_bytes: int
+    head_bytes: int
+    checkpoint_bytes_read: int
+    fingerprint: str
+    """Of config.json and the safetensors headers."""
+    kernels: tuple[Choice, ...] = ()
+    """What computes the layers where MLX runs on CUDA, and why; empty elsewhere."""
+
+
+def load(spec: pb.StageSpec, report: Report) -> Loaded:
+    """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
+
+    Raises InvalidCheckpoint, LoadFailed, and InvalidCard where nobody says how wide the model is.
+    """
+    _limit_memory(spec.memory_limit_bytes)
+    checkpoint = read_checkpoint(Path(spec.path))
+    if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
+            "config.json or safetensors headers are not the same; download the same revision"
+        )
+    generator = spec.stage == 0
+    before = bytes_read()
+    model = open_model(checkpoint.folder)  # what fits no architecture is no question of splitting
+    require_layers(model, spec.first_layer, spec.end_layer)
+    if spec.num_stages > 1:
+        report(pb.LoadProgress(step="checking that it can be split"))
+        first, end = spec.first_layer, spec.end_layer
+        require_splittable(checkpoint.config, first, end, spec.profile_folder)
+    dtype = DTYPES[spec.dtype]
+
+    def progress(done: int, total: int) -> None:
+        report(pb.LoadProgress(step="reading", done=done, total=total))
+
+    weight_bytes = read_layers(
+        model,
+        spec.first_layer,
+        spec.end_layer,
+        dtype,
+        outer=generator,
+        progress=progress,
+    )
+    stage = StageModel(model, spec.first_layer, spec.end_layer)
+    expected = _expectation(spec, checkpoint.config)
+    if spec.num_stages > 1:
+        stage.check_splits(expected.hidden_size)
+    head, head_state, head_bytes = None, spec.mtp_off_reason, 0
+    if generator and spec.native_mtp:
+        head, head_state = _load_head(spec, checkpoint, stage, dtype)
+        head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
+    read = bytes_read() - before
+    kernels = _choose_kernels(spec, stage, head, report)
+    return Loaded(
+        model=stage,
+        expected=expected,
+        vocabulary=expected.vocabulary,
+        codec=TextCodec.load(checkpoint.folder) if generator else None,
+        head=head,
+        head_state=head_state,
+        weight_bytes=weight_bytes,
+        head_bytes=head_bytes,
+        checkpoint_bytes_read=read,
+        fingerprint=checkpoint.fingerprint,
+        kernels=kernels,
+    )
+
+
+def _choose_kernels(
+    spec: pb.StageSpec, stage: StageModel, head: Any, report: Report
+) -> tuple[Choice, ...]:
+    """Before anything is probed or timed: a kernel's first use compiles it, which takes a while."""
+    parts: list[nn.Module] = stage.own_layers
+    family = family_of(stage.model) if spec.stage == 0 else None
+    parts += [part for part in (family.output if family else None, head) if part is not None]
+    mode = "mlx" if spec.kernels == "mlx" else "auto"
+    return install(parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step)))
+
+
+def _load_head(
+    spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
+) -> tuple[Any, str]:
+    """The draft head, and "loaded" or why there is none."""
+    family = _family(spec, stage)
+    if isinstance(family, str):
+        return None, family
+    found = find_head(checkpoint)
+    if isinstance(found, HeadMissing):
+        return None, found.reason
+    source = HeadSource(_head_arrays(checkpoint, found), _backbone_is_raw(checkpoint, found))
+    head = load_head(family, source, dtype)
+    if isinstance(head, HeadUnusable):
+        return None, head.reason
+    return head, "loaded"
+
+
+def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
+    """The model's family as the card wants it fed, or why it cannot draft."""
+    usual = family_of(stage.model)
+    if usual is None:
+        return f"no draft head is implemented for {type(stage.model).__module__}"
+    if spec.mtp_hidden not in usual.hidden_kinds:
+        kinds = " or ".join(repr(kind) for kind in usual.hidden_kinds)
+        return (
+            f"the card's native_mtp.hidden is {spec.mtp_hidden!r} but this family's head is fed "
+            f"{kinds}; correct the card"
+        )
+    if kinds := fixed_kinds(stage.make_caches()):
+        return (
+            f"rows cannot be taken back from this model's caches ({', '.join(kinds)}), so drafts "
+            "cannot be verified; remove [native_mtp] from the card"
+        )
+    family = family_of(stage.model, spec.mtp_hidden)
+    assert family is not None
+    return family
+
+
+def _head_arrays(checkpoint: Checkpoint, found: HeadFound) -> dict[str, mx.array]:
+    files: dict[str, dict[str, mx.array]] = {}
+    arrays: dict[str, mx.array] = {}
+    for canonical, tensor in found.tensors.items():
+        if tensor.file not in files:  # lazy: opening a file reads its header only
+            files[tensor.file] = cast(
+                "dict[str, mx.array]", mx.load(str(checkpoint.folder / tensor.file))
+            )
+        arrays[canonical] = files[tensor.file][tensor.name]
+    return arrays
+
+
+def _backbone_is_raw(checkpoint: Checkpoint, found: HeadFound) -> bool | None:
+    """mlx-lm's own sign of an original checkpoint: conv1d kernels in PyTorch's layout."""
+    if not found.shares_file_with_backbone:
+        return None
+    kernels = [t for name, t in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
+    return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
+
+
+def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
+    """The card's sizes win: config.json may have them under a name that nobody here knows."""
+    return StageLimits(
+        placement=spec.placement,
+        # What comes round the ring is meant for the generator under the number after the last.
+        stage=spec.stage or spec.num_stages,
+        dtype=spec.dtype,
+        hidden_size=spec.hidden_size or hidden_size(config),
+        max_rows=spec.prefill_chunk,
+        context_length=spec.context_length,
+        vocabulary=spec.vocabulary or vocabulary_size(config),
+    )
+
+
+def _parameters(head: nn.Module) -> list[mx.array]:
+    return [cast("mx.array", parameter) for _, parameter in tree_flatten(head.parameters())]
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    if limit_bytes:
+        mx.set_memory_limit(limit_bytes)
+    if mx.metal.is_available():
+        # As mlx-lm does: weights that macOS may page out make every token wait for the disk.
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+def bytes_read() -> int:
+    """Bytes this process has read from files; 0 where the system does not count them (macOS)."""
+    process: Any = psutil.Process()
+    return int(process.io_counters().read_chars) if hasattr(process, "io_counters") else 0

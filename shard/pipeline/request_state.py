@@ -1,0 +1,41 @@
+"""What a stage holds of one request, the generator's stage or another: caches and trail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...mtp.rollback import can_roll_back, rollback
+from .frames import HiddenBlock
+from .replay_buffer import Trail
+
+
+@dataclass(slots=True)
+class RequestState:
+    """All of it fits `position` rows."""
+
+    caches: list[Any]
+    """One entry for each layer of the whole model; see `StageModel.make_caches`."""
+    position: int = 0
+    last_rows: int = 0
+    """Of the last forward: how far it goes back."""
+    trail: Trail = field(default_factory=Trail)
+    answer: HiddenBlock | None = None
+    """On the last stage: the row behind the prompt, as it was sent back."""
+    lowest: int = 0
+    """The fewest rows that it had since it was last copied."""
+
+    def wrote(self, schedule: Sequence[int]) -> None:
+        """Forwards of so many rows each were run."""
+        self.position += sum(schedule)
+        self.last_rows = schedule[-1]
+
+    def can_go_back(self, own: Sequence[Any], position: int) -> bool:
+        """Whether the rows from `position` on are some of the last forward's and can be dropped."""
+        return 0 < self.position - position <= self.last_rows and can_roll_back(own)
+
+    def go_back(self, own: Sequence[Any], position: int) -> None:
+        """Drops the rows from `position` on. `own`: the caches of the layers that are here."""
+        rollback(own, self.position - position)
+        self.position, self.last_rows = position, 0
+        self.lowest = min(self.lowest, position)
+        self.trail.roll_back(position)

@@ -1,0 +1,309 @@
+"""What a stage does with a frame: sessions, attempts, forwards, rollback. No gRPC, no threads.
+
+Every method runs on the compute thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...mtp.rollback import cache_arrays
+from ...placement.errors import InvalidFrame, PeerLost
+from ...proto import peer_pb2 as pb
+from ..model.numeric import require_finite
+from ..model.stage_limits import StageLimits
+from ..model.stage_model import StageModel
+from ..model.tensors import from_bytes, to_bytes
+from .frames import HiddenBlock
+from .request_state import RequestState
+from .state_sender import Copier
+from .state_store import Copies
+
+MAX_WAITING = 16
+"""Blocks that may wait for rows before them; a generator that asks for answers sends one."""
+REMEMBERED_REQUESTS = 4096
+"""Ended requests whose attempt is kept, so that frames that come late are refused."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One request's state on this stage."""
+
+    attempt: int
+    state: RequestState
+    used: float
+    target: int = 0
+    """Rows that are being rebuilt: blocks behind them wait."""
+    answer: bool = False
+    """Whether the generator asked for the row behind the prompt, once they are rebuilt."""
+    waiting: list[HiddenBlock] = field(default_factory=list[HiddenBlock])
+
+
+class Adopted(NamedTuple):
+    """What a stage holds as a new attempt goes on."""
+
+    held: int
+    """Rows; where they are fewer than that attempt's, the stage before this one sends the rest."""
+    answer: HiddenBlock | None
+    """To be sent on: the row behind the prompt, where it was asked for and is here."""
+
+
+class StageWorker:
+    """Runs the layers [first, end) for many requests, each at its own position."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        expected: StageLimits,
+        clock: Callable[[], float],
+        copier: Copier | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        """`copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was."""
+        self._model = model
+        self._expected = expected
+        self._clock = clock
+        self._copier = copier
+        self._copies = copies
+        self._sessions: dict[str, Session] = {}
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._expired: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._sessions)
+
+    def cache_bytes(self) -> int:
+        """Bytes of KV and recurrent state of all live requests, and of copies of others'."""
+        own = (self._own(s.state) for s in self._sessions.values())
+        held = sum(array.nbytes for caches in own for array in cache_arrays(caches))
+        return held + (self._copies.bytes if self._copies else 0)
+
+    def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
+        """Hidden in, the blocks that are to be sent on out.
+
+        Nothing where the last stage has nothing to send back, and where the rows behind a block are
+        still to be rebuilt. Raises InvalidFrame for an old attempt or a position that is not the
+        session's.
+        """
+        session = self._session(block.request, block.attempt, opens=block.position == 0)
+        if session.state.position < session.target <= block.position:
+            if len(session.waiting) >= MAX_WAITING:
+                raise InvalidFrame(
+                    f"{MAX_WAITING} blocks wait already for rows that are being rebuilt",
+                    param="hidden.position",
+                )
+            session.waiting.append(block)
+            return []
+        out = self._forward(session, block)
+        if session.waiting and session.state.position == session.target:
+            waiting, session.waiting = session.waiting, []
+            for each in waiting:
+                out += self._forward(session, each)
+        return out
+
+    def _forward(self, session: Session, block: HiddenBlock) -> list[HiddenBlock]:
+        state = session.state
+        if block.position != state.position:
+            raise InvalidFrame(
+                f"hidden.position is {block.position} where {state.position} rows are committed",
+                param="hidden.position",
+            )
+        e = self._expected
+        entering = from_bytes(block.data, e.dtype, (1, block.rows, e.hidden_size))
+        tokens = mx.array([block.tokens], dtype=mx.int32)
+        schedule = block.schedule or (block.rows,)
+        begun = self._model.meter.now()
+        out = forwards(self._model, tokens, entering, state.caches, schedule)
+        state.wrote(schedule)
+        leaving = self._outgoing(block, out, state)
+        session.used = self._clock()  # only now it was computed, which may take longer than a lease
+        if leaving is not None and len(schedule) == 1:  # else not all of it was one forward
+            self._model.meter.add(block.position, block.rows, begun)
+        sends = [] if leaving is None else [leaving]
+        if not self._is_last:
+            state.trail.add(sends[0])
+            if block.rebuilds:
+                sends = state.trail.unsent(session.attempt)
+        if self._copier is not None:
+            self._copier.offer(block.request, session.attempt, state)
+        return sends
+
+    def adopt(self, request: str, attempt: int, position: int, *, answer: bool = False) -> Adopted:
+        """An attempt goes on behind `position` rows, with what this stage holds of an earlier one.
+
+        Where that is less, or fits those rows nowhere, blocks from `position` on wait until the
+        rows before it were rebuilt. `answer`: the last stage is to send what is behind the prompt.
+        """
+        state = self._held(request, attempt, position, answer=answer)
+        if state is not None:
+            self._sessions[request] = Session(attempt, state, self._clock())
+            self._remember(request, attempt)
+        session = self._session(request, attempt, opens=True)
+        session.target, session.answer, session.waiting = position, answer, []
+        state = session.state
+        if not (answer and state.answer and state.position == position):
+            return Adopted(state.position, None)
+        return Adopted(state.position, replace(state.answer, attempt=attempt))
+
+    def missing(self, request: str, attempt: int, held: int, position: int) -> list[HiddenBlock]:
+        """The stage behind lacks the rows [held, position): what is here of them to be sent.
+
+        What is still to be rebuilt follows with the forwards that do so. Raises StateLost where it
+        was too much to keep.
+        """
+        session = self._session(request, attempt, opens=False)
+        trail = session.state.trail
+        trail.want(held, position, answer=session.answer)
+        return trail.unsent(attempt)
+
+    def _held(
+        self, request: str, attempt: int, position: int, *, answer: bool
+    ) -> RequestState | None:
+        """What is here of an earlier attempt, where it fits `position` rows or fewer of them."""
+        if attempt <= self._attempts.get(request, 0):
+            return None
+        session = self._sessions.get(request)
+        if session is not None:
+            state = session.state
+        elif (
+            self._copies is None or (state := self._copies.take(request, attempt, position)) is None
+        ):
+            return None
+        if state.position > position:
+            if not state.can_go_back(self._own(state), position):
+                return None
+            state.go_back(self._own(state), position)
+        # The row behind the prompt can only be computed anew where it is not here any more.
+        lacks = answer and self._is_last and state.position == position and state.answer is None
+        return None if lacks else state
+
+    def rollback(self, request: str, attempt: int, position: int) -> None:
+        """Drops the rows from `position` on, all of which the last forward wrote."""
+        session = self._session(request, attempt, opens=False)
+        state, own = session.state, self._own(session.state)
+        if not state.can_go_back(own, position):
+            raise InvalidFrame(
+                f"rollback.position {position} is not inside the last block, which ended at row "
+                f"{state.position}",
+                param="rollback.position",
+            )
+        state.go_back(own, position)
+        session.used = self._clock()
+
+    def release(self, request: str, attempt: int) -> None:
+        """Frees the request's state; its attempt and earlier ones are refused from now on."""
+        self._remember(request, attempt)
+        session = self._sessions.get(request)
+        if session is not None and session.attempt <= attempt:
+            del self._sessions[request]
+            if self._copier is not None:
+                self._copier.release(request)
+            mx.clear_cache()
+
+    def renew(self, request: str, attempt: int) -> None:
+        """The request lives though no frame of it moves, as where its reader is slow."""
+        session = self._sessions.get(request)
+        if session is not None and session.attempt == attempt:
+            session.used = self._clock()
+
+    def expire(self, lease_s: float) -> list[str]:
+        """Frees what no frame has touched for `lease_s` seconds; returns those requests."""
+        limit = self._clock() - lease_s
+        ended = [name for name, session in self._sessions.items() if session.used < limit]
+        for name in ended:
+            attempt = self._sessions[name].attempt
+            self.release(name, attempt)
+            self._expired[name] = attempt
+            while len(self._expired) > REMEMBERED_REQUESTS:
+                _ = self._expired.popitem(last=False)
+        return ended + (self._copies.expire(lease_s) if self._copies else [])
+
+    def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
+        known = self._attempts.get(request, 0)
+        session = self._sessions.get(request)
+        if attempt == known and session is None and self._expired.get(request) == attempt:
+            raise PeerLost(
+                f"stage {self._expected.stage} freed request {request}: nothing of it came for "
+                "the length of its lease"
+            )
+        if attempt < known or (attempt == known and session is None):
+            raise InvalidFrame(
+                f"attempt {attempt} of request {request} is over: attempt {known} was seen",
+                param="attempt",
+            )
+        if session is not None and session.attempt == attempt:
+            return session
+        if not opens:
+            # Not InvalidFrame: the answer can go on once its state is rebuilt.
+            stage = self._expected.stage
+            raise PeerLost(f"stage {stage} has no state of request {request} any more")
+        session = Session(attempt, RequestState(self._model.make_caches()), self._clock())
+        self._sessions[request] = session
+        self._remember(request, attempt)
+        return session
+
+    def _remember(self, request: str, attempt: int) -> None:
+        self._attempts[request] = max(attempt, self._attempts.pop(request, 0))
+        while len(self._attempts) > REMEMBERED_REQUESTS:
+            oldest = next(iter(self._attempts))
+            if oldest in self._sessions:
+                self._attempts.move_to_end(oldest)
+            else:
+                del self._attempts[oldest]
+
+    @property
+    def _is_last(self) -> bool:
+        return self._model.end == self._model.num_layers
+
+    def _own(self, state: RequestState) -> list[Any]:
+        return self._model.own_caches(state.caches)
+
+    def _outgoing(
+        self, block: HiddenBlock, out: mx.array, state: RequestState
+    ) -> HiddenBlock | None:
+        if self._is_last and block.reply == pb.REPLY_NONE:
+            mx.eval(cache_arrays(self._own(state)))
+            return None
+        if self._is_last and block.reply == pb.REPLY_LAST:
+            last = block.position + block.rows - 1
+            data = self._checked(to_bytes(out[:, -1:]), last, 1)
+            ids = block.tokens[-1:]
+            state.answer = replace(
+                block, position=last, rows=1, tokens=ids, data=data, schedule=(), rebuilds=False
+            )
+            return state.answer
+        return replace(block, data=self._checked(to_bytes(out), block.position, block.rows))
+
+    def _checked(self, data: bytes, position: int, rows: int) -> bytes:
+        e, m = self._expected, self._model
+        require_finite(
+            data, e.dtype, position, rows, f"stage {e.stage} (layers [{m.first}, {m.end}))"
+        )
+        return data
+
+
+def forwards(
+    model: StageModel,
+    tokens: mx.array,
+    entering: mx.array | None,
+    caches: list[Any],
+    schedule: Sequence[int],
+) -> mx.array:
+    """The hidden (1, rows, hidden_size) behind this stage, by forwards of so many rows each.
+
+    The number of rows chooses kernels, and so the numbers: repeating it repeats them.
+    """
+    if len(schedule) == 1:
+        return model.hidden(tokens, entering, caches)
+    leaving: list[mx.array] = []
+    for end, rows in zip(accumulate(schedule), schedule, strict=True):
+        part = slice(end - rows, end)
+        incoming = None if entering is None else entering[:, part]
+        leaving.append(model.hidden(tokens[:, part], incoming, caches))
+        mx.async_eval(leaving[-1])  # while the next one's graph is built
+    return mx.concatenate(leaving, axis=1)

@@ -1,0 +1,159 @@
+"""Copies of a stage's requests for its spare: what is sent, and when; see `state_store.py`."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from ...proto import peer_pb2 as pb
+from ..model.stage_limits import StageLimits
+from ..model.stage_model import StageModel
+from ..model.tensors import DTYPES, WIRE, to_bytes
+from .frames import HiddenBlock, cut
+from .request_state import RequestState
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 0.25
+"""Between two copies of one request: about what is left to be computed after a loss."""
+COMPUTE_SHARE = 0.02
+"""Of the compute thread's time at most goes into copies."""
+SENDING_SHARE = 0.25
+"""Of the time at most a copy is on its way, and takes from what the network has."""
+MAX_COPY = 512 << 20
+"""Bytes of one copy. A request that is larger when it is first copied is not copied."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Copier:
+    """Decides when a spare is sent what. All methods run on the compute thread.
+
+    `names`, the requests that the spare has something of, may be read anywhere: the compute thread
+    may be busy for longer than a lease.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        expected: StageLimits,
+        clock: Callable[[], float],
+        send: Callable[[pb.StateCopy], object],
+        hold: Callable[[tuple[str, ...]], object],
+    ) -> None:
+        """`send` a copy and tell what requests the spare is to `hold`; neither may block."""
+        self._model = model
+        self._expected = expected
+        self._clock = clock
+        self._send = send
+        self._hold = hold
+        self.names: tuple[str, ...] = ()
+        self._rows: dict[str, int] = {}
+        """Of each request that the spare has a copy of."""
+        self._due: dict[str, float] = {}
+        self._free_at = 0.0
+        self._following = False
+        self._under_way = False
+
+    def follow(self, following: bool) -> None:
+        """There is a spare that has no copies yet, or none."""
+        self._following, self._under_way = following, False
+        self._rows.clear()
+        self._due.clear()
+        self.names = ()
+
+    def offer(self, request: str, attempt: int, state: RequestState) -> None:
+        """The state fits its rows now: it is copied if that is due."""
+        now = self._clock()
+        if not self._following or self._under_way or now < self._free_at:
+            return
+        if now < self._due.get(request, 0.0):
+            return
+        begin = min(self._rows.get(request, 0), state.lowest)
+        if begin == state.position:
+            return
+        if why := self._why_not(state, begin):
+            log.info("request %s is not copied to the spare: %s", request, why)
+            self._due[request] = math.inf
+            return
+        copy = self._copy(request, attempt, state, begin)
+        took = self._clock() - now
+        self._due[request] = now + took + EVERY_S
+        self._free_at = now + took / COMPUTE_SHARE
+        self._rows[request] = state.lowest = state.position
+        self.names = tuple(self._rows)
+        self._under_way = True
+        _ = self._send(copy)
+
+    def delivered(self, seconds: float) -> None:
+        """The last copy reached the spare after so long."""
+        self._under_way = False
+        self._free_at = max(self._free_at, self._clock() + seconds * (1 / SENDING_SHARE - 1))
+
+    def refused(self, request: str) -> None:
+        """The spare did not take the last copy: the next one begins at row 0."""
+        self._under_way = False
+        _ = self._rows.pop(request, None)
+
+    def release(self, request: str) -> None:
+        """The request is over."""
+        _ = self._due.pop(request, None)
+        if self._rows.pop(request, None) is not None:
+            self.names = tuple(self._rows)
+            _ = self._hold(self.names)
+
+    def _why_not(self, state: RequestState, begin: int) -> str:
+        own = self._model.own_caches(state.caches)
+        if any(array is None or array.dtype not in _NAMES for c in own for array in _arrays(c)):
+            return "its state has arrays of another kind than floating point"
+        trail = sum(len(block.data) for block in state.trail.after(begin))
+        size = trail + sum(_bytes_since(cache, begin) for cache in own)
+        return f"{size >> 20} MiB are too many at once" if size > MAX_COPY else ""
+
+    def _copy(self, request: str, attempt: int, state: RequestState, begin: int) -> pb.StateCopy:
+        own = self._model.own_caches(state.caches)
+        trail = state.trail.after(begin)
+        return pb.StateCopy(
+            placement=self._expected.placement,
+            request=request,
+            attempt=attempt,
+            begin=begin,
+            position=state.position,
+            layers=[_layer(cache, begin) for cache in own],
+            trail=self._frames(trail),
+            trail_begins=state.trail.begins,
+            answer=self._frames([] if state.answer is None else [state.answer]),
+        )
+
+    def _frames(self, blocks: Iterable[HiddenBlock]) -> list[pb.Frame]:
+        e = self._expected
+        return [
+            frame
+            for block in blocks
+            for frame in cut(block, e.placement, e.stage + 1, e.dtype, e.hidden_size)
+        ]
+
+
+def _bytes_since(cache: Any, begin: int) -> int:
+    size = sum(array.nbytes for array in _arrays(cache) if array is not None)
+    if isinstance(cache, ArraysCache):
+        return size
+    return size // cache.keys.shape[2] * (cache.offset - begin)
+
+
+def _layer(cache: Any, begin: int) -> pb.LayerState:
+    if isinstance(cache, ArraysCache):
+        return pb.LayerState(tensors=[_tensor(array) for array in cache.cache if array is not None])
+    keys, values = (array[..., begin : cache.offset, :] for array in (cache.keys, cache.values))
+    return pb.LayerState(tensors=[_tensor(keys), _tensor(values)], room=cache.keys.shape[2])
+
+
+def _tensor(array: mx.array) -> pb.Tensor:
+    return pb.Tensor(dtype=WIRE[_NAMES[array.dtype]], shape=array.shape, data=to_bytes(array))
+
+
+def _arrays(cache: Any) -> list[mx.array | None]:
+    return list(cache.cache) if isinstance(cache, ArraysCache) else [cache.keys, cache.values]

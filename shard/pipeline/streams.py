@@ -1,0 +1,320 @@
+"""The gRPC streams between the runners of neighbouring stages."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from ...placement.errors import ExoNodeError, PeerLost, StateLost, from_code
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from .frames import HiddenBlock, cut
+from .replay_buffer import Trail
+
+log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS = (
+    # Both timeouts are needed: without the second a stopped peer is noticed only after a minute.
+    # Three seconds hold three losses in a row of one segment on a way of 200 ms.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),  # a step that ran twice would corrupt a cache
+)
+MAX_MESSAGE = 16 << 20
+"""Bytes: a request's messages may be as long as an HTTP body (8 MiB); frames are far smaller."""
+
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
+)
+
+DECODE_DEADLINE_S = 8.0
+PREFILL_DEADLINE_S = 60.0
+"""How long the answer to a block may take; a stage whose process hangs shows in nothing else."""
+RENEW_S = 3.0
+"""Between two signs that a request lives though nothing of it moves: a third of its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A runner that can be dialled; `name` is what its certificate must carry."""
+
+    host: str
+    port: int
+    name: str
+
+
+class OutgoingStream:
+    """Frames to the next stage, in order. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        address: Address,
+        credentials: grpc.ChannelCredentials,
+        on_frame: Callable[[pb.Frame], None],
+        on_lost: Callable[[PeerLost], None],
+    ) -> None:
+        """`on_frame` gets what comes up the stream; `on_lost` is called once, when it breaks."""
+        name = ("grpc.ssl_target_name_override", address.name)
+        self._channel = grpc.aio.secure_channel(
+            f"{address.host}:{address.port}", credentials, options=[*CHANNEL_OPTIONS, name]
+        )
+        self._address = address
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._frames: asyncio.Queue[pb.Frame] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame] | None = None
+
+    async def open(self, timeout_s: float = 5.0) -> None:
+        """Raises PeerLost when the neighbour cannot be reached or is not of this cluster."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+        except TimeoutError as fault:
+            await self._channel.close()  # or it would go on dialling
+            raise PeerLost(f"the next stage at {self._where} does not answer") from fault
+        self._call = peer_pb2_grpc.StageStub(self._channel).Stream()
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+
+    def send(self, frames: Iterable[pb.Frame]) -> None:
+        for frame in frames:
+            self._frames.put_nowait(frame)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._address.host}:{self._address.port}"
+
+    async def _write(self) -> None:
+        assert self._call is not None
+        while True:
+            frame = await self._frames.get()
+            try:
+                await self._call.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader sees the same end, with its status
+
+    async def _read(self) -> None:
+        assert self._call is not None
+        status = "the stream ended"
+        try:
+            async for frame in self._call:
+                self._on_frame(frame)
+        except grpc.aio.AioRpcError as fault:
+            status = f"{fault.code().name.lower()}: {fault.details()}"
+        self._on_lost(PeerLost(f"the next stage at {self._where} is gone ({status})"))
+
+
+class Ring:
+    """The generator's end of the pipeline: sends blocks on and matches answers to requests.
+
+    What `pipeline.Link` has is called on the compute thread, the rest on the event loop.
+    """
+
+    def __init__(self, placement: str, num_stages: int, dtype: str, hidden_size: int) -> None:
+        self._placement = placement
+        self._num_stages = num_stages
+        self._dtype = dtype
+        self._hidden_size = hidden_size
+        self._loop = asyncio.get_running_loop()
+        self._stream: OutgoingStream | None = None
+        self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
+        self._failed: dict[tuple[str, int], ExoNodeError] = {}
+        self._active: set[tuple[str, int]] = set()
+        self._trails: dict[tuple[str, int], tuple[Trail, bool]] = {}
+        """Of attempts that go on with what stages hold; and whether the prompt's end is awaited."""
+        self._behind: set[tuple[str, int]] = set()
+        """Requests with blocks under way that get no answer: the next answer waits for them."""
+        self._lost: str | None = None
+        self._renewal: asyncio.TimerHandle | None = None
+
+    def connect(self, stream: OutgoingStream) -> None:
+        """Requests that were on their way over an earlier stream fail: part of them is lost."""
+        self._fail_active("the stages of this placement were connected anew")
+        self._stream, self._lost = stream, None
+        if self._renewal is None:
+            self._renewal = self._loop.call_later(RENEW_S, self._renew)
+
+    def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
+        key = (block.request, block.attempt)
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        if (failure := self._failed.pop(key, None)) is not None:
+            raise failure
+        self._active.add(key)
+        frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
+        answer: Future[HiddenBlock] | None = None
+        if block.reply == pb.REPLY_NONE:
+            self._behind.add(key)
+        else:
+            answer = self._waiting[key] = Future()
+        quick = block.reply == pb.REPLY_ALL and key not in self._behind
+        deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
+        _ = self._loop.call_soon_threadsafe(self._dispatch, key, frames, deadline)
+        return answer
+
+    def rollback(self, request: str, attempt: int, position: int) -> None:
+        self._tell(request, attempt, rollback=pb.Rollback(position=position))
+
+    def adopt(
+        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+    ) -> "Future[HiddenBlock] | None":
+        key = (request, attempt)
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        self._active.add(key)
+        self._behind.add(key)  # the first answer waits for what is rebuilt
+        self._trails[key] = (trail, answer)
+        future: Future[HiddenBlock] | None = None
+        if answer:
+            future = self._waiting[key] = Future()
+        frame = self._frame(key, adopt=pb.Adopt(position=position, answer=answer))
+        _ = self._loop.call_soon_threadsafe(self._dispatch, key, [frame], PREFILL_DEADLINE_S)
+        return future
+
+    def relay(self, request: str, attempt: int) -> None:
+        _ = self._loop.call_soon_threadsafe(self._send_missing, (request, attempt))
+
+    def park(self, request: str, attempt: int) -> None:
+        """Forgets an attempt without a word to the stages, which keep it for another one."""
+        key = (request, attempt)
+        self._active.discard(key)
+        self._behind.discard(key)
+        for known in (self._waiting, self._failed, self._trails):
+            _ = known.pop(key, None)
+
+    def release(self, request: str, attempt: int) -> None:
+        self.park(request, attempt)
+        self._tell(request, attempt, release=pb.Release())
+
+    def answer(self, block: HiddenBlock) -> None:
+        """A block that came round the ring; one that nobody waits for any more is dropped."""
+        key = (block.request, block.attempt)
+        self._behind.discard(key)
+        future = self._waiting.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(block)
+
+    def missing(self, frame: pb.Frame) -> None:
+        """The next stage was replaced: it gets what this one sent the lost one."""
+        key = (frame.request, int(frame.attempt))
+        known = self._trails.get(key)
+        if known is None:
+            return  # of an attempt that is over
+        trail, answer = known
+        try:
+            trail.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
+        except StateLost as fault:
+            self._fail(key, fault)
+            return
+        self._send_missing(key)
+
+    def _send_missing(self, key: tuple[str, int]) -> None:
+        known = self._trails.get(key)
+        if known is None or self._stream is None:
+            return
+        try:
+            blocks = known[0].unsent(key[1])
+        except StateLost as fault:
+            self._fail(key, fault)
+            return
+        for block in blocks:
+            self._stream.send(cut(block, self._placement, 1, self._dtype, self._hidden_size))
+
+    def fail(self, frame: pb.Frame) -> None:
+        """A stage refused or lost something of this request."""
+        f = frame.failure
+        self._fail((frame.request, frame.attempt), from_code(f.code, f.message, f.param or None))
+
+    def lose(self, fault: PeerLost) -> None:
+        """The next stage is gone: every request under way, and every later one, fails."""
+        self._lost = fault.message
+        self._fail_active(fault.message)
+
+    def _fail_active(self, why: str) -> None:
+        for key in list(self._active):
+            # One error each: its traceback holds on to the request's frames, and so to its caches.
+            self._fail(key, PeerLost(why))
+
+    def _fail(self, key: tuple[str, int], fault: ExoNodeError) -> None:
+        future = self._waiting.pop(key, None)
+        if future is None:
+            if key in self._active:
+                _ = self._failed.setdefault(key, fault)
+        elif not future.done():
+            future.set_exception(fault)
+
+    def _dispatch(self, key: tuple[str, int], frames: list[pb.Frame], deadline_s: float) -> None:
+        if self._stream is None:
+            self._fail(key, PeerLost("the stages of this placement are not connected yet"))
+            return
+        if self._lost is not None:  # since `send` looked
+            self._fail(key, PeerLost(self._lost))
+            return
+        self._stream.send(frames)
+        future = self._waiting.get(key)
+        if future is not None:
+            handle = self._loop.call_later(deadline_s, self._late, key, future, deadline_s)
+            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(handle.cancel))
+
+    def _late(self, key: tuple[str, int], future: "Future[HiddenBlock]", deadline_s: float) -> None:
+        if self._waiting.get(key) is future:
+            self._fail(key, PeerLost(f"a stage did not answer within {deadline_s:.0f} s"))
+
+    def _renew(self) -> None:
+        """A request whose reader is slow must not lose its state on the other stages."""
+        for request, attempt in list(self._active):
+            self._tell(request, attempt, renew=pb.Renew())
+        self._renewal = self._loop.call_later(RENEW_S, self._renew)
+
+    def _frame(
+        self,
+        key: tuple[str, int],
+        *,
+        rollback: pb.Rollback | None = None,
+        release: pb.Release | None = None,
+        renew: pb.Renew | None = None,
+        adopt: pb.Adopt | None = None,
+    ) -> pb.Frame:
+        return pb.Frame(
+            placement=self._placement,
+            request=key[0],
+            attempt=key[1],
+            rollback=rollback,
+            release=release,
+            renew=renew,
+            adopt=adopt,
+        )
+
+    def _tell(
+        self,
+        request: str,
+        attempt: int,
+        *,
+        rollback: pb.Rollback | None = None,
+        release: pb.Release | None = None,
+        renew: pb.Renew | None = None,
+    ) -> None:
+        key = (request, attempt)
+        frame = self._frame(key, rollback=rollback, release=release, renew=renew)
+
+        def send() -> None:
+            if self._stream is not None:
+                self._stream.send([frame])
+
+        _ = self._loop.call_soon_threadsafe(send)

@@ -1,0 +1,183 @@
+"""The verifier of a placement of several stages, on its generator: its own layers, then theirs."""
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ...mtp.rollback import cache_arrays
+from ...mtp.seams import Block, Wait, Want, as_ids
+from ...placement.errors import InvalidFrame
+from ...proto import peer_pb2 as pb
+from ..model.numeric import require_finite
+from ..model.stage_model import StageModel
+from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
+from .frames import HiddenBlock
+from .replay_buffer import Trail
+from .request_state import RequestState
+from .stage import forwards
+
+_REPLIES: dict[Want, "pb.Reply.ValueType"] = {
+    "all": pb.REPLY_ALL,
+    "last": pb.REPLY_LAST,
+    "none": pb.REPLY_NONE,
+}
+
+
+class Link(Protocol):
+    """The way through the other stages and back. Called on the compute thread; never blocks."""
+
+    def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
+        """Sends a block on; the future of its answer, None where none was asked for.
+
+        The future fails with PeerLost when a stage is gone or late, and with what a stage refused.
+        A failure that belongs to no future is raised by the request's next `send`.
+        """
+        ...
+
+    def rollback(self, request: str, attempt: int, position: int) -> None:
+        """Tells every stage to drop the rows from `position` on."""
+        ...
+
+    def adopt(
+        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+    ) -> "Future[HiddenBlock] | None":
+        """Tells every stage that an attempt goes on behind `position` rows with what they hold.
+
+        A next stage that holds fewer is sent the trail, as far as it is, and then by `relay`.
+        `answer`: the prompt ends there; the future is of the row behind it. Raises PeerLost.
+        """
+        ...
+
+    def relay(self, request: str, attempt: int) -> None:
+        """Sends what was added to the trail since, where the next stage is being rebuilt."""
+        ...
+
+    def park(self, request: str, attempt: int) -> None:
+        """Forgets an attempt without a word to the stages: another one follows."""
+        ...
+
+    def release(self, request: str, attempt: int) -> None:
+        """Tells every stage that the request is over."""
+        ...
+
+
+class PipelineVerifier:
+    """One request's caches of the generator's layers, and its way through the other stages."""
+
+    overlaps = False  # the ids of a block travel with it, so they must be known
+    takes_back = True  # never asked for: it overlaps nothing, and its answers draft nothing
+    remote = True
+
+    def __init__(
+        self,
+        model: StageModel,
+        link: Link,
+        request: str,
+        attempt: int,
+        dtype: str,
+        state: RequestState | None = None,
+    ) -> None:
+        """`state`: what a spare was sent of an earlier attempt; see `take_up`."""
+        self._model = model
+        self._link = link
+        self._request = request
+        self._attempt = attempt
+        self._dtype = dtype
+        self.state = RequestState(model.make_caches()) if state is None else state
+        self.caches: list[Any] = self.state.caches
+        self._own = model.own_caches(self.caches)
+        self._rebuilt_to = 0
+        self._behind_prompt: Future[HiddenBlock] | None = None
+
+    @property
+    def position(self) -> int:
+        return self.state.position
+
+    def begin_rebuild(self, rows: int, *, answer: bool) -> None:
+        """The other stages keep what they hold of an earlier attempt, `rows` rows at most.
+
+        Forwards up to there run here only, for a stage that lacks their rows. `answer`: the prompt
+        ends there, and nobody saw the token behind it yet. Raises PeerLost.
+        """
+        self._rebuilt_to = rows
+        self._behind_prompt = self._link.adopt(
+            self._request, self._attempt, rows, self.state.trail, answer=answer
+        )
+
+    def take_up(self, attempt: int, rows: int) -> bool:
+        """Another attempt begins behind `rows` rows: whether this state fits those or fewer."""
+        if self.position > rows:
+            if not self.state.can_go_back(self._own, rows):
+                return False
+            self.state.go_back(self._own, rows)
+        self._attempt = attempt
+        return True
+
+    def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
+        ids, rows = tokens[None], tokens.shape[0]
+        begun = self._model.meter.now()
+        hidden = self._model.hidden(ids, None, self.caches)
+        data = to_bytes(hidden)
+        stage = f"stage 0 (layers [0, {self._model.end}))"
+        require_finite(data, self._dtype, self.position, rows, stage)
+        self._model.meter.add(self.position, rows, begun)
+        answer = self._send(tokens, data, _REPLIES[want], ())
+        if want == "last" and self.position == self._rebuilt_to:
+            return (yield from self.again(tokens[-1:]))
+        if answer is None:
+            return Block(mx.zeros((0, 1)), None)
+        return (yield from self._answered(answer, ids, rows if want == "all" else 1))
+
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        assert self._behind_prompt is not None
+        return (yield from self._answered(self._behind_prompt, token[None], 1))
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
+        _ = self._send(tokens, to_bytes(hidden), pb.REPLY_NONE, schedule)
+
+    def _answered(
+        self, answer: "Future[HiddenBlock]", ids: mx.array, rows: int
+    ) -> Generator[Wait, None, Block]:
+        yield Wait(answer)
+        back = answer.result()
+        if back.rows != rows:
+            raise InvalidFrame(
+                f"{back.rows} rows came back where {rows} were asked for", param="hidden.rows"
+            )
+        size = len(back.data) // rows // ITEM_BYTES[self._dtype]
+        received = from_bytes(back.data, self._dtype, (1, rows, size))
+        return Block(self._model.logits(ids[:, -rows:], received)[0], None)
+
+    def _send(
+        self,
+        tokens: mx.array,
+        data: bytes,
+        reply: "pb.Reply.ValueType",
+        schedule: Sequence[int],
+    ) -> "Future[HiddenBlock] | None":
+        block = HiddenBlock(
+            request=self._request,
+            attempt=self._attempt,
+            position=self.position,
+            rows=tokens.shape[0],
+            tokens=tuple(as_ids(tokens)),
+            reply=reply,
+            data=data,
+            schedule=tuple(schedule),
+        )
+        self.state.wrote(schedule or (block.rows,))
+        self.state.trail.add(block)
+        if self.position > self._rebuilt_to:
+            return self._link.send(block)
+        self._link.relay(self._request, self._attempt)
+        return None
+
+    def rollback(self, rows: int) -> None:
+        self.state.go_back(self._own, self.position - rows)
+        self._link.rollback(self._request, self._attempt, self.position)
+
+    def arrays(self) -> list[mx.array]:
+        return cache_arrays(self._own)

@@ -1,0 +1,150 @@
+"""The gRPC service that answers requests on the generator's runner."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from ...placement.errors import ExoNodeError, InvalidRequest
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..engine.compute import ComputeThread, Run
+from ..engine.engine import EngineEvent, EngineRequest, TextEngine
+from ..model.stage_limits import StageLimits
+from ..pipeline.frames import REQUEST_NAME
+from ..text.prompt_encoder import PromptEncoder
+from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
+from .stage_service import Context, refuse
+
+log = logging.getLogger(__name__)
+
+MAX_TOP_LOGPROBS = 20
+
+
+class GeneratorService(peer_pb2_grpc.GeneratorServicer):
+    """Runs answers on the compute thread and streams their events."""
+
+    def __init__(
+        self,
+        expected: StageLimits,
+        engine: TextEngine,
+        compute: ComputeThread,
+        prompts: PromptEncoder,
+    ) -> None:
+        self._prompts = prompts
+        self._expected = expected
+        self._engine = engine
+        self._compute = compute
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: "Context",
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        try:
+            asked = await self._prepare(request)
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=asked.prompt))
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
+
+        def put(item: EngineEvent | BaseException | None) -> None:
+            _ = loop.call_soon_threadsafe(events.put_nowait, item)
+
+        run = self._compute.drive(self._engine.generate(asked), put, put)
+        try:
+            async for event in _drain(events, run):
+                yield event_to_wire(event, self._engine.token_bytes)
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        finally:
+            run.cancel()
+
+    async def Park(self, request: pb.ParkRequest, context: "Context") -> pb.ParkReply:
+        self._engine.park(request.request, int(request.attempt))
+        return pb.ParkReply()
+
+    async def Inspect(
+        self,
+        request: pb.InspectRequest,
+        context: "Context",
+    ) -> pb.RunnerState:
+        engine = self._engine
+        cache = await asyncio.wrap_future(self._compute.submit(engine.cache_bytes))
+        return pb.RunnerState(live_requests=engine.live_requests, cache_bytes=cache)
+
+    async def _prepare(self, request: pb.GenerateRequest) -> EngineRequest:
+        _check_request(request, self._expected)
+        match request.WhichOneof("prompt"):
+            case "messages":
+                prompt = await self._prompts.encode(
+                    request.messages.json, self._expected.context_length
+                )
+            case "token_ids":
+                prompt = list(request.token_ids.ids)
+            case _:
+                raise InvalidRequest("the request has no prompt", param="prompt")
+        if any(token >= self._expected.vocabulary for token in prompt):
+            raise InvalidRequest(
+                f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
+                param="prompt",
+            )
+        return EngineRequest(
+            request=request.request,
+            attempt=request.attempt,
+            prompt=prompt,
+            sampling=self._engine.checked(sampling_from_wire(request.sampling)),
+            max_tokens=self._engine.budget(len(prompt), request.max_tokens),
+            stop=tuple(request.stop),
+            k=request.num_draft_tokens,
+            drafting_reason=request.drafting_reason,
+            replay=tuple(round_from_wire(r) for r in request.replay),
+            # Without the ids of the earlier attempt its rows may be another prompt's.
+            rebuild_all=request.rebuild_all or request.WhichOneof("prompt") != "token_ids",
+            ignore_end=request.ignore_eos,
+            adaptive=request.adaptive_draft,
+            top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
+            async_draft_eval=(
+                request.async_draft_eval if request.HasField("async_draft_eval") else None
+            ),
+        )
+
+
+def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
+    """What would otherwise reach the model unchecked. Raises InvalidRequest naming the field."""
+    rounds_fit = all(
+        1 <= len(r.tokens) <= r.forward.rows <= expected.max_rows
+        and all(token < expected.vocabulary for token in r.tokens)
+        for r in request.replay
+    )
+    checks = (
+        ("placement", request.placement == expected.placement, "this runner's"),
+        ("request", REQUEST_NAME.fullmatch(request.request), "1 to 64 letters, digits, - or _"),
+        ("attempt", request.attempt >= 1, "at least 1"),
+        ("top_logprobs", request.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
+        ("stop", all(request.stop), "of strings that are not empty"),
+        ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
+    )
+    for field, good, wanted in checks:
+        if not good:
+            raise InvalidRequest(f"{field} must be {wanted}", param=field)
+
+
+async def _drain(
+    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Run
+) -> AsyncIterator[EngineEvent]:
+    """The events up to the end; raises what ended the generation otherwise."""
+    while True:
+        item = await events.get()
+        if item is None:
+            return
+        if isinstance(item, ExoNodeError):
+            raise item
+        if isinstance(item, BaseException):
+            log.error("a generation failed", exc_info=item)
+            # Not PeerLost: the runner lives, and the same request would fail again.
+            raise ExoNodeError(
+                f"the generation failed: {type(item).__name__}; see the log"
+            ) from item
+        run.read()
+        yield item

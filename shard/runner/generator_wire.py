@@ -1,0 +1,70 @@
+"""The engine's requests and events as messages of peer.proto."""
+
+import dataclasses
+import json
+
+from ...mtp.loop import Prefilled, Rebuilt
+from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
+from ...proto import peer_pb2 as pb
+from ..engine.engine import Delta, Done, EngineEvent
+from ..text.token_bytes import TokenBytes
+
+
+def event_to_wire(event: EngineEvent, token_bytes: TokenBytes) -> pb.GenerateEvent:
+    """What the node sees of one event of the engine."""
+    match event:
+        case Prefilled(done, total):
+            return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
+        case Rebuilt(done, total):
+            return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=done, total=total))
+        case Delta(round_, text):
+            forward = pb.Forward(position=round_.forward.position, rows=round_.forward.rows)
+            wire = pb.Round(
+                tokens=round_.tokens,
+                drafted=round_.drafted,
+                accepted=round_.accepted,
+                forward=forward,
+            )
+            logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
+            return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text, logprobs=logprobs))
+        case Done(reason, text, stats, identity):
+            stats_text = stats_json(stats, identity)
+            finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
+            return pb.GenerateEvent(finished=finished)
+
+
+def _logprob(entry: TokenLogprobs, token_bytes: TokenBytes) -> pb.TokenLogprob:
+    top = [pb.TokenLogprob(id=i, bytes=token_bytes(i), logprob=x) for i, x in entry.top]
+    token, logprob = entry.token, entry.logprob
+    return pb.TokenLogprob(id=token, bytes=token_bytes(token), logprob=logprob, top=top)
+
+
+def round_from_wire(wire: pb.Round) -> Round:
+    """One entry of a schedule log."""
+    forward = Forward(wire.forward.position, wire.forward.rows)
+    return Round(tuple(wire.tokens), wire.drafted, wire.accepted, forward)
+
+
+def sampling_from_wire(wire: pb.Sampling) -> Sampling:
+    """A request's sampling, absent fields at their defaults."""
+    return Sampling(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        xtc_probability=wire.xtc_probability,
+        xtc_threshold=wire.xtc_threshold,
+        seed=wire.seed if wire.HasField("seed") else None,
+        penalties=Penalties(
+            repetition=wire.repetition_penalty or 1.0,
+            presence=wire.presence_penalty,
+            frequency=wire.frequency_penalty,
+            context_size=wire.penalty_context or Penalties().context_size,
+            logit_bias=tuple(sorted(wire.logit_bias.items())),
+        ),
+    )
+
+
+def stats_json(stats: GenerationStats, identity: str) -> str:
+    """`GenerationStats` with `greedy_identity`; token counts stay in, for `usage`."""
+    return json.dumps({**dataclasses.asdict(stats), "greedy_identity": identity})

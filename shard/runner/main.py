@@ -1,0 +1,389 @@
+"""The runner process: one stage of one placement, a supervised child of its node.
+
+Started as `python -P -m exo_node.shard.runner.main FD` with one inherited socket. It reads its
+start message there, reports progress and readiness, and ends with the socket, whatever it is doing.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, cast
+
+import grpc
+import grpc.aio
+import mlx.core as mx
+
+from ..model import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# The limit has to be right before mlx-lm is imported, which mtp does.
+# isort: split
+from ...mtp.kernel_choice import used
+from ...placement.errors import ExoNodeError, LoadFailed
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ...proto.bound_server import BoundNumbers
+from ..engine.compute import ComputeThread
+from ..engine.draft_profile import Profile, ProfileKey
+from ..engine.engine import TextEngine
+from ..model.layer_meter import LayerMeter
+from ..model.layer_probe import probe_layers, probed_rows
+from ..model.load import Loaded, bytes_read, load
+from ..model.stage_model import MODEL_FAULTS, said
+from ..model.tensors import DTYPES
+from ..pipeline.stage import StageWorker
+from ..pipeline.state_sender import Copier
+from ..pipeline.state_store import Copies
+from ..pipeline.streams import SERVER_OPTIONS, Ring
+from ..text.prompt_encoder import PromptEncoder
+from .generator_service import GeneratorService
+from .stage_service import NextStage, RunnerService, StageService
+from .standby_service import Follower, StandbyService
+
+log = logging.getLogger(__name__)
+STATE_EVERY_S = 0.25
+READ_PIECE = 4 << 20
+
+
+class Parent:
+    """The socket to the node. Messages are protobuf behind a four-byte big-endian length."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def receive(self) -> pb.ToRunner | None:
+        """The next message; None when the node is gone."""
+        head = self._exactly(4)
+        if head is None:
+            return None
+        body = self._exactly(struct.unpack(">I", head)[0])
+        return None if body is None else pb.ToRunner.FromString(body)
+
+    def send(self, message: pb.FromRunner) -> None:
+        """Any thread. A node that is gone is noticed by the reader."""
+        data = message.SerializeToString()
+        with self._lock:
+            try:
+                self._sock.sendall(struct.pack(">I", len(data)) + data)
+            except OSError:
+                log.debug("the node is gone")
+
+    def _exactly(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            try:
+                part = self._sock.recv(count - len(data))
+            except OSError:
+                return None
+            if not part:
+                return None
+            data += part
+        return data
+
+
+class Runner:
+    """Builds what one stage needs, serves until told to stop."""
+
+    def __init__(self, start: pb.RunnerStart, parent: Parent) -> None:
+        self._start = start
+        self._spec = start.stage
+        self._parent = parent
+        self._compute = ComputeThread(died=self._died)
+        self._rows = probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk)
+        self._meter = LayerMeter(
+            self._spec.end_layer - self._spec.first_layer,
+            (1, self._rows.verify, self._rows.prefill),
+            time.perf_counter,
+        )
+        self._stage: StageService | None = None
+        self._prompts = PromptEncoder()
+        self._state = pb.RunnerState()
+        self._reports = 0
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """Any thread."""
+        _ = self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _died(self, fault: BaseException) -> NoReturn:
+        """Without its compute thread a runner only looks alive; its node starts another one."""
+        message = f"the runner's compute thread died: {type(fault).__name__}; see its log"
+        failure = pb.Failure(code=ExoNodeError.code, message=message)
+        self._parent.send(pb.FromRunner(failure=failure))
+        logging.shutdown()
+        os._exit(1)
+
+    async def run(self) -> None:
+        """Raises ExoNodeError when the stage cannot be loaded."""
+        watched = asyncio.create_task(self._say_how_it_loads())
+        try:
+            await self._run(watched)
+        finally:
+            _ = watched.cancel()
+
+    async def _say_how_it_loads(self) -> None:
+        """For the node, which ends a load that does not get on."""
+        while True:
+            state = self._current_state()
+            # In whole pieces: asking for this number reads a few bytes as well.
+            state.progress += self._reports + bytes_read() // READ_PIECE
+            self._parent.send(pb.FromRunner(state=state))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def _run(self, watched: "asyncio.Task[None]") -> None:
+        if self._spec.stage == 0:
+            self._prompts.start()  # its imports take as long as those of a small model
+        loading = self._compute.submit(lambda: load(self._spec, self._report))
+        loaded = await asyncio.wrap_future(loading)
+        self._prompts.open(Path(self._spec.path))
+        loaded.model.meter = self._meter
+        for choice in loaded.kernels:
+            log.info("kernels: %s", choice)
+        credentials = grpc.ssl_channel_credentials(
+            self._start.authority, self._start.private_key, self._start.certificate
+        )
+        following = NextStage(credentials)
+        follower = Follower(loaded.model, loaded.expected, self._compute, credentials)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
+        watch = await self._serve(server, loaded, following, follower)
+        service = RunnerService(self._spec, self._current_state)
+        peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
+        addresses = self._listen(server)
+        await server.start()
+        ready = self._ready(loaded, addresses, watch)
+        if self._spec.measure_layers:
+            timing = self._compute.submit(lambda: self._layer_times(loaded))
+            if (times := await asyncio.wrap_future(timing)) is not None:
+                ready.layers.CopyFrom(times)
+        _ = watched.cancel()
+        self._parent.send(pb.FromRunner(ready=ready))
+        reporter = asyncio.create_task(self._report_state(watch))
+        _ = await self._stop.wait()
+        reporter.cancel()
+        await follower.close()
+        await following.close()
+        if self._stage is not None:
+            self._stage.end()  # gRPC would cancel them, with a traceback in the log
+        await server.stop(grace=0.5)
+        await self._prompts.close()
+
+    async def _serve(
+        self,
+        server: grpc.aio.Server,
+        loaded: Loaded,
+        following: NextStage,
+        follower: Follower,
+    ) -> TextEngine | StageWorker:
+        spec, expected, copies = self._spec, loaded.expected, None
+        if spec.num_stages > 1:
+            copies = Copies(loaded.model, expected, time.monotonic)
+            standby = StandbyService(expected, follower, copies)
+            peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
+        if spec.stage:
+            worker = StageWorker(loaded.model, expected, time.monotonic, follower.copier, copies)
+            self._stage = StageService(spec, expected, self._compute, following, worker, None)
+            peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
+            return worker
+        ring = None
+        if spec.num_stages > 1:
+            ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
+            self._stage = StageService(spec, expected, self._compute, following, None, ring)
+            peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
+        engine = await asyncio.wrap_future(
+            self._compute.submit(lambda: self._engine(loaded, ring, follower.copier, copies))
+        )
+        generator = GeneratorService(expected, engine, self._compute, self._prompts)
+        peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
+        return engine
+
+    def _engine(
+        self, loaded: Loaded, ring: Ring | None, copier: Copier, copies: Copies | None
+    ) -> TextEngine:
+        assert loaded.codec is not None
+        engine = TextEngine(
+            loaded.codec,
+            loaded.model,
+            dtype=self._spec.dtype,
+            vocabulary=loaded.vocabulary,
+            context_length=self._spec.context_length,
+            prefill_chunk=self._spec.prefill_chunk,
+            async_draft_eval=self._spec.async_draft_eval,
+            head=loaded.head,
+            max_k=self._spec.max_draft_tokens,
+            link=ring,
+            clock=time.perf_counter,
+            fixed_rows=self._spec.fixed_rows,
+            draft_vocabulary=self._spec.draft_vocabulary,
+            profile=self._profile(loaded) if loaded.head is not None else None,
+            copier=copier if ring is not None else None,
+            copies=copies,
+            kernels=used(loaded.kernels),
+        )
+        self._report(pb.LoadProgress(step="warming up"))
+        engine.probe()
+        return engine
+
+    def _profile(self, loaded: Loaded) -> Profile:
+        info = cast("dict[str, object]", mx.device_info())
+        key = ProfileKey(
+            device=str(info.get("device_name", mx.default_device())),
+            checkpoint=loaded.fingerprint,
+            dtype=self._spec.dtype,
+            mlx=" ".join((version("mlx"), *used(loaded.kernels))),
+            fixed_rows=self._spec.fixed_rows,
+            draft_vocabulary=self._spec.draft_vocabulary,
+        )
+        return Profile.open(self._spec.profile_folder, key, time.perf_counter)
+
+    def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
+        """On every address that the node announces, the usual one first; each has its own port."""
+        credentials = self._server_credentials()
+        hosts = (self._start.host, *self._spec.listen)
+        return [
+            pb.Address(host=host, port=server.add_secure_port(f"{host}:0", credentials))
+            for host in hosts
+        ]
+
+    def _layer_times(self, loaded: Loaded) -> pb.LayerTimes | None:
+        """None of a model whose layers do not run without those before them: it is planned by
+        what the machine's memory can do, as one that was never loaded."""
+        self._report(pb.LoadProgress(step="timing its layers"))
+        try:
+            times = probe_layers(
+                loaded.model,
+                loaded.expected.hidden_size,
+                DTYPES[self._spec.dtype],
+                self._rows,
+                time.perf_counter,
+                tail=self._spec.stage == 0,
+            )
+        except (LoadFailed, *MODEL_FAULTS) as fault:
+            log.info("the layers of %s cannot be timed alone: %s", self._spec.model, said(fault))
+            return None
+        return pb.LayerTimes(model=self._spec.model, dtype=self._spec.dtype, **asdict(times))
+
+    def _server_credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials(
+            [(self._start.private_key, self._start.certificate)],
+            root_certificates=self._start.authority,
+            require_client_auth=True,
+        )
+
+    def _report(self, progress: pb.LoadProgress) -> None:
+        self._reports += 1
+        self._parent.send(pb.FromRunner(progress=progress))
+
+    def _ready(
+        self, loaded: Loaded, addresses: Sequence[pb.Address], watch: TextEngine | StageWorker
+    ) -> pb.LoadReady:
+        identity, head_state = "off", loaded.head_state
+        if isinstance(watch, TextEngine):
+            identity, head_state = watch.identity, watch.head_off or head_state
+        return pb.LoadReady(
+            host=addresses[0].host,
+            port=addresses[0].port,
+            addresses=addresses,
+            pid=os.getpid(),
+            weight_bytes=loaded.weight_bytes + loaded.head_bytes,
+            checkpoint_bytes_read=loaded.checkpoint_bytes_read,
+            first_layer=self._spec.first_layer,
+            end_layer=self._spec.end_layer,
+            mtp_head=head_state,
+            greedy_identity=identity,
+        )
+
+    async def _report_state(self, watch: TextEngine | StageWorker) -> None:
+        """Signs of life for the node's heartbeat; leases are enforced here as well.
+
+        They come while the compute thread is busy too, with what it said last.
+        """
+
+        def look(asked_at: float) -> pb.RunnerState:
+            # What renews a lease waits in the same queue, behind a long forward and this.
+            waited = time.monotonic() - asked_at
+            for request in watch.expire(self._spec.lease_s + waited):
+                log.info("freed request %s: its lease expired", request)
+            return pb.RunnerState(
+                live_requests=watch.live_requests,
+                cache_bytes=watch.cache_bytes(),
+                peak_memory_bytes=mx.get_peak_memory(),
+                active_memory_bytes=mx.get_active_memory(),
+                progress=self._compute.progress,
+                layers=self._meter.means(),
+                head_parked=watch.head_parked if isinstance(watch, TextEngine) else "",
+            )
+
+        def looked() -> "asyncio.Future[pb.RunnerState]":
+            return asyncio.wrap_future(self._compute.submit(partial(look, time.monotonic())))
+
+        looking = looked()
+        while True:
+            _ = await asyncio.wait([looking], timeout=STATE_EVERY_S)
+            if looking.done():
+                self._state = looking.result()
+                looking = looked()
+            self._parent.send(pb.FromRunner(state=self._current_state()))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    def _current_state(self) -> pb.RunnerState:
+        state = pb.RunnerState()
+        state.CopyFrom(self._state)
+        state.progress = self._compute.progress
+        state.compute_ended = not self._compute.alive
+        return state
+
+
+async def _run(start: pb.RunnerStart, parent: Parent) -> NoReturn:
+    runner = Runner(start, parent)
+    _watch(parent, runner.stop)
+    status = 0
+    try:
+        await runner.run()
+    except ExoNodeError as fault:
+        failure = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "")
+        parent.send(pb.FromRunner(failure=failure))
+        status = 1
+    logging.shutdown()
+    # Not by sys.exit: MLX's threads still run, and taking the process down under them aborts it.
+    # Not by returning: asyncio would first wait for a helper process that is only just starting.
+    os._exit(status)
+
+
+def _watch(parent: Parent, stop: Callable[[], None]) -> None:
+    """A thread of its own: a loop or a compute thread that hangs must not outlive the node."""
+
+    def read() -> None:
+        while (message := parent.receive()) is not None:
+            if message.WhichOneof("message") == "stop":
+                stop()
+        os._exit(0)
+
+    threading.Thread(target=read, name="parent", daemon=True).start()
+
+
+def main() -> NoReturn:
+    """Entry point of the child process; argument 1 is the inherited socket's descriptor."""
+    # Levels come first so that the node can log the line as its own.
+    logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
+    # At the default of 5 ms a hop between threads waits that long while Python is busy.
+    sys.setswitchinterval(1e-4)
+    parent = Parent(socket.socket(fileno=int(sys.argv[1])))
+    message = parent.receive()
+    if message is not None:
+        asyncio.run(_run(message.start, parent))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

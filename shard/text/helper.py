@@ -1,0 +1,137 @@
+"""The process that renders chat templates and tokenises prompts for a runner.
+
+Both are a checkpoint's own programs run on a client's own text: either may take for ever, or all
+memory. Started as `python -P -m exo_node.shard.text.helper BYTES`; frames come in on stdin and go
+out on stdout, each a kind and a length before its body. It ends with its stdin, and with the
+request that takes more than its limits.
+"""
+
+import logging
+import os
+import queue
+import resource
+import struct
+import sys
+import threading
+from array import array
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, NoReturn
+
+from ...placement.errors import ExoNodeError, InvalidRequest
+from .messages import messages_from_json
+
+if TYPE_CHECKING:
+    from .codec import TextCodec
+
+HEAD = struct.Struct(">cI")
+OPEN, ENCODE = b"o", b"e"
+"""To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and messages."""
+STARTED, OPENED, IDS, FAULT = b"s", b"r", b"i", b"f"
+"""From it: imports are done; bytes of the longest token; 32-bit ids; an error."""
+CPU_BACKSTOP_S = 5
+"""Of one request. The runner ends this process earlier, unless it hangs itself."""
+
+Frame = tuple[bytes, bytes]
+
+
+def frame(kind: bytes, body: bytes = b"") -> bytes:
+    return HEAD.pack(kind, len(body)) + body
+
+
+def fault_body(fault: ExoNodeError) -> bytes:
+    return "\0".join((fault.code, fault.param or "", fault.message)).encode(errors="replace")
+
+
+def main() -> NoReturn:
+    """Entry point of the child process; argument 1 is what one request may add to its memory."""
+    logging.disable()  # a library's warning may quote a prompt
+    _without_mlx()
+    from .codec import TextCodec
+
+    frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, frames), daemon=True).start()
+    _say(frame(STARTED))
+    kind, folder = frames.get()
+    assert kind == OPEN
+    try:
+        codec = TextCodec.load(Path(os.fsdecode(folder)))
+    except ExoNodeError as fault:
+        _say(frame(FAULT, fault_body(fault)))
+        os._exit(1)
+    _limit_memory(int(sys.argv[1]))
+    _say(frame(OPENED, struct.pack(">Q", codec.longest_token)))
+    while True:
+        _, body = frames.get()
+        _limit_time()
+        _say(_answer(codec, int.from_bytes(body[:8], "big"), body[8:].decode()))
+
+
+def _answer(codec: "TextCodec", limit: int, messages: str) -> bytes:
+    try:
+        ids = codec.encode_chat(messages_from_json(messages), limit)
+        return frame(IDS, array("I", ids).tobytes())
+    except ExoNodeError as fault:
+        return frame(FAULT, fault_body(fault))
+    except MemoryError:
+        return frame(FAULT, fault_body(over_memory()))
+    # The edge of this process. The kind only: a message may quote the prompt.
+    except Exception as fault:
+        told = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
+        return frame(FAULT, fault_body(InvalidRequest(told, param="messages")))
+
+
+def over_memory() -> ExoNodeError:
+    return InvalidRequest(
+        "the model's chat template and tokenizer need more memory for these messages than a "
+        "request may have; shorten the messages, or correct the template",
+        param="messages",
+    )
+
+
+def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
+    """A thread of its own: a template that loops must not outlive the runner."""
+    while len(head := source.read(HEAD.size)) == HEAD.size:
+        kind, size = HEAD.unpack(head)
+        body = source.read(size)
+        if len(body) < size:
+            break
+        frames.put((kind, body))
+    os._exit(0)
+
+
+def _say(data: bytes) -> None:
+    _ = sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _without_mlx() -> None:
+    """Stands in for mlx_lm's `__init__`, which imports MLX, so that its tokenizers alone load."""
+    found = find_spec("mlx_lm")
+    assert found is not None and found.submodule_search_locations is not None
+    package = ModuleType("mlx_lm")
+    package.__path__ = list(found.submodule_search_locations)
+    package.__spec__ = found
+    sys.modules["mlx_lm"] = package
+
+
+def _limit_memory(more: int) -> None:
+    """Allocations fail beyond what is held now and `more`; only Linux counts them (RLIMIT_DATA)."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return
+    held = int(statm.read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
+
+
+def _limit_time() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + CPU_BACKSTOP_S
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if hard == resource.RLIM_INFINITY or seconds <= hard:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+
+if __name__ == "__main__":
+    main()

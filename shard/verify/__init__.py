@@ -1,0 +1,8 @@
+"""`exo-node verify`: a child process that checks exactness on this machine.
+
+answers.py: checks of answers and samples
+main.py: the child process
+numbers.py: checks of blocks, rollback, fixed rows, priming
+report.py: the report as text and JSON
+subject.py: the model under test
+"""

@@ -1,0 +1,125 @@
+"""A loaded model as `exo-node verify` examines it: through the engine's own verifiers and loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ...mtp.chooser import Chooser
+from ...mtp.drafters import NativeDrafter, NoDrafter
+from ...mtp.family import draft_logits, family_of
+from ...mtp.fixed_rows import FixedRows
+from ...mtp.loop import Generation, Task
+from ...mtp.rollback import fixed_kinds
+from ...mtp.seams import Block, Drafter, Verifier, Want, as_row
+from ...mtp.types import FinishReason, Round, Sampling
+from ..engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from ..model.load import Loaded
+
+MakeDrafter = Callable[[Chooser, int], NativeDrafter]
+HEADLESS_K = 3
+"""Blocks are measured up to here where the model drafts nothing itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """`max_k` is the most drafts to check; `make_drafter` is None because of `no_drafts`."""
+
+    target: Target
+    make_caches: Callable[[], list[Any]]
+    vocabulary: int
+    dtype: mx.Dtype
+    chunk: int
+    max_k: int
+    make_drafter: MakeDrafter | None
+    no_drafts: str = ""
+    special_tokens: tuple[int, ...] = ()
+
+    @property
+    def depths(self) -> range:
+        return range(1, self.max_k + 1)
+
+    @property
+    def no_rollback(self) -> str:
+        """Why rows cannot be taken back; empty where they can."""
+        kinds = fixed_kinds(self.make_caches())
+        return f"rows cannot be taken back from its caches ({', '.join(kinds)})" if kinds else ""
+
+    def verifier(self, fixed_rows: int = 0) -> Verifier:
+        local = LocalVerifier(self.target, self.make_caches())
+        return FixedRows(local, fixed_rows) if fixed_rows else local
+
+
+class _Endless:
+    """The `Ending` of an answer that only its budget ends."""
+
+    def push(self, token: int) -> FinishReason | None:
+        del token
+        return None
+
+
+def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Subject:
+    """`max_k` 0: as far as the model drafts nothing, HEADLESS_K."""
+    head, stage = loaded.head, loaded.model
+    family = family_of(stage.model, None if head is None else head.hidden_kind)
+    make_drafter: MakeDrafter | None = None
+    if family is not None and head is not None and max_k:
+        embed, logits = family.embed, draft_logits(family, head)
+
+        def made(chooser: Chooser, k: int) -> NativeDrafter:
+            return NativeDrafter(head, embed, logits, chooser, k, overlap=True)
+
+        make_drafter = made
+    return Subject(
+        target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
+        make_caches=stage.make_caches,
+        vocabulary=loaded.vocabulary,
+        dtype=dtype,
+        chunk=chunk,
+        max_k=max_k or HEADLESS_K,
+        make_drafter=make_drafter,
+        no_drafts="" if make_drafter else loaded.head_state,
+        special_tokens=loaded.codec.special_tokens if loaded.codec else (),
+    )
+
+
+def forward(verifier: Verifier, ids: Sequence[int], want: Want = "all") -> Block:
+    """One forward of a verifier that never waits, computed."""
+    try:
+        wait = next(verifier.forward(as_row(ids), want=want))
+    except StopIteration as end:
+        block: Block = end.value
+        mx.eval(block.logits)
+        return block
+    raise AssertionError(f"a local verifier waits for {wait}")
+
+
+def answer(
+    subject: Subject,
+    prompt: Sequence[int],
+    k: int,
+    tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    fixed_rows: int = 0,
+    top: int | None = None,
+    watch: Callable[[NativeDrafter], Drafter] = lambda drafter: drafter,
+) -> tuple[Round, ...]:
+    """The rounds of an answer of exactly `tokens` tokens, through the loop that requests take.
+
+    `watch` may wrap the drafter; `top` as in `Task.top_logprobs`.
+    """
+    chooser = Chooser(sampling or Sampling(), 1, subject.special_tokens, prompt)
+    drafter: Drafter = NoDrafter()
+    if k:
+        assert subject.make_drafter is not None
+        drafter = watch(subject.make_drafter(chooser, k))
+    task = Task(prompt, tokens, subject.chunk, top_logprobs=top)
+    verifier = subject.verifier(fixed_rows)
+    steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()
+    return tuple(step for step in steps if isinstance(step, Round))
+
+
+def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:
+    return tuple(token for each in rounds for token in each.tokens)
