@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = str(Path(sys.executable).parent / "exo-node")
-READY_WITHIN_S = 20.0
+READY_WITHIN_S = 90.0
+"""Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 
 Connect = Callable[[int, float], http.client.HTTPConnection]

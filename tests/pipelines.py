@@ -27,7 +27,7 @@ from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
 from exo_node.shard.pipeline.state_store import Copies
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
-TOKENS = 48
+TOKENS = 30
 SIZE = 0.4
 BOUNDS = (0, 6, 11, 16)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from api_stub import COMMAND, environment
+from interrupts import ending_on_interrupt
 
 from exo_node.node.cli.child import run_child
 from exo_node.placement.errors import LoadFailed
@@ -43,7 +44,9 @@ def test_an_interrupted_command_ends_a_child_that_does_not_listen(tmp_path: Path
         "run_child('child', '{}', {'PYTHONPATH': sys.argv[1]})"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as started:
+    with ending_on_interrupt():
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    with process as started:
         assert started.stderr is not None
         assert started.stderr.readline() == b"up\n"
         [child] = psutil.Process(started.pid).children()
@@ -57,7 +60,9 @@ def test_an_interrupted_command_ends_a_child_that_does_not_listen(tmp_path: Path
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_the_child_of_a_bench_ends_with_its_command(tmp_path: Path, sent: int, status: int) -> None:
     command = [*COMMAND, "bench", "mtp", "--output", str(tmp_path / "out")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment()) as started:
+    with ending_on_interrupt():
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment())
+    with process as started:
         assert started.stderr is not None
         assert started.stderr.readline() == b"loading demo\n"
         [child] = psutil.Process(started.pid).children()

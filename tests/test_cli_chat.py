@@ -21,6 +21,7 @@ from api_stub import (
     exo_node,
     serve_stub,
 )
+from interrupts import ending_on_interrupt
 
 from exo_node.node.cli import output as cli_output
 from exo_node.node.cli.client import Comment, Message, parse_sse
@@ -144,12 +145,13 @@ def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> Non
 def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
     release = threading.Event()
     stub.replies = {_CHAT: as_events(delta("Hel"), then=lambda: release.wait(30))}
-    process = subprocess.Popen(
-        [*COMMAND, "chat", "hi", "--model", "m"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(EXO_PORT=str(stub.port)),
-    )
+    with ending_on_interrupt():
+        process = subprocess.Popen(
+            [*COMMAND, "chat", "hi", "--model", "m"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(EXO_PORT=str(stub.port)),
+        )
     assert process.stdout is not None
     assert process.stdout.read(3) == b"Hel"
     process.send_signal(signal.SIGINT)

@@ -154,17 +154,23 @@ def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture
     async def scenario() -> None:
         cluster, copied = new_cluster(), new_id()
         first = Watcher(announcement(cluster, 7001, copied))
-        second = Watcher(announcement(cluster, 7002, copied))
         observer = Watcher(announcement(cluster, 7003))
         async with started(observer, first):
             assert await first.discovery.settled() is None
-            async with started(second):
-                assert await second.discovery.settled() is None
-                both = {candidate(first.own), candidate(second.own)}
-                await observer.until(lambda found: both <= found)
+            for _ in range(5):  # a machine under load may lose all of a name's three probes
+                second = Watcher(announcement(cluster, 7002, copied))
+                async with started(second):
+                    assert await second.discovery.settled() is None
+                    both = {candidate(first.own), candidate(second.own)}
+                    await observer.until(lambda found, both=both: both <= found)
+                if told():
+                    break
+
+    def told() -> bool:
+        return any("another node announces the id" in r.message for r in caplog.records)
 
     asyncio.run(scenario())
-    assert [r.message for r in caplog.records if "another node announces the id" in r.message]
+    assert told()
 
 
 def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:

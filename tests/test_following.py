@@ -14,10 +14,10 @@ from exo_node.shard.pipeline.state_store import Copies
 
 EVERY = 8
 """Steps from one copy to the next."""
-CHUNK = 16
-FEW = 8
-TOKENS = 44
-LONG = (PROMPT * 8)[:90]
+CHUNK = 8
+FEW = 4
+TOKENS = 28
+LONG = (PROMPT * 4)[:46]
 """Of six chunks, the last one shorter."""
 
 
@@ -32,7 +32,7 @@ def expected() -> tuple[Round, ...]:
 
 
 def reading(copied: int) -> Pipeline:
-    """Reads prompts in chunks of 16, and says little."""
+    """Reads prompts in chunks of 8, and says little."""
     return Pipeline(copied=copied, prefill_chunk=CHUNK, tokens=FEW)
 
 
@@ -45,21 +45,21 @@ def long_answer() -> tuple[Round, ...]:
 def test_a_spare_computes_what_came_after_its_last_copy(
     pipeline: Pipeline, expected: tuple[Round, ...], lost: int
 ) -> None:
-    pipeline.lose(lost, 30)
+    pipeline.lose(lost, 20)
     log = pipeline.until_lost(request="r1")
-    assert log == expected[:30]
+    assert log == expected[:20]
     pipeline.replace(lost)
-    assert pipeline.rest(log, 2, request="r1") == expected[30:]
-    left = len(expected) - 30
+    assert pipeline.rest(log, 2, request="r1") == expected[20:]
+    left = len(expected) - 20
     assert pipeline.forwards.count(3 - lost) == left
     again = pipeline.forwards.count(lost) - left
-    assert 0 < again <= EVERY, "without copies it would have been 30"
+    assert 0 < again <= EVERY, "without copies it would have been 20"
 
 
 def test_a_generators_spare_does_so_too(
     pipeline: Pipeline, expected: tuple[Round, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline.lose(1, 30)
+    pipeline.lose(1, 20)
     log = pipeline.until_lost(request="r1")
     pipeline.workers[0].forward = type(pipeline.workers[0]).forward.__get__(pipeline.workers[0])
     pipeline.replace(0)
@@ -72,10 +72,10 @@ def test_a_generators_spare_does_so_too(
         return state
 
     monkeypatch.setattr(Copies, "take", taken)
-    assert pipeline.rest(log, 2, request="r1") == expected[30:]
-    committed = len(PROMPT) + 29
+    assert pipeline.rest(log, 2, request="r1") == expected[20:]
+    committed = len(PROMPT) + 19
     assert committed - EVERY <= begun[0] < committed
-    assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 30
+    assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 20
 
 
 @pytest.mark.parametrize("second", [0, 1, 2])
@@ -83,7 +83,7 @@ def test_a_second_loss_before_the_answer_went_on_finds_copies_too(
     pipeline: Pipeline, expected: tuple[Round, ...], second: int
 ) -> None:
     """Stage 1 is lost, its spare rebuilds, and then it, or another one, is lost."""
-    pipeline.lose(1, 30)
+    pipeline.lose(1, 20)
     log = pipeline.until_lost(request="r1")
     pipeline.replace(1)
     pipeline.lose(1, 0)
@@ -91,20 +91,20 @@ def test_a_second_loss_before_the_answer_went_on_finds_copies_too(
     pipeline.replace(1)
     if second != 1:
         pipeline.replace(second)
-    assert pipeline.rest(log, 3, request="r1") == expected[30:]
-    again = pipeline.forwards.count(2) - (len(expected) - 30)
+    assert pipeline.rest(log, 3, request="r1") == expected[20:]
+    again = pipeline.forwards.count(2) - (len(expected) - 20)
     assert again <= (EVERY if second == 2 else 0)
 
 
 def test_all_may_be_lost_at_once_and_go_on_from_copies_of_different_age(
     pipeline: Pipeline, expected: tuple[Round, ...]
 ) -> None:
-    pipeline.lose(2, 37)
+    pipeline.lose(2, 22)
     log = pipeline.until_lost(request="r1")
     for number in (0, 1, 2):
         pipeline.replace(number)
-    assert pipeline.rest(log, 2, request="r1") == expected[37:]
-    left = len(expected) - 37
+    assert pipeline.rest(log, 2, request="r1") == expected[22:]
+    left = len(expected) - 22
     assert all(pipeline.forwards.count(n) - left <= EVERY + 1 for n in (1, 2))
 
 

@@ -60,6 +60,21 @@ def play(
     loop.run(run())
 
 
+@pytest.fixture(scope="module")
+def calm(loop: asyncio.Runner) -> Iterator[PromptEncoder]:
+    """One for all tests that end no helper and send nothing long: a start takes seconds."""
+
+    async def opened() -> PromptEncoder:
+        encoder = PromptEncoder()
+        encoder.start()
+        encoder.open(DEMO)
+        return encoder
+
+    encoder = loop.run(opened())
+    yield encoder
+    loop.run(encoder.close())
+
+
 async def refusal(work: Awaitable[Any]) -> ExoNodeError:
     try:
         got = await work
@@ -80,11 +95,13 @@ def test_ids_are_those_of_the_codec_in_this_process(loop: asyncio.Runner) -> Non
     play(loop, story)
 
 
-def test_a_request_pays_little_more_than_its_tokenising(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+def test_a_request_pays_little_more_than_its_tokenising(
+    loop: asyncio.Runner, calm: PromptEncoder
+) -> None:
+    async def story() -> None:
         messages = chat("Tell me a story.")
         parsed = json.loads(messages)
-        _ = await encoder.encode(messages, CONTEXT)
+        _ = await calm.encode(messages, CONTEXT)
 
         def here() -> float:
             began = time.perf_counter()
@@ -93,14 +110,14 @@ def test_a_request_pays_little_more_than_its_tokenising(loop: asyncio.Runner) ->
 
         async def there() -> float:
             began = time.perf_counter()
-            _ = await encoder.encode(messages, CONTEXT)
+            _ = await calm.encode(messages, CONTEXT)
             return time.perf_counter() - began
 
         least_here = min(here() for _ in range(50))
         least_there = min([await there() for _ in range(50)])
         assert least_there < least_here + 0.005
 
-    play(loop, story)
+    loop.run(story())
 
 
 MONSTERS = {
@@ -116,34 +133,34 @@ MONSTERS = {
 
 @pytest.mark.parametrize("name", MONSTERS)
 def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
-    loop: asyncio.Runner, name: str
+    loop: asyncio.Runner, calm: PromptEncoder, name: str
 ) -> None:
-    async def story(encoder: PromptEncoder) -> None:
-        _ = await encoder.encode(chat("hi"), CONTEXT)
-        cpu_before = psutil.Process(encoder.pids[0]).cpu_times().user
-        fault = await refusal(encoder.encode(chat(MONSTERS[name]), CONTEXT))
+    async def story() -> None:
+        _ = await calm.encode(chat("hi"), CONTEXT)
+        cpu_before = psutil.Process(calm.pids[0]).cpu_times().user
+        fault = await refusal(calm.encode(chat(MONSTERS[name]), CONTEXT))
         assert isinstance(fault, ContextLengthExceeded)
         size = len(MONSTERS[name].encode()) + len("user")
         assert f"{size} bytes" in fault.message and fault.param == "messages"
         # No helper has seen it: neither this one nor that for long requests.
-        assert len(encoder.pids) == 1
-        assert psutil.Process(encoder.pids[0]).cpu_times().user - cpu_before < 0.1
+        assert len(calm.pids) == 1
+        assert psutil.Process(calm.pids[0]).cpu_times().user - cpu_before < 0.1
 
-    play(loop, story)
+    loop.run(story())
 
 
-def test_the_bound_counts_text_and_not_its_json(loop: asyncio.Runner) -> None:
+def test_the_bound_counts_text_and_not_its_json(loop: asyncio.Runner, calm: PromptEncoder) -> None:
     """A character may take six times as much in JSON."""
     longest = CODEC.longest_token
 
-    async def story(encoder: PromptEncoder) -> None:
+    async def story() -> None:
         text = "é" * (8 * longest)  # 16 * longest bytes, 48 * longest in JSON
-        fault = await refusal(encoder.encode(chat(text), 15))
+        fault = await refusal(calm.encode(chat(text), 15))
         assert isinstance(fault, ContextLengthExceeded)
         # The rendered chat has the template's text beside it.
-        assert await encoder.encode(chat(text), 17 + 300 // longest)
+        assert await calm.encode(chat(text), 17 + 300 // longest)
 
-    play(loop, story)
+    loop.run(story())
 
 
 def test_the_longest_token_of_the_demo_is_what_its_vocabulary_says() -> None:
@@ -266,19 +283,21 @@ def test_a_tokenizer_that_does_not_load_says_so(loop: asyncio.Runner, tmp_path: 
     play(loop, story, folder)
 
 
-def test_the_helper_is_free_of_mlx_and_of_the_environment(loop: asyncio.Runner) -> None:
+def test_the_helper_is_free_of_mlx_and_of_the_environment(
+    loop: asyncio.Runner, calm: PromptEncoder
+) -> None:
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
 
-    async def story(encoder: PromptEncoder) -> None:
-        _ = await encoder.encode(chat("hi"), HUGE)
-        [pid] = encoder.pids
+    async def story() -> None:
+        _ = await calm.encode(chat("hi"), HUGE)
+        [pid] = calm.pids
         assert "libmlx" not in Path(f"/proc/{pid}/maps").read_text()
         environment = Path(f"/proc/{pid}/environ").read_text()
         assert "HOME=" not in environment and "TOKEN=" not in environment
         assert psutil.Process(pid).memory_info().rss < 200 << 20
 
-    play(loop, story)
+    loop.run(story())
 
 
 def test_helpers_end_with_the_encoder(loop: asyncio.Runner) -> None:

@@ -22,7 +22,7 @@ from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.pipeline.replay_buffer import Trail
 from exo_node.shard.pipeline.stage import StageWorker
 
-CUTS = (1, 17, 40)
+CUTS = (1, 17, 25)
 
 
 def whole() -> TextEngine:
@@ -95,7 +95,7 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
 def test_seeded_noise_goes_on_where_it_was(engines: dict[str, TextEngine]) -> None:
     sampled = {"sampling": Sampling(temperature=1.0, seed=5)}
     first = undisturbed(engines["split"], 0, **sampled)
-    assert resumed(engines["split"], first, 20, 0, **sampled).ids == first.ids[20:]
+    assert resumed(engines["split"], first, 12, 0, **sampled).ids == first.ids[12:]
 
 
 def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, TextEngine]) -> None:
@@ -103,7 +103,7 @@ def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, Te
     penalised = {"sampling": replace(greedy, penalties=replace(greedy.penalties, repetition=1.4))}
     first = undisturbed(engines["split"], 0, **penalised)
     assert first.ids != whole_answer(engines["split"], 0).ids
-    assert resumed(engines["split"], first, 20, 0, **penalised).ids == first.ids[20:]
+    assert resumed(engines["split"], first, 12, 0, **penalised).ids == first.ids[12:]
 
 
 def test_recorded_forwards_follow_each_other_without_waiting_for_answers() -> None:
@@ -111,10 +111,10 @@ def test_recorded_forwards_follow_each_other_without_waiting_for_answers() -> No
     engine, _ = split(frames.append)
     first = undisturbed(engine, 0)
     frames.clear()
-    _ = resumed(engine, first, 40, 0)
+    _ = resumed(engine, first, 25, 0)
     hidden = [f.hidden for f in frames if f.WhichOneof("kind") == "hidden" and f.hidden.stage == 1]
     replayed = list(itertools.takewhile(lambda h: h.reply == pb.REPLY_NONE, hidden))
-    assert [list(h.schedule) for h in replayed] == [[], [1] * 16, [1] * 16, [1] * 7]
+    assert [list(h.schedule) for h in replayed] == [[], [1] * 16, [1] * 8]
     assert hidden[len(replayed)].reply == pb.REPLY_ALL
 
 
@@ -124,14 +124,14 @@ def test_a_stage_that_computed_a_schedule_as_one_forward_would_change_the_number
     """The seeded fault: the rows of a block are right, the forwards are not."""
     engine, _ = split()
     first = undisturbed(engine, 0, top_logprobs=0)
-    assert resumed(engine, first, 40, 0, top_logprobs=0).rounds == first.rounds[40:]
+    assert resumed(engine, first, 20, 0, top_logprobs=0).rounds == first.rounds[20:]
     forward = StageWorker.forward
 
     def merged(worker: StageWorker, block: Any) -> Any:
         return forward(worker, replace(block, schedule=()))
 
     monkeypatch.setattr(StageWorker, "forward", merged)
-    assert resumed(engine, first, 40, 0, top_logprobs=0).rounds != first.rounds[40:]
+    assert resumed(engine, first, 20, 0, top_logprobs=0).rounds != first.rounds[20:]
 
 
 def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:
@@ -168,25 +168,25 @@ def test_only_the_lost_stage_is_rebuilt_from_what_the_one_before_it_sent(
     pipeline: Pipeline, expected: tuple[Round, ...], lost: int
 ) -> None:
     name = f"lost-{lost}"
-    pipeline.lose(lost, 30)
+    pipeline.lose(lost, 20)
     log = pipeline.until_lost(request=name)
-    assert log == expected[:30]
+    assert log == expected[:20]
     pipeline.replace(lost)
-    assert pipeline.rest(log, 2, request=name) == expected[30:]
-    left = len(expected) - 30
-    assert pipeline.forwards.count(lost) == 30 + left, "the prompt, 29 tokens, and what was left"
+    assert pipeline.rest(log, 2, request=name) == expected[20:]
+    left = len(expected) - 20
+    assert pipeline.forwards.count(lost) == 20 + left, "the prompt, 19 tokens, and what was left"
     assert pipeline.forwards.count(3 - lost) == left
 
 
 def test_a_lost_generator_is_rebuilt_alone(pipeline: Pipeline, expected: tuple[Round, ...]) -> None:
     """Its runner is gone with all it held; here it forgets, and nobody tells the stages."""
     engine, name = pipeline.engine, "generator"
-    pipeline.lose(1, 25)
+    pipeline.lose(1, 18)
     log = pipeline.until_lost(request=name)
     engine._kept.clear()  # pyright: ignore[reportPrivateUsage]
     pipeline.workers[0].forward = functools.partial(StageWorker.forward, pipeline.workers[0])
-    assert pipeline.rest(log, 2, request=name) == expected[25:]
-    assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 25
+    assert pipeline.rest(log, 2, request=name) == expected[18:]
+    assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 18
 
 
 def test_all_stages_may_be_lost_at_once(pipeline: Pipeline, expected: tuple[Round, ...]) -> None:
@@ -201,13 +201,13 @@ def test_all_stages_may_be_lost_at_once(pipeline: Pipeline, expected: tuple[Roun
 def test_a_second_loss_while_the_first_is_mended_changes_nothing(
     pipeline: Pipeline, expected: tuple[Round, ...]
 ) -> None:
-    pipeline.lose(1, 30)
+    pipeline.lose(1, 20)
     log = pipeline.until_lost(request="second")
     pipeline.replace(1)
     pipeline.lose(2, 0)
     assert pipeline.until_lost(request="second", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rest(log, 3, request="second") == expected[30:]
+    assert pipeline.rest(log, 3, request="second") == expected[20:]
 
 
 def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
