@@ -80,11 +80,12 @@ def choose_drafting(
 
 
 def undeclared_reason(model: ModelId) -> str:
-    """Why a model whose card has no [native_mtp] never drafts, and the lines that change it."""
+    """Why a model whose card has no [native_mtp] never drafts, and the line that changes it."""
     return (
         f"the card of {model} does not declare native MTP; if its checkpoint holds an MTP head, "
-        "add these lines to the exo-card.toml in its folder and load it again:\n"
-        "[native_mtp]\nnum_layers = 1\ndefault_k = 1\nmax_k = 3"
+        "add this line to the exo-card.toml in its folder and load it again (copy a snapshot of "
+        "the Hugging Face cache to --models-dir first, as its next revision has no card): "
+        "native_mtp = {num_layers = 1, default_k = 1, max_k = 3}"
     )
 
 

@@ -22,6 +22,7 @@
     ├── JoinRefused               a node did not let another one in               409
     ├── DigitsDiffer              the digits of two nodes did not match          400
     ├── Untrusted                 a peer showed no certificate of this cluster
+    │   ├── OtherCluster          a peer's certificate is of another cluster's key
     │   └── DuplicateIdentity     another process with the same node id runs       exit 3
     └── InvalidSettings           a flag, variable or file of this node is wrong   exit 2
 
@@ -111,6 +112,10 @@ class InvalidFrame(ExoNodeError):
 
 class Untrusted(ExoNodeError):
     code = "untrusted_peer"
+
+
+class OtherCluster(Untrusted):
+    code = "other_cluster"
 
 
 class DuplicateIdentity(Untrusted):

@@ -216,7 +216,7 @@ def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["demmo"], 1, "did you mean demo?"),
+        (["demmo"], 1, "Did you mean demo?"),
         (["./nowhere"], 1, "./nowhere"),
         (["--k", "9"], 2, "--k: 9, and demo drafts at most 3 tokens a round"),
         (["--k", "1;2"], 2, "--k: '1;2'; write numbers with commas between them"),

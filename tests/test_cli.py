@@ -213,12 +213,12 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
 head     be\x1b[2Jta, term 7
 cluster  ab12, 2 nodes
 
-NODE                STATUS   CHIP          BACKEND  MEMORY    ADDRESS
-alpha (self)        alive    Apple M3 Max  metal    48.0 GiB  10.0.0.1:52416
-be\x1b[2Jta (head)  suspect  Apple M1      metal    12.0 GiB  10.0.0.2:52416
+NODE                STATUS   CHIP          BACKEND  MEMORY   ADDRESS
+alpha (self)        alive    Apple M3 Max  metal    51.5 GB  10.0.0.1:52416
+be\x1b[2Jta (head)  suspect  Apple M1      metal    12.9 GB  10.0.0.2:52416
 
-MODEL             STATUS  STAGES                                MTP
-Qwen/Qwen3.6-27B  ready   alpha [0, 40) → be\x1b[2Jta [40, 64)  off: 2 stages
+MODEL             STATUS  STAGES                          MTP
+Qwen/Qwen3.6-27B  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
 """
     )
     assert json.loads(raw.stdout) == {"cluster": _CLUSTER, "placements": [_PLACEMENT]}

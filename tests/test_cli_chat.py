@@ -98,7 +98,7 @@ def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub
     }
     done = chat(stub, "hi")
     assert (done.returncode, done.stdout) == (0, "ok\n")
-    assert "--model Qwen/Qwen3.6-27B" in done.stderr
+    assert "`exo-node models` lists others" in done.stderr and "Qwen" not in done.stderr
     assert stub.bodies[0]["model"] == "demo"
 
 
@@ -115,6 +115,8 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
     [
         (as_json(failure("load_failed"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
         (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
+        (as_json(failure("insufficient_memory"), 503, {"Retry-After": "9"}), 1, "memory\n"),
+        (as_events(failure("insufficient_memory")), 1, "it is insufficient_memory"),
         (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
         (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),
         (as_json(b"<html>", 502), 1, "answered 502"),

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from typer.core import TyperGroup
 
 from exo_node.mtp.types import GenerationStats
+from exo_node.node.api import errors
 from exo_node.node.api.guard import Guard
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_api import Measurements
@@ -32,6 +33,7 @@ from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
 
 ROOT = Path(__file__).parents[1]
+PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
@@ -39,6 +41,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "bench/README.md",
+    *PAGES,
 )
 FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
 
@@ -48,7 +51,7 @@ _PATH = re.compile(
     r"\.?[\w-]+(?:/[\w.*-]+)*(?:/|\.(?:py|md|toml|txt|json|yml|proto|js|html))"
     r"|Makefile|\.(?:ci|github|links)/\S*"
 )
-_LINK = re.compile(r"\]\(([^)#\s]+)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def text_of(document: str) -> str:
@@ -86,15 +89,34 @@ def _rule(*lines: list[str]) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_path_in_code_marks_exists(document: str) -> None:
     named = {span for span in spans(text_of(document)) if _PATH.fullmatch(span)}
-    for_a_user = {"exo-card.toml", "config.json", "Owner--Name.toml"}  # in a model's folder
+    # In a model's folder, and what a bench writes.
+    for_a_user = {"exo-card.toml", "config.json", "Owner--Name.toml", "mtp.json"}
     missing = [path for path in named - for_a_user if not any(ROOT.glob(path.rstrip("/")))]
     assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_link_leads_to_a_file(document: str) -> None:
-    links = [link for link in _LINK.findall(text_of(document)) if "://" not in link]
-    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+def test_a_link_leads_to_a_file_and_its_heading(document: str) -> None:
+    for link, anchor in _LINK.findall(text_of(document)):
+        if "://" in link:
+            continue
+        target = (ROOT / document).parent / link if link else ROOT / document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def _anchors(text: str) -> set[str]:
+    """GitHub's names of the headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    text = text_of("README.md")
+    assert len(text.splitlines()) <= 150, "move details to a page in docs/"
+    linked = {link for link, _ in _LINK.findall(text)}
+    assert sorted({*PAGES} - linked) == []
 
 
 ROOMS = sorted(
@@ -182,18 +204,19 @@ def test_a_make_target_and_a_script_exist(document: str) -> None:
             assert (ROOT / script).is_file(), line
 
 
-def test_the_readme_lists_every_command() -> None:
-    listed = {cells[0].strip("`").split()[1] for cells in rows(text_of("README.md"), "Commands")}
+def test_operations_list_every_command() -> None:
+    table = [cells[0] for cells in rows(text_of("docs/operations.md"), "Commands")]
+    listed = {cell.strip("`").split()[1] for cell in table if cell.startswith("`exo-node ")}
     assert listed == _commands().keys() - {""}
 
 
-# ----------------------------------------------------------- the README's other tables
+# ------------------------------------------------------------------- the pages' tables
 
 
-def test_the_readme_lists_every_flag_and_variable() -> None:
+def test_settings_list_every_flag_and_variable() -> None:
     listed = {
         (cells[1].strip("`"), cells[0].strip("`") or None)
-        for cells in rows(text_of("README.md"), "Settings")
+        for cells in rows(text_of("docs/settings.md"), "Flags and variables")
     }
     sources = settings._SOURCES.values()  # pyright: ignore[reportPrivateUsage]
     assert listed == {(source.variable, source.flag) for source in sources}
@@ -205,8 +228,8 @@ def test_every_variable_that_a_document_names_is_read() -> None:
     assert sorted(named - {source.variable for source in sources}) == []
 
 
-def test_the_readme_lists_every_endpoint() -> None:
-    table = rows(text_of("README.md"), "API")
+def test_the_api_page_lists_every_endpoint() -> None:
+    table = rows(text_of("docs/api.md"), "Endpoints")
     listed = {cells[0].strip("`"): cells[1] for cells in table}
     assert {state for state in listed.values()} == {"yes", "no"}
     joining, token = JoinOperations(cast(Joining, None)), LocalToken("token")
@@ -232,11 +255,12 @@ def test_the_readme_lists_every_endpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "fields"),
+    ("page", "heading", "fields"),
     [
-        ("API", lambda: set(ChatBody.known_fields())),
+        ("docs/api.md", "Chat requests", lambda: set(ChatBody.known_fields())),
         (
-            "Native MTP",
+            "docs/mtp.md",
+            "Statistics of an answer",
             lambda: (
                 {field.name for field in dataclasses.fields(GenerationStats)}
                 - {"prompt_tokens", "completion_tokens"}
@@ -245,14 +269,61 @@ def test_the_readme_lists_every_endpoint() -> None:
     ],
     ids=["of a chat request", "of the final stats"],
 )
-def test_the_readme_names_every_field(heading: str, fields: Callable[[], set[str]]) -> None:
-    section = text_of("README.md").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def test_a_page_names_every_field(page: str, heading: str, fields: Callable[[], set[str]]) -> None:
+    section = text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert sorted(fields() - set(spans(section))) == []
 
 
-def test_the_readmes_card_is_a_card() -> None:
-    [card] = [tomllib.loads(block) for block in blocks(text_of("README.md"), "toml")]
+def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
+    statuses = {kind.code: str(status) for kind, status in errors.STATUS.items()}
+    table = rows(text_of("docs/api.md"), "Errors")
+    listed = {code: cells[0] for cells in table for code in spans(cells[1])}
+    assert statuses.items() <= listed.items()
+    said = _literals()
+    assert sorted(code for code in listed if code not in said) == []
+
+
+def test_the_metrics_page_lists_every_metric() -> None:
+    calls = [
+        (getattr(call.func, "id", getattr(call.func, "attr", "")), call.args[0].value)
+        for call in ast.walk(ast.parse(text_of("node/chat/metrics.py")))
+        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
+    ]
+    suffixes = {"counter": "_total", "CounterMetricFamily": "_total", "InfoMetricFamily": "_info"}
+    metrics = {
+        f"{name}{suffixes.get(kind, '')}"
+        for kind, name in calls
+        if str(name).startswith(("vllm:", "exo_node_"))
+    }
+    table = text_of("docs/metrics.md")
+    listed = {span for line in table.splitlines() if line.startswith("| `") for span in spans(line)}
+    assert {name for name in listed if name.startswith(("vllm:", "exo_node_"))} == metrics
+
+
+def test_an_error_that_operations_explain_is_one_that_the_code_has() -> None:
+    said = " ".join(_literals())
+    table = rows(text_of("docs/operations.md"), "Troubleshooting")
+    assert len(table) > 10
+    for cells in table:
+        for part in "…".join(spans(cells[0])).split("…"):
+            assert part.strip() in said, cells[0]
+
+
+def _literals() -> set[str]:
+    """The texts in the code of the node and its libraries, those within f-strings among them."""
+    files = [file for room in ROOMS for file in room.glob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in files]
+    return {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def test_the_models_pages_card_is_a_card() -> None:
+    [card] = [tomllib.loads(block) for block in blocks(text_of("docs/models.md"), "toml")]
     facts = packaged_cards().popitem()[1].model_dump(exclude={"native_mtp", "sampling"})
-    parsed = parse_card({**facts, **card}, "README.md")
+    parsed = parse_card({**facts, **card}, "docs/models.md")
     assert parsed.native_mtp is not None
     assert parsed.native_mtp.default_k <= parsed.native_mtp.max_k

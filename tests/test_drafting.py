@@ -57,7 +57,7 @@ def test_the_head_drafts_the_cards_k_or_the_requests(asked: int | None, k: int) 
         (DECLARED, 2, LOADED, ON, None, "has 2 stages", "place it on one node"),
         (DECLARED, 1, LOADED, ON, 0, "num_draft_tokens = 0", "leave it out or ask for 1 to 3"),
         # Of several reasons the most lasting is told.
-        (UNDECLARED, 2, SILENT, BY_PAGE, 0, "does not declare", "[native_mtp]"),
+        (UNDECLARED, 2, SILENT, BY_PAGE, 0, "does not declare", "native_mtp = {"),
         (DECLARED, 2, MISSING, BY_PAGE, 0, "turned off", "turn it on"),
         (DECLARED, 2, MISSING, ON, 0, "stages", "place it on one node"),
         (DECLARED, 1, MISSING, ON, 0, "tensors were found", "exo-node pull"),
@@ -100,7 +100,7 @@ def test_no_combination_drafts_beyond_its_rules_or_declines_without_a_remedy() -
 
 def test_the_lines_to_add_are_a_valid_declaration() -> None:
     reason = undeclared_reason(UNDECLARED.id)
-    lines = tomllib.loads(reason[reason.index("[native_mtp]") :])
+    lines = tomllib.loads(reason[reason.index("native_mtp = {") :])
     assert NativeMtp.model_validate(lines["native_mtp"]) == NativeMtp(default_k=1, max_k=3)
 
 

@@ -401,7 +401,7 @@ def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
     assert "does not declare native MTP" in by_folder.spec.mtp_off_reason
     with pytest.raises(InvalidCheckpoint, match=r"holds no config\.json"):
         _ = resolve(str(tmp_path), settings, frozenset())
-    with pytest.raises(ModelNotFound, match="did you mean demo"):
+    with pytest.raises(ModelNotFound, match="Did you mean demo"):
         _ = resolve("demp", settings, frozenset())
 
 

@@ -1,12 +1,12 @@
 /** Numbers and states as a person reads them. */
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
 
-/** `bytes(17179869184)` is "16 GiB"; an absent number is a dash. */
+/** `bytes(17179869184)` is "17 GB", decimal as in plans and on the hub; an absent number is a dash. */
 export function bytes(count) {
   if (!Number.isFinite(count)) return "–";
-  const step = count < 1 ? 0 : Math.min(Math.floor(Math.log2(count) / 10), UNITS.length - 1);
-  const value = count / 1024 ** step;
+  const step = count < 1 ? 0 : Math.min(Math.floor(Math.log10(count) / 3), UNITS.length - 1);
+  const value = count / 1000 ** step;
   return `${value < 10 && step ? trimmed(value, 1) : Math.round(value)} ${UNITS[step]}`;
 }
 

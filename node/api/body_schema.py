@@ -81,8 +81,8 @@ def _unknown_field(
 ) -> InvalidRequest:
     message = f"this node does not know the field '{param}'"
     if len(location) == 1:
-        near = difflib.get_close_matches(param, schema.known_fields(), 1, cutoff=0)
-        message += f"; the nearest that it knows is '{near[0]}'"
+        near = difflib.get_close_matches(param, schema.known_fields(), 1)
+        message += f"; the nearest that it knows is '{near[0]}'" if near else ""
     return UnsupportedParameter(message, param=param)
 
 

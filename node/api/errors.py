@@ -23,7 +23,7 @@ from ...placement.errors import (
 )
 from .strict_json import encode
 
-_STATUS: Mapping[type[ExoNodeError], int] = {
+STATUS: Mapping[type[ExoNodeError], int] = {
     InvalidRequest: 400,
     DigitsDiffer: 400,
     ModelNotFound: 404,
@@ -37,12 +37,12 @@ _STATUS: Mapping[type[ExoNodeError], int] = {
     DownloadFailed: 503,
 }
 
-# Seconds after which the same request may succeed; the kinds without one are not worth a retry by
-# a client that would do it unasked (the openai package does, from 500 up).
-_RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int, bool]] = {
+# Seconds after which the same request may succeed (None: waiting does not help), and whether a
+# client should repeat it unasked (the openai package does, from 500 up, unless told otherwise).
+_RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     QueueFull: (1, True),
     PeerLost: (2, True),
-    InsufficientMemory: (30, False),
+    InsufficientMemory: (None, False),
     LoadFailed: (30, False),
     DownloadFailed: (30, False),
 }
@@ -71,9 +71,9 @@ class HttpFault:
 def fault_of(error: ExoNodeError) -> HttpFault:
     """How the API shows `error`; kinds that are no client's business are a 500 with their code."""
     for kind in type(error).__mro__:
-        if kind in _STATUS:
+        if kind in STATUS:
             headers = _retry_headers(kind)
-            return HttpFault(_STATUS[kind], error.code, error.message, error.param, headers)
+            return HttpFault(STATUS[kind], error.code, error.message, error.param, headers)
     return HttpFault(500, error.code, error.message, error.param, (("x-should-retry", "false"),))
 
 
@@ -103,7 +103,8 @@ def unnamed_fault(status: int, path: str) -> HttpFault:
     """The fault of a bare status, as a router raises it."""
     match status:
         case 404:
-            return HttpFault(404, "not_found", f"there is nothing at {path}; the API is below /v1")
+            message = f"this node does not serve {path}; for a chat, POST to /v1/chat/completions"
+            return HttpFault(404, "not_found", message)
         case 405:
             return HttpFault(405, "method_not_allowed", f"{path} has no such method; see Allow")
         case _:
@@ -121,4 +122,5 @@ def _retry_headers(kind: type[Any]) -> tuple[tuple[str, str], ...]:
     if kind not in _RETRY_AFTER:
         return ()
     seconds, worth_it = _RETRY_AFTER[kind]
-    return (("Retry-After", str(seconds)), ("x-should-retry", str(worth_it).lower()))
+    unasked = ("x-should-retry", str(worth_it).lower())
+    return (unasked,) if seconds is None else (("Retry-After", str(seconds)), unasked)

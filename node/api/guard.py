@@ -99,7 +99,7 @@ class Guard:
             return None
         message = (
             "this node does not answer under that host name; use http://localhost with its port, "
-            "or start it with --host and the name that you use"
+            "or the IP address that it listens on"
         )
         return HttpFault(421, "misdirected_request", message, "Host")
 

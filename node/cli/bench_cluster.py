@@ -56,7 +56,7 @@ def _node(node: Json) -> tuple[str, ...]:
         str(node["name"]),
         str(node["chip"]),
         str(node["backend"]),
-        f"{node['memory_bytes'] / 1024**3:.1f} GiB",
+        f"{node['memory_bytes'] / 1e9:.1f} GB",
         f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "-",
         ", ".join(map(str, node["addresses"])),
     )

@@ -23,9 +23,8 @@ EXIT_TEMPORARY: Final = 75
 _CONNECT_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 10.0
 _TEMPORARY: Final = frozenset({429, 503})
-_TEMPORARY_CODES: Final = frozenset(
-    {"queue_full", "insufficient_memory", "peer_lost", "load_failed"}
-)
+_TEMPORARY_CODES: Final = frozenset({"queue_full", "peer_lost", "load_failed"})
+_LASTING_CODES: Final = frozenset({"insufficient_memory"})  # 503, and waiting does not help
 # A server bound to every address answers on loopback.
 _REACHABLE: Final[Mapping[str, str]] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -222,6 +221,7 @@ def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | Non
         case other:
             message, code = str(other), None
     temporary = status in _TEMPORARY if status is not None else code in _TEMPORARY_CODES
+    temporary = temporary and code not in _LASTING_CODES
     if status == 401:
         message += " (set EXO_API_KEY to the node's key)"
     if temporary and retry_after and retry_after.isdecimal():

@@ -137,8 +137,11 @@ def leave(
     from . import client as cli_client
 
     settings = client_settings(port, data_dir)
-    if not yes and sys.stdin.isatty():
-        _ = typer.confirm("Leave the cluster?", abort=True, err=True)
+    if not yes:
+        question = "Leave the cluster?"
+        if not sys.stdin.isatty():
+            raise InvalidRequest(f"{question} If so: add --yes", param="--yes")
+        _ = typer.confirm(question, abort=True, err=True)
     if settings.port is not None or find_running(settings.data_dir) is not None:
         _ = cli_client.call(cli_client.locate(settings), "/v1/join/leave", {})
         _note("the node has left its cluster")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
 from . import flags
 from .bench import bench
 from .flags import AsJson, DataDir, LocalPort, client_settings
@@ -47,7 +47,7 @@ def _exit_code(error: ExoNodeError) -> int:
     match error:
         case CallFailed():
             return error.exit_code
-        case InvalidSettings():
+        case InvalidSettings() | InvalidRequest():
             return _EXIT_USAGE
         case _:
             return _EXIT_FAILED
@@ -261,8 +261,8 @@ def _pick_model(endpoint: "Endpoint") -> str:
         if entry.get("loaded"):
             return str(entry["id"])
     _note(
-        f"no model is loaded: using the small {_DEMO} model; for a real one try "
-        "`exo-node chat --model Qwen/Qwen3.6-27B …`"
+        f"no model is loaded: using the small {_DEMO} model; `exo-node models` lists "
+        "others, and `exo-node plan MODEL` says whether one fits"
     )
     return _DEMO
 

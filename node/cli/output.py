@@ -203,7 +203,7 @@ def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
         _text(node.get("status")),
         _text(node.get("chip")),
         _text(node.get("backend")),
-        f"{memory / 1024**3:.1f} GiB" if isinstance(memory, int) else "-",
+        f"{memory / 1e9:.1f} GB" if isinstance(memory, int) else "-",
         f"{_text(node.get('host'))}:{_text(node.get('port'))}",
     )
 
@@ -223,9 +223,9 @@ def _placement_row(
 
 
 def _layers(stage: Mapping[str, Any]) -> str:
-    """The half-open range that the API speaks of: `[0, 32)`."""
-    first, end = stage.get("layers") or ("?", "?")
-    return f"[{first}, {end})"
+    """First and last layer, as plans have them: `0-31`. The API has the half-open range."""
+    layers = stage.get("layers")
+    return f"{layers[0]}-{layers[1] - 1}" if layers else "?"
 
 
 def _drafting(drafting: Mapping[str, Any] | None) -> str:

@@ -25,7 +25,7 @@ def told(preview: Mapping[str, Any]) -> str:
         f"  {best['context_length']} tokens of context",
         _placement("runner-up", runner_up) if runner_up else "runner-up: none",
         *(_stages(runner_up) if runner_up else ()),
-        f"bound: {bound} ({preview['candidates_considered']} sets of nodes weighed)",
+        f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
         f"why: {best['reason']}",
         f"drafting: {preview['drafting']}",
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, assert_never
 
-from ...placement.errors import ExoNodeError, PeerLost, PeerRefused
+from ...placement.errors import ExoNodeError, OtherCluster, PeerLost, PeerRefused
 from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
@@ -368,7 +368,12 @@ class Cluster:
         """Once for each kind of trouble: a node that is off for a night must not fill the log."""
         if dial.complaint != fault.code:
             dial.complaint = fault.code
-            log.warning("%s: %s", dial.address, fault.message)
+            if isinstance(fault, OtherCluster):  # as before every joining
+                log.info("%s is not of this cluster: one of the two may ask to join", dial.address)
+            elif fault.message.startswith(dial.address):
+                log.warning("%s", fault.message)
+            else:
+                log.warning("%s: %s", dial.address, fault.message)
 
     async def _tick(self) -> None:
         while True:

@@ -72,9 +72,10 @@ class ModelLibrary:
             return _from_folder(folder, model)
         known = [*self._packaged, *(ModelId(folder.name) for folder in self._folders())]
         near = nearest_ids(model, known)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ModelNotFound(
-            f"no model {str(model)[:200]!r} is known here{hint} `exo-node models` lists them all",
+            f"no model {str(model)[:200]!r} is known here.{hint} `exo-node models` lists those "
+            "that ship with exo-node or are in --models-dir",
             param="model",
         )
 

@@ -8,7 +8,14 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from ...placement.errors import ExoNodeError, PeerLost, PeerRefused, Untrusted, from_code
+from ...placement.errors import (
+    ExoNodeError,
+    OtherCluster,
+    PeerLost,
+    PeerRefused,
+    Untrusted,
+    from_code,
+)
 from ..trust.certificates import Credentials, channel_credentials, clock_trouble
 
 Reply = TypeVar("Reply")
@@ -44,7 +51,7 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
         return from_code(str(code), fault.details() or "", str(param) if param else None)
     detail = (fault.details() or "").split("\n")[0]
     if any(sign in detail for sign in _UNTRUSTED):
-        return Untrusted(_why_untrusted(where, detail))
+        return _why_untrusted(where, detail)
     if fault.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED in detail:
         return PeerRefused(f"nobody listens at {where}: its process ended ({detail})")
     if fault.code() in _GONE:
@@ -52,15 +59,15 @@ def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
     return ExoNodeError(f"{where} failed ({fault.code().name}: {detail}); see its log")
 
 
-def _why_untrusted(where: str, detail: str) -> str:
+def _why_untrusted(where: str, detail: str) -> Untrusted:
     if clock := clock_trouble(datetime.now(UTC)):
-        return f"{where} cannot be trusted: {clock}"
+        return Untrusted(f"{where} cannot be trusted: {clock}")
     if any(sign in detail for sign in _EXPIRED):
-        return (
+        return Untrusted(
             f"{where} showed a certificate that is not valid today ({detail}): compare the clocks "
             "of both machines"
         )
-    return (
+    return OtherCluster(
         f"{where} is not of this cluster ({detail}); give both the same key, and compare their "
         "clocks if they have it"
     )

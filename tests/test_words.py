@@ -1,0 +1,127 @@
+"""Errors and log lines that must not mislead: what they say is true, and their remedy can help."""
+
+import logging
+import re
+import tomllib
+from pathlib import Path
+from typing import cast
+
+import grpc
+import grpc.aio
+import pytest
+from typer.testing import CliRunner
+
+from exo_node.node.api.body_schema import StrictBody, parse_body
+from exo_node.node.api.errors import fault_of, unnamed_fault
+from exo_node.node.cli.main import app
+from exo_node.node.cluster.cluster import Cluster
+from exo_node.node.cluster.member import Dial
+from exo_node.node.models.library import ModelLibrary
+from exo_node.node.rpc.channels import from_status
+from exo_node.node.trust.cluster_key import KeyFolder
+from exo_node.placement.drafting import undeclared_reason
+from exo_node.placement.errors import (
+    ExoNodeError,
+    InsufficientMemory,
+    InvalidRequest,
+    LoadFailed,
+    ModelNotFound,
+    PeerLost,
+)
+from exo_node.placement.ids import ModelId
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("model", ["nothing-like-it", "demp"])
+def test_an_unknown_models_error_is_one_sentence_after_the_other(model: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        _ = ModelLibrary(None, offline=True).get(ModelId(model))
+    assert "`exo-node models` lists those that ship" in caught.value.message
+    assert f"is known here. {'Did you mean demo? ' * (model == 'demp')}`exo" in caught.value.message
+
+
+def test_a_path_below_v1_is_not_sent_to_v1() -> None:
+    message = unnamed_fault(404, "/v1/completions").message
+    assert "below /v1" not in message
+    assert "does not serve /v1/completions" in message
+    assert "/v1/chat/completions" in message
+
+
+class _Body(StrictBody):
+    temperature: float = 1.0
+    moderation: bool = False
+
+
+@pytest.mark.parametrize(("field", "near"), [("temprature", "'temperature'"), ("echo", None)])
+def test_only_a_field_that_is_near_is_called_the_nearest(field: str, near: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = parse_body(f'{{"{field}": 1}}'.encode(), _Body)
+    found = re.search("the nearest that it knows is (.*)", caught.value.message)
+    assert (found[1] if found else None) == near
+
+
+def test_nobody_is_told_to_wait_for_memory_that_no_node_has() -> None:
+    assert fault_of(InsufficientMemory("needs 68 GB")).headers == (("x-should-retry", "false"),)
+    assert ("Retry-After", "30") in fault_of(LoadFailed("it ended")).headers
+
+
+def test_why_a_card_does_not_draft_fits_on_one_line() -> None:
+    reason = undeclared_reason(ModelId("mine"))
+    assert "\n" not in reason
+    assert "Hugging Face cache to --models-dir" in reason
+
+
+def _handshake_fault(detail: str) -> ExoNodeError:
+    at = grpc.aio.Metadata()
+    fault = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, at, at, details=detail)
+    return from_status(fault, "10.0.0.2:1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "text"),
+    [
+        (_handshake_fault("CERTIFICATE_VERIFY_FAILED: self-signed"), logging.INFO, "may ask"),
+        (
+            _handshake_fault("CERTIFICATE_VERIFY_FAILED: certificate is not yet valid"),
+            logging.WARNING,
+            "compare the clocks",
+        ),
+        (PeerLost("no answer"), logging.WARNING, "no answer"),
+    ],
+    ids=["another cluster", "a clock", "gone"],
+)
+def test_a_joining_nodes_first_contact_is_no_warning(
+    fault: ExoNodeError, level: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    complain = Cluster._complain  # pyright: ignore[reportPrivateUsage]
+    complain(cast(Cluster, None), Dial("10.0.0.2:1", None), fault)
+    [record] = caplog.records
+    assert record.levelno == level
+    assert text in record.getMessage()
+    assert record.getMessage().count("10.0.0.2:1") == 1
+
+
+def test_leave_asks_or_needs_yes(tmp_path: Path) -> None:
+    before = KeyFolder(tmp_path).load().text
+    refused = CliRunner().invoke(app, ["leave", "--data-dir", str(tmp_path)])
+    assert (refused.exit_code, KeyFolder(tmp_path).load().text) == (2, before)
+    assert "--yes" in refused.output
+    done = CliRunner().invoke(app, ["leave", "--yes", "--data-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert KeyFolder(tmp_path).load().text != before
+
+
+def test_sizes_have_one_unit() -> None:
+    binary = re.compile(r"[GM]iB\b|1024 ?\*\* ?[23]")
+    shown = [*(ROOT / "node" / "cli").glob("*.py"), *(ROOT / "dashboard" / "static").glob("*.js")]
+    for file in [*shown, ROOT / "placement" / "reasons.py"]:
+        text = file.read_text().replace("12GiB", "")  # what --memory-limit reads
+        assert binary.search(text) is None, file.name
+
+
+def test_uvicorn_whose_internals_are_used_has_an_upper_bound() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    [uvicorn] = [each for each in needed if each.startswith("uvicorn")]
+    assert "<" in uvicorn, "connection_limits.py builds on H11Protocol"
