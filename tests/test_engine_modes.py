@@ -1,12 +1,23 @@
 """The engine's modes on the demo: adaptive depth, strict rows, log-probabilities."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
-from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec, whole_engine
+from engines import (
+    DEMO,
+    ORACLE,
+    Answer,
+    answer,
+    engine_of,
+    load_quietly,
+    request,
+    spec,
+    whole_engine,
+)
 from shims import Key, by_contents, by_rows, perturb
 
 from exo_node.mtp.costs import RoundCosts
@@ -69,10 +80,11 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
 
 
 def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
-    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(STORY["prompt_ids"], 2, 300))
-    rounds = STORY["K"]["2"]
+    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(STORY["prompt_ids"], 2, 40))
     assert got.stats.draft_policy == "fixed"
-    assert got.stats.spec_decode_rounds == rounds["rounds"]
+    *rounds, _ = got.rounds[1:]  # the last may have less budget
+    assert len(rounds) > 8
+    assert {r.drafted for r in rounds} == {2}
 
 
 def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
@@ -87,9 +99,9 @@ def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
 
 def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
     sampling = Sampling(temperature=0.9, seed=11)
-    plain = answer(engine, request(STORY["prompt_ids"], 0, 60, sampling=sampling, ignore_end=True))
+    plain = answer(engine, request(STORY["prompt_ids"], 0, 32, sampling=sampling, ignore_end=True))
     other = with_costs(1, 1.5, 1.2, 9, seen=90, accepted=60)
-    wanted = request(STORY["prompt_ids"], 3, 60, sampling=sampling, ignore_end=True, adaptive=True)
+    wanted = request(STORY["prompt_ids"], 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
     assert answer(other, wanted).ids == plain.ids
 
 
@@ -116,7 +128,7 @@ def strict_engine(shim: Key) -> TextEngine:
 def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
     """The ids of an answer while its memory is asked for between all of its events."""
     ids: list[int] = []
-    for event in engine.generate(request(STORY["prompt_ids"], k, 48, ignore_end=True)):
+    for event in engine.generate(request(STORY["prompt_ids"], k, 24, ignore_end=True)):
         _ = engine.cache_bytes()
         if isinstance(event, Delta):
             ids += event.round.tokens
@@ -133,7 +145,7 @@ def test_strict_rows_hold_where_kernels_depend_on_them() -> None:
 def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
     engine = strict_engine(by_contents)
     assert "strict" in engine.head_off
-    assert len(watched(engine, 0)) == 48
+    assert len(watched(engine, 0)) == 24
     with pytest.raises(InvalidRequest, match="range of 0 to 0"):
         _ = watched(engine, 1)
 
@@ -141,15 +153,23 @@ def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
 # ---------------------------------------------------------------- log-probabilities
 
 
+@functools.cache
+def with_log_probabilities(engine: TextEngine) -> Answer:
+    """By plain decoding."""
+    return answer(engine, request(STORY["prompt_ids"], 0, 24, top_logprobs=3))
+
+
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int) -> None:
-    plain = answer(engine, request(STORY["prompt_ids"], 0, 40, top_logprobs=3))
-    got = answer(engine, request(STORY["prompt_ids"], k, 40, top_logprobs=3))
+    plain = with_log_probabilities(engine)
+    got = answer(engine, request(STORY["prompt_ids"], k, 24, top_logprobs=3))
     assert got.ids == plain.ids
+    assert k == 0 or got.stats.accepted_draft_tokens > 0
     entries = [entry for r in got.rounds for entry in r.logprobs]
     assert entries == [entry for r in plain.rounds for entry in r.logprobs]
     assert [entry.token for entry in entries] == list(got.ids)
     for entry in entries:
+        assert entry.logprob < 0
         assert entry.top[0] == (entry.token, entry.logprob)  # greedy: the best one was emitted
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)

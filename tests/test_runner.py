@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import DEMO, ORACLE, spec
+from engines import DEMO, ORACLE, load_quietly, spec
 from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
 
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
 from exo_node.node.trust.certificates import runner_credentials, runner_name
-from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest, LoadFailed
+from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 
@@ -41,13 +41,13 @@ def test_a_runner_answers_as_the_oracle_with_and_without_drafts(
     loop: asyncio.Runner, one: Placement
 ) -> None:
     async def play() -> None:
-        for k in (0, 2):
-            got = await one.answer(STORY["prompt"], num_draft_tokens=k)
-            assert got.prompt_ids == STORY["prompt_ids"]
-            assert (got.ids, got.text) == (STORY["greedy_ids"], STORY["text"])
+        for k, row in ((0, SUM), (2, STORY)):
+            got = await one.answer(row["prompt"], num_draft_tokens=k)
+            assert got.prompt_ids == row["prompt_ids"]
+            assert (got.ids, got.text) == (row["greedy_ids"], row["text"])
             assert got.finished is not None and got.finished.reason == "stop"
             stats = json.loads(got.finished.stats_json)
-            assert stats["completion_tokens"] == len(STORY["greedy_ids"])
+            assert stats["completion_tokens"] == len(row["greedy_ids"])
             assert stats["spec_decode_rounds"] == (STORY["K"]["2"]["rounds"] if k else 0)
 
     loop.run(play())
@@ -217,6 +217,16 @@ FAILURES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
+def test_a_load_that_fails_says_what_is_wrong(tmp_path: Path, case: str) -> None:
+    """In this process; the next test looks at what a runner makes of each kind."""
+    change, changes, code = FAILURES[case]
+    with pytest.raises(ExoNodeError) as caught:
+        _ = load_quietly(spec(broken(tmp_path, change), **changes))
+    assert caught.value.code == code
+    assert caught.value.message
+
+
+@pytest.mark.parametrize("case", ["no tokenizer", "layers that are not there"])
 def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
     tmp_path: Path, case: str
 ) -> None:
