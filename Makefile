@@ -39,7 +39,7 @@ check: $(VENV)/.dev
 	$(VENV)/bin/basedpyright
 	$(VENV)/bin/pytest -q tests/test_generated.py
 
-# The figures of README.md, on this machine: make bench ARGS="--repeats 15"
+# The figures of docs/benchmarks.md, on this machine: make bench ARGS="--repeats 15"
 bench: $(RUN_VENV)/.run
 	$(RUN_VENV)/bin/python bench/decode.py $(ARGS)
 	$(RUN_VENV)/bin/python bench/footprint.py
