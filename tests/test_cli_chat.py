@@ -115,7 +115,11 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
     [
         (as_json(failure("load_failed"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
         (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
-        (as_json(failure("insufficient_memory"), 503, {"Retry-After": "9"}), 1, "memory\n"),
+        (
+            as_json(failure("insufficient_memory"), 503, {"Retry-After": "9"}),
+            1,
+            "insufficient_memory",
+        ),
         (as_events(failure("insufficient_memory")), 1, "it is insufficient_memory"),
         (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
         (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),
@@ -136,6 +140,7 @@ def test_a_failed_chat_is_one_line_and_an_exit_code(
     assert (done.returncode, done.stdout) in [(code, ""), (code, "par\n")]
     (line,) = done.stderr.splitlines()
     assert line.startswith("exo-node: ") and said in line
+    assert ("try again" in done.stderr) is ("try again" in said)
 
 
 def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> None:
