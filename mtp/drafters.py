@@ -1,6 +1,7 @@
 """What drafts: nothing, or the checkpoint's own multi-token-prediction head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from .chooser import Chooser
 from .rollback import cache_arrays
-from .seams import Drafts
+from .seams import Drafts, as_row
 
 PENDING_ROWS = 64
 """Committed rows that wait for a draft, while plain decoding goes on, before the head reads them.
@@ -28,6 +29,9 @@ class NoDrafter:
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         del hidden, tokens
 
+    def catch_up(self) -> None:
+        pass
+
     def arrays(self) -> list[mx.array]:
         return []
 
@@ -36,6 +40,28 @@ class Head(Protocol):
     """The part of `head.MtpHead` that drafting needs."""
 
     def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterState:
+    """What a `NativeDrafter` holds of an answer: another one goes on from it with the same bits.
+
+    Rows [0, rows) are in the cache, those of `pending` and `ahead` follow.
+    """
+
+    cache: KVCache
+    rows: int
+    """Committed ones in the cache; the others are those of drafts."""
+    read: mx.array | None  # (1, 1, H)
+    """The head's output at the last of them, where the next draft begins with it."""
+    pending: mx.array | None  # (1, n, H)
+    """The target's hidden of rows that the head is yet to read."""
+    ahead: mx.array | None = None  # (1, n, H)
+    """The same of rows whose next token was not known: the drafter was not told of them."""
+
+    @property
+    def observed(self) -> int:
+        return self.rows + rows_of(self.pending)
 
 
 class NativeDrafter:
@@ -70,6 +96,24 @@ class NativeDrafter:
         self._pending: list[tuple[mx.array, mx.array]] = []
         self._pending_rows = 0
         self._speculative = 0
+        self._read: mx.array | None = None
+
+    def take_up(self, state: DrafterState, ids: Sequence[int]) -> None:
+        """Goes on where another drafter was; `ids` are the prompt's and the answer's so far."""
+        self.cache, self._read = state.cache, state.read
+        if state.pending is not None:
+            after = as_row(ids[state.rows + 1 : state.observed + 1])
+            self._pending.append((state.pending, after[None]))
+            self._pending_rows = after.shape[0]
+        if state.ahead is not None:
+            begin = state.observed + 1
+            self.observe(state.ahead, as_row(ids[begin : begin + rows_of(state.ahead)]))
+
+    @property
+    def state(self) -> DrafterState:
+        """Of the rows that it was told of; its cache goes on changing."""
+        rows = self.cache.offset - self._speculative
+        return DrafterState(self.cache, rows, self._read, self._hidden() if self._pending else None)
 
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         if hidden is None:
@@ -80,8 +124,10 @@ class NativeDrafter:
         self._pending_rows += tokens.shape[0]
 
     def draft(self, k: int, position: int) -> Drafts:
-        hidden = self._append_pending()
-        if hidden is None:
+        if self._pending:
+            self._read = self._append_pending()
+        hidden = self._read
+        if hidden is None or self._speculative:
             raise AssertionError("nothing was committed since the last draft")
         drafts: list[Drafts] = []
         for depth in range(k):
@@ -95,6 +141,9 @@ class NativeDrafter:
         self._evaluate(joined.tokens)
         return joined
 
+    def catch_up(self) -> None:
+        _ = self._append_pending()
+
     def arrays(self) -> list[mx.array]:
         return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
 
@@ -102,14 +151,22 @@ class NativeDrafter:
         """One forward over the rows committed since the last; its last row (1, 1, H), if any."""
         if not self._pending:
             return None
-        hidden, tokens = self._pending[0]
+        hidden, tokens = self._hidden(), self._pending[0][1]
         if len(self._pending) > 1:
-            hidden = mx.concatenate([hidden for hidden, _ in self._pending], axis=1)
             tokens = mx.concatenate([tokens for _, tokens in self._pending], axis=1)
-        self._pending, self._pending_rows = [], 0
+        self._pending, self._pending_rows, self._read = [], 0, None
         _ = self.cache.trim(self._speculative)
         self._speculative = 0
         return self._head(hidden, self._embed(tokens), self.cache)[:, -1:]
+
+    def _hidden(self) -> mx.array:
+        if len(self._pending) == 1:
+            return self._pending[0][0]
+        return mx.concatenate([hidden for hidden, _ in self._pending], axis=1)
+
+
+def rows_of(hidden: mx.array | None) -> int:
+    return 0 if hidden is None else hidden.shape[1]
 
 
 def _join(drafts: list[Drafts]) -> Drafts:

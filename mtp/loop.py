@@ -113,6 +113,11 @@ class Generation:
         self.parked_at: int | None = None
         """The position from which on nothing is drafted: the drafter's logits were not finite."""
 
+    def settle(self) -> Drafter:
+        """Between two steps: computes what they left under way. The drafter that goes with it."""
+        mx.eval(self._verifier.arrays(), self._drafter.arrays())
+        return self._drafter
+
     def steps(self) -> Steps:
         """Yields what happens; returns why the answer ended.
 
@@ -282,7 +287,8 @@ class Generation:
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
         self._chooser.commit(token)
-        self._drafter.observe(last, token)
+        if last is not None:  # else the rows are of an earlier attempt, and what it drafted with
+            self._drafter.observe(last, token)
         yield Rebuilt(1, len(rounds) + 1)
         for start in range(0, len(rounds), REPORT_EVERY):
             some = rounds[start : start + REPORT_EVERY]
@@ -323,6 +329,8 @@ class Generation:
         padding = [0] * (rows - kept)
         ids = [*as_ids(token), *recorded.tokens[:-1], *padding]
         want: Want = "none" if self._verifier.remote else "all"
+        if recorded.drafted:
+            self._drafter.catch_up()  # the head's rows, too, by the forwards of before
         block = yield from self._verifier.forward(as_row(ids), want=want)
         self._commit(block, as_row(recorded.tokens), rows, kept)
         mx.eval(self._verifier.arrays(), self._drafter.arrays())

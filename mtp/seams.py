@@ -101,6 +101,10 @@ class Drafter(Protocol):
         """Committed rows: hidden (1, n, hidden_size) and the token (n,) that follows each."""
         ...
 
+    def catch_up(self) -> None:
+        """Reads the rows that were committed, as `draft` does first: no draft is wanted of them."""
+        ...
+
     def arrays(self) -> list[mx.array]:
         """As `Verifier.arrays`, for the drafter's own state."""
         ...

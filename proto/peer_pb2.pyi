@@ -2332,6 +2332,8 @@ class StateCopy(_message.Message):
     TRAIL_FIELD_NUMBER: _builtins.int
     TRAIL_BEGINS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2340,6 +2342,8 @@ class StateCopy(_message.Message):
     position: _builtins.int
     trail_begins: _builtins.int
     """the first row that its trail still has"""
+    ids: _builtins.bytes
+    """of a whole model: a digest of the ids of its rows"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerState]:
         """the stage's own, in order"""
@@ -2351,6 +2355,10 @@ class StateCopy(_message.Message):
     @_builtins.property
     def answer(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
         """on the last stage: the row behind the prompt, once it was sent back"""
+
+    @_builtins.property
+    def drafter(self) -> Global___DrafterCopy:
+        """of a whole model that drafts"""
 
     def __init__(
         self,
@@ -2364,14 +2372,66 @@ class StateCopy(_message.Message):
         trail: _abc.Iterable[Global___Frame] | None = ...,
         trail_begins: _builtins.int = ...,
         answer: _abc.Iterable[Global___Frame] | None = ...,
+        drafter: Global___DrafterCopy | None = ...,
+        ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "begin", b"begin", "layers", b"layers", "placement", b"placement", "position", b"position", "request", b"request", "trail", b"trail", "trail_begins", b"trail_begins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "begin", b"begin", "drafter", b"drafter", "ids", b"ids", "layers", b"layers", "placement", b"placement", "position", b"position", "request", b"request", "trail", b"trail", "trail_begins", b"trail_begins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StateCopy: _TypeAlias = StateCopy  # noqa: Y015
+
+@_typing.final
+class DrafterCopy(_message.Message):
+    """What a native drafter holds: its cache's rows, then the target's hidden of the rows behind them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    begin: _builtins.int
+    """rows of its cache that the spare has by earlier copies"""
+    rows: _builtins.int
+    """of its cache"""
+    @_builtins.property
+    def layer(self) -> Global___LayerState:
+        """keys and values of the rows [begin, rows); no tensors where there are none"""
+
+    @_builtins.property
+    def read(self) -> Global___Tensor:
+        """(1, 1, hidden size): the head's output at the last row; may be absent"""
+
+    @_builtins.property
+    def pending(self) -> Global___Tensor:
+        """(1, n, hidden size): rows that the head is yet to read; may be absent"""
+
+    @_builtins.property
+    def ahead(self) -> Global___Tensor:
+        """the same of rows whose next token was not known; may be absent"""
+
+    def __init__(
+        self,
+        *,
+        begin: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        layer: Global___LayerState | None = ...,
+        read: Global___Tensor | None = ...,
+        pending: Global___Tensor | None = ...,
+        ahead: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "layer", b"layer", "pending", b"pending", "read", b"read"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "begin", b"begin", "layer", b"layer", "pending", b"pending", "read", b"read", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterCopy: _TypeAlias = DrafterCopy  # noqa: Y015
 
 @_typing.final
 class LayerState(_message.Message):

@@ -651,8 +651,8 @@ class Stage:
 class StandbyStub:
     """------------------------------------------------------------------- standby
 
-    Every runner's of a placement with several stages. A spare is sent what the runner that it may
-    follow holds of its requests, so that little is left to be computed when it takes its place.
+    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
+    little is left to be computed when it takes its place.
     """
 
     def __init__(self, channel):
@@ -681,8 +681,8 @@ class StandbyStub:
 class StandbyServicer:
     """------------------------------------------------------------------- standby
 
-    Every runner's of a placement with several stages. A spare is sent what the runner that it may
-    follow holds of its requests, so that little is left to be computed when it takes its place.
+    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
+    little is left to be computed when it takes its place.
     """
 
     def Follow(self, request, context):
@@ -735,8 +735,8 @@ def add_StandbyServicer_to_server(servicer, server):
 class Standby:
     """------------------------------------------------------------------- standby
 
-    Every runner's of a placement with several stages. A spare is sent what the runner that it may
-    follow holds of its requests, so that little is left to be computed when it takes its place.
+    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
+    little is left to be computed when it takes its place.
     """
 
     @staticmethod

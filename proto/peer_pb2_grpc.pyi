@@ -175,8 +175,8 @@ def add_StageServicer_to_server(servicer: StageServicer, server: _aio.Server) ->
 class StandbyStub:
     """------------------------------------------------------------------- standby
 
-    Every runner's of a placement with several stages. A spare is sent what the runner that it may
-    follow holds of its requests, so that little is left to be computed when it takes its place.
+    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
+    little is left to be computed when it takes its place.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -190,8 +190,8 @@ class StandbyStub:
 class StandbyServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------- standby
 
-    Every runner's of a placement with several stages. A spare is sent what the runner that it may
-    follow holds of its requests, so that little is left to be computed when it takes its place.
+    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
+    little is left to be computed when it takes its place.
     """
 
     @_abc_1.abstractmethod

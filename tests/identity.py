@@ -111,6 +111,9 @@ class Scripted:
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         del hidden, tokens
 
+    def catch_up(self) -> None:
+        pass
+
     def arrays(self) -> list[mx.array]:
         return []
 

@@ -125,6 +125,9 @@ class TableDrafter:
         assert len(named) == len(after)
         self.seen += [(at, token, then) for (at, token), then in zip(named, after, strict=True)]
 
+    def catch_up(self) -> None:
+        pass
+
     def arrays(self) -> list[mx.array]:
         return []
 

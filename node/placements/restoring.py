@@ -106,8 +106,6 @@ class Restorer:
 
     def _strangers(self, record: Record) -> list[tuple[Endpoint, Spare]]:
         """Stages' runners and their spares that were not told of each other."""
-        if len(record.endpoints) < 2:
-            return []  # a whole model on one node is rebuilt from its rounds
         firsts = ((e, self._ready_spare(record, i)) for i, e in enumerate(record.endpoints))
         return [(e, spare) for e, spare in firsts if spare is not None and spare.leader is not e]
 

@@ -24,6 +24,7 @@ from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ...placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error, parked
 from ..model.stage_model import StageModel
+from ..pipeline.request_state import RequestState, digest_of
 from ..pipeline.state_sender import Copier
 from ..pipeline.state_store import Copies
 from ..pipeline.verifier import Link, PipelineVerifier
@@ -58,9 +59,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The state of an attempt that was lost, for the one that follows."""
+    """The state of an attempt that was lost, for the one that follows.
 
-    verifier: PipelineVerifier
+    None of a whole model: its spare has a copy.
+    """
+
+    verifier: PipelineVerifier | None
     attempt: int
     since: float
 
@@ -70,7 +74,19 @@ class Running:
     """One answer in the making, and the verifier whose state is freed or kept at its end."""
 
     generation: Generation
-    verifier: Verifier
+    verifier: PipelineVerifier | LocalVerifier
+
+    def copied(self, ids: Sequence[int]) -> RequestState:
+        """A whole model's state as a spare is sent it. What is under way is computed before:
+
+        it is the answer's own work, not the copy's.
+        """
+        assert isinstance(self.verifier, LocalVerifier)
+        drafter, state = self.generation.settle(), self.verifier.state
+        native = isinstance(drafter, NativeDrafter)
+        state.drafter = self.verifier.with_ahead(drafter.state) if native else None
+        state.ids = digest_of(ids[: state.position])
+        return state
 
 
 EngineEvent = Prefilled | Rebuilt | Delta | Done
@@ -232,7 +248,7 @@ class TextEngine:
             if request.keeps and isinstance(running.verifier, PipelineVerifier):
                 running.verifier.begin_rebuild(request.committed, answer=not request.replay)
             reason = yield from self._copied(
-                request, running.verifier, _with_text(running.generation.steps(), stats, text)
+                request, running, _with_text(running.generation.steps(), stats, text)
             )
             self._park_head(running.generation.parked_at)
             final = stats.finish(
@@ -262,19 +278,26 @@ class TextEngine:
     def _copied(
         self,
         request: EngineRequest,
-        verifier: Verifier,
+        running: Running,
         events: Generator[Wait | EngineEvent, None, FinishReason],
     ) -> Generator[Wait | EngineEvent, None, FinishReason]:
         """The events; where the rows fit what was handed out, a spare is sent them."""
+        ids = request.ids
         while True:
             try:
                 event = next(events)
             except StopIteration as end:
                 return end.value
+            if isinstance(event, Delta):
+                ids += event.round.tokens
             yield event
-            settled = not isinstance(event, Wait)
-            if settled and self._copier is not None and isinstance(verifier, PipelineVerifier):
-                self._copier.offer(request.request, request.attempt, verifier.state)
+            if self._copier is None or isinstance(event, Wait):
+                continue
+            if isinstance(running.verifier, PipelineVerifier):
+                self._copier.offer(request.request, request.attempt, running.verifier.state)
+            elif self._copier.due(request.request):
+                state = running.copied(ids)
+                self._copier.offer(request.request, request.attempt, state)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest."""
@@ -294,8 +317,11 @@ class TextEngine:
         chooser = Chooser(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        verifier = self._verifier(request)
+        taken = self._taken_up(request) if self._link is None else None
+        verifier = self._verifier(request, taken)
         drafter = self._drafter(chooser, request)
+        if taken is not None and taken.drafter is not None and isinstance(drafter, NativeDrafter):
+            drafter.take_up(taken.drafter, request.ids)
         task = Task(
             request.prompt,
             request.max_tokens,
@@ -325,17 +351,20 @@ class TextEngine:
         self._parked.discard(key)
         if request.adaptive:
             self._profile.save()
-        if self._link is not None and kept and isinstance(verifier, PipelineVerifier):
-            self._link.park(*key)
-            self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
-        elif self._link is not None:
+        if kept:
+            piped = isinstance(verifier, PipelineVerifier)
+            if self._link is not None:
+                self._link.park(*key)
+            held = Kept(verifier if piped else None, request.attempt, self._clock())
+            self._kept[request.request] = held
+        else:
             self._release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()
 
     def _release(self, request: str, attempt: int) -> None:
-        assert self._link is not None
-        self._link.release(request, attempt)
+        if self._link is not None:
+            self._link.release(request, attempt)
         if self._copier is not None:
             self._copier.release(request)
 
@@ -345,7 +374,7 @@ class TextEngine:
 
     def cache_bytes(self) -> int:
         """Bytes of KV and recurrent state of all live requests on this stage, copies included."""
-        kept = [array for each in self._kept.values() for array in each.verifier.arrays()]
+        kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
         live = [array for arrays in self._live.values() for array in arrays()]
         copied = self._copies.bytes if self._copies else 0
         return copied + sum(array.nbytes for array in (*kept, *live))
@@ -360,17 +389,19 @@ class TextEngine:
         limit = self._clock() - lease_s
         ended = [name for name, kept in self._kept.items() if kept.since < limit]
         for name in ended:
-            kept = self._kept.pop(name)
-            if self._link is not None:
-                self._release(name, kept.attempt)
+            self._release(name, self._kept.pop(name).attempt)
         if ended:
             mx.clear_cache()
         return ended + (self._copies.expire(lease_s) if self._copies else [])
 
-    def _verifier(self, request: EngineRequest) -> Verifier:
-        if self._link is None:
-            return LocalVerifier(self._target, self._stage.make_caches())
+    def _verifier(
+        self, request: EngineRequest, taken: RequestState | None
+    ) -> PipelineVerifier | LocalVerifier:
         kept = self._kept.pop(request.request, None)
+        if self._link is None:
+            if taken is None:
+                return LocalVerifier(self._target, self._stage.make_caches())
+            return LocalVerifier(self._target, taken.caches, taken.position)
         verifier = kept.verifier if kept else self._from_copy(request)
         if (
             verifier is not None
@@ -382,6 +413,17 @@ class TextEngine:
         return PipelineVerifier(
             self._stage, self._link, request.request, request.attempt, self._dtype
         )
+
+    def _taken_up(self, request: EngineRequest) -> RequestState | None:
+        """What this runner, a whole model's spare, was sent of an earlier attempt."""
+        if self._copies is None or request.attempt == 1 or request.rebuild_all:
+            return None
+        # Behind the prompt's last row nobody would know its first token.
+        rows = request.committed if request.replay else len(request.prompt) - 1
+        state = self._copies.take(request.request, request.attempt, rows, request.ids)
+        if state is None or not request.ends_a_forward(state.position, self._prefill_chunk):
+            return None
+        return None if request.k and state.drafter is None else state
 
     def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
         """What this runner, a spare, was sent of an earlier attempt."""

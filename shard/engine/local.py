@@ -1,14 +1,17 @@
 """The verifier of a placement of one stage: the whole model in this process."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.drafters import DrafterState
 from ...mtp.family import Family
-from ...mtp.rollback import cache_arrays, can_roll_back, rollback
+from ...mtp.rollback import cache_arrays, can_roll_back
 from ...mtp.seams import Block, Wait, Want
+from ..pipeline.request_state import RequestState
 
 
 class Target(Protocol):
@@ -53,20 +56,25 @@ class LocalVerifier:
     overlaps = True
     remote = False
 
-    def __init__(self, target: Target, caches: Sequence[object]) -> None:
-        """`caches` are the answer's alone and end with it."""
+    def __init__(self, target: Target, caches: Sequence[object], position: int = 0) -> None:
+        """`caches` are the answer's alone and end with it; a copy's hold `position` rows."""
         self._target = target
         self._caches = caches
-        self._rows = 0
+        self.state = RequestState(list(caches), position)
+        self._hidden: mx.array | None = None
+        self._hidden_ends = 0
+        """The last forward's, and the row that it ended at."""
         self.takes_back = can_roll_back(caches)
 
     @property
     def position(self) -> int:
-        return self._rows
+        return self.state.position
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
-        self._rows += tokens.shape[0]
-        return self._target.forward(tokens, self._caches, want=want)
+        block = self._target.forward(tokens, self._caches, want=want)
+        self.state.wrote((tokens.shape[0],))
+        self._hidden, self._hidden_ends = block.hidden, self.position
+        return block
         yield  # a generator that never waits: everything is in this process
 
     def again(self, token: mx.array) -> Generator[Wait, None, Block]:
@@ -76,8 +84,15 @@ class LocalVerifier:
         raise AssertionError("a drafter here needs the hidden of each forward")
 
     def rollback(self, rows: int) -> None:
-        rollback(self._caches, rows)
-        self._rows -= rows
+        self.state.go_back(self._caches, self.position - rows)
+
+    def with_ahead(self, drafter: DrafterState) -> DrafterState:
+        """The drafter's state with the hidden of the rows here that it was not told of."""
+        lacks = self.position - drafter.observed
+        if not lacks or self._hidden is None:
+            return drafter
+        end = self._hidden.shape[1] - (self._hidden_ends - self.position)
+        return replace(drafter, ahead=self._hidden[:, end - lacks : end])
 
     def arrays(self) -> list[mx.array]:
         return cache_arrays(self._caches)

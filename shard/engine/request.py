@@ -41,6 +41,11 @@ class EngineRequest:
         return self.attempt > 1 and not self.rebuild_all and whole
 
     @property
+    def ids(self) -> list[int]:
+        """The prompt's and those of the rounds that were handed out."""
+        return [*self.prompt, *(token for recorded in self.replay for token in recorded.tokens)]
+
+    @property
     def committed(self) -> int:
         """Rows that every stage had written when the last of the replayed rounds was handed out.
 

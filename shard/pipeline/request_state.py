@@ -1,9 +1,12 @@
 """What a stage holds of one request, the generator's stage or another: caches and trail."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
+from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .frames import HiddenBlock
 from .replay_buffer import Trail
@@ -23,6 +26,12 @@ class RequestState:
     """On the last stage: the row behind the prompt, as it was sent back."""
     lowest: int = 0
     """The fewest rows that it had since it was last copied."""
+    drafter: DrafterState | None = None
+    """Of a whole model that drafts, as it is copied or was."""
+    copied: int = 0
+    """Rows of the drafter's cache that were copied."""
+    ids: bytes = b""
+    """Of a whole model as it is copied: `digest_of` the ids of its rows."""
 
     def wrote(self, schedule: Sequence[int]) -> None:
         """Forwards of so many rows each were run."""
@@ -39,3 +48,8 @@ class RequestState:
         self.position, self.last_rows = position, 0
         self.lowest = min(self.lowest, position)
         self.trail.roll_back(position)
+
+
+def digest_of(ids: Sequence[int]) -> bytes:
+    """Equal where the ids are."""
+    return blake2b(array("Q", ids).tobytes(), digest_size=16).digest()

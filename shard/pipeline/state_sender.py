@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from ...mtp.drafters import DrafterState
 from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
@@ -65,13 +66,18 @@ class Copier:
         self._due.clear()
         self.names = ()
 
+    def due(self, request: str) -> bool:
+        """Whether a copy of the request would be made now."""
+        if not self._following or self._under_way:
+            return False
+        now = self._clock()
+        return now >= self._free_at and now >= self._due.get(request, 0.0)
+
     def offer(self, request: str, attempt: int, state: RequestState) -> None:
         """The state fits its rows now: it is copied if that is due."""
+        if not self.due(request):
+            return
         now = self._clock()
-        if not self._following or self._under_way or now < self._free_at:
-            return
-        if now < self._due.get(request, 0.0):
-            return
         begin = min(self._rows.get(request, 0), state.lowest)
         if begin == state.position:
             return
@@ -107,10 +113,15 @@ class Copier:
 
     def _why_not(self, state: RequestState, begin: int) -> str:
         own = self._model.own_caches(state.caches)
-        if any(array is None or array.dtype not in _NAMES for c in own for array in _arrays(c)):
+        arrays = [array for cache in own for array in _arrays(cache)]
+        arrays += _hiddens(state.drafter) if state.drafter else []
+        if any(array is None or array.dtype not in _NAMES for array in arrays):
             return "its state has arrays of another kind than floating point"
         trail = sum(len(block.data) for block in state.trail.after(begin))
         size = trail + sum(_bytes_since(cache, begin) for cache in own)
+        if (drafter := state.drafter) is not None:
+            size += sum(hidden.nbytes for hidden in _hiddens(drafter))
+            size += _bytes_since(drafter.cache, min(begin, drafter.rows)) if drafter.rows else 0
         return f"{size >> 20} MiB are too many at once" if size > MAX_COPY else ""
 
     def _copy(self, request: str, attempt: int, state: RequestState, begin: int) -> pb.StateCopy:
@@ -126,6 +137,8 @@ class Copier:
             trail=self._frames(trail),
             trail_begins=state.trail.begins,
             answer=self._frames([] if state.answer is None else [state.answer]),
+            drafter=None if state.drafter is None else _drafter(state, state.drafter, begin),
+            ids=state.ids,
         )
 
     def _frames(self, blocks: Iterable[HiddenBlock]) -> list[pb.Frame]:
@@ -149,6 +162,28 @@ def _layer(cache: Any, begin: int) -> pb.LayerState:
         return pb.LayerState(tensors=[_tensor(array) for array in cache.cache if array is not None])
     keys, values = (array[..., begin : cache.offset, :] for array in (cache.keys, cache.values))
     return pb.LayerState(tensors=[_tensor(keys), _tensor(values)], room=cache.keys.shape[2])
+
+
+def _hiddens(drafter: DrafterState) -> list[mx.array]:
+    kinds = (drafter.read, drafter.pending, drafter.ahead)
+    return [hidden for hidden in kinds if hidden is not None]
+
+
+def _drafter(state: RequestState, drafter: DrafterState, begin: int) -> pb.DrafterCopy:
+    """What changed of it since the last copy; all of it where `begin` is 0."""
+    # A row of its cache is of a row of the target's and of the token behind that.
+    since, state.copied = min(state.copied, max(0, begin - 1)), drafter.rows
+    copy = pb.DrafterCopy(begin=since, rows=drafter.rows)
+    if drafter.rows:
+        keys, values = drafter.cache.keys, drafter.cache.values
+        assert keys is not None and values is not None
+        parts = [array[..., since : drafter.rows, :] for array in (keys, values)]
+        tensors = [_tensor(array) for array in parts if since < drafter.rows]
+        copy.layer.CopyFrom(pb.LayerState(tensors=tensors, room=keys.shape[2]))
+    for name in ("read", "pending", "ahead"):
+        if (hidden := getattr(drafter, name)) is not None:
+            getattr(copy, name).CopyFrom(_tensor(hidden))
+    return copy
 
 
 def _tensor(array: mx.array) -> pb.Tensor:

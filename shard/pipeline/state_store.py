@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from ...mtp.drafters import DrafterState
 from ...mtp.rollback import TapedCache, cache_arrays
 from ...placement.errors import InvalidFrame
 from ...proto import peer_pb2 as pb
@@ -24,7 +25,7 @@ from ..model.stage_model import StageModel
 from ..model.tensors import ITEM_BYTES, WIRE, from_bytes
 from .frames import REQUEST_NAME, Assembler, HiddenBlock
 from .replay_buffer import Trail
-from .request_state import RequestState
+from .request_state import RequestState, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ REMEMBERED = 4096
 """Requests that were taken up, so that copies of them that come late are refused."""
 
 _KINDS = (KVCache, ArraysCache, TapedCache)
+_DRAFTER = -1
+"""The layer number of a drafter's cache."""
 _BY_WIRE = {number: name for name, number in WIRE.items()}
 
 
@@ -95,6 +98,14 @@ class _Mark:
     layers: tuple[pb.LayerState, ...]
     """Of attention the room only."""
     answer: HiddenBlock | None
+    drafter: pb.DrafterCopy | None
+    """Without its keys and values."""
+    ids: bytes
+
+    @property
+    def bytes(self) -> int:
+        drafter = self.drafter.ByteSize() if self.drafter else 0
+        return drafter + sum(layer.ByteSize() for layer in self.layers)
 
 
 @dataclass(slots=True)
@@ -106,13 +117,13 @@ class _Kept:
     marks: list[_Mark] = field(default_factory=list[_Mark])
     """The last two: a stage may be a row ahead of what was handed out."""
     rows: dict[int, tuple[_Rows, _Rows]] = field(default_factory=dict[int, tuple[_Rows, _Rows]])
-    """Keys and values, by layer."""
+    """Keys and values, by layer; a drafter's by `_DRAFTER`."""
     trail: Trail = field(default_factory=Trail)
 
     @property
     def bytes(self) -> int:
         attention = sum(len(keys) + len(values) for keys, values in self.rows.values())
-        states = sum(layer.ByteSize() for mark in self.marks for layer in mark.layers)
+        states = sum(mark.bytes for mark in self.marks)
         return attention + states + self.trail.bytes
 
     def cut_back(self, position: int) -> None:
@@ -162,7 +173,9 @@ class Copies:
             answer, blocks = next(self._blocks(copy.answer), None), list(self._blocks(copy.trail))
             kept.cut_back(begin)
             layers = tuple(self._layer(kept, n, begin, each) for n, each in enumerate(copy.layers))
-            kept.marks = [*kept.marks[-1:], _Mark(int(copy.position), layers, answer)]
+            drafter = _without_rows(kept, copy.drafter) if copy.HasField("drafter") else None
+            mark = _Mark(int(copy.position), layers, answer, drafter, copy.ids)
+            kept.marks = [*kept.marks[-1:], mark]
             for block in blocks:
                 kept.trail.add(block)
             kept.attempt, kept.renewed = int(copy.attempt), self._clock()
@@ -185,8 +198,13 @@ class Copies:
                 del self._kept[name]
         return ended
 
-    def take(self, request: str, attempt: int, position: int) -> RequestState | None:
-        """The state at `position` rows, or as few before them as is known. Not kept afterwards."""
+    def take(
+        self, request: str, attempt: int, position: int, ids: Sequence[int] | None = None
+    ) -> RequestState | None:
+        """The state at `position` rows, or as few before them as is known. Not kept afterwards.
+
+        `ids`: those of the rows, which an attempt that was lost may have drawn otherwise.
+        """
         with self._lock:
             kept = self._kept.pop(request, None)
             self._taken[request] = max(attempt, self._taken.pop(request, 0))
@@ -195,6 +213,8 @@ class Copies:
         if kept is None or kept.attempt >= attempt:
             return None
         marks = [mark for mark in kept.marks if mark.position <= position]
+        if ids is not None:
+            marks = [mark for mark in marks if mark.ids == digest_of(ids[: mark.position])]
         if not marks:
             return None
         known = marks[-1].position
@@ -205,10 +225,7 @@ class Copies:
         """What a mark needs of a layer; keys and values are written where they belong."""
         if isinstance(self._template[number], ArraysCache):
             return layer
-        keys, values = layer.tensors
-        pair = kept.rows.setdefault(number, (_Rows(keys), _Rows(values)))
-        for rows, tensor in zip(pair, (keys, values), strict=True):
-            rows.write(begin, tensor)
+        _write(kept, number, begin, layer)
         return pb.LayerState(room=layer.room)
 
     def _state(self, kept: _Kept, mark: _Mark) -> RequestState:
@@ -222,7 +239,13 @@ class Copies:
             cache.offset = mark.position
         kept.trail.roll_back(mark.position)
         mx.eval(cache_arrays(own))
-        return RequestState(caches, position=mark.position, answer=mark.answer, trail=kept.trail)
+        return RequestState(
+            caches,
+            position=mark.position,
+            answer=mark.answer,
+            trail=kept.trail,
+            drafter=_drafter(kept, mark.drafter) if mark.drafter else None,
+        )
 
     def _check(self, copy: pb.StateCopy, kept: _Kept) -> None:
         e = self._expected
@@ -250,6 +273,27 @@ class Copies:
                     f"has at row {copy.position}",
                     param="copy.layers",
                 )
+        if copy.HasField("drafter") and not self._drafter_fits(copy, kept):
+            raise InvalidFrame(
+                f"copy.drafter must be what this model's draft head has at row {copy.position}",
+                param="copy.drafter",
+            )
+
+    def _drafter_fits(self, copy: pb.StateCopy, kept: _Kept) -> bool:
+        drafter, known = copy.drafter, kept.rows.get(_DRAFTER)
+        last = kept.marks[-1].drafter if kept.marks else None
+        begin, rows = int(drafter.begin), int(drafter.rows)
+        size = self._expected.hidden_size
+        read, *behind = (
+            _hidden_rows(each, size) for each in (drafter.read, drafter.pending, drafter.ahead)
+        )
+        if read not in (0, 1) or min(behind) < 0 or rows + sum(behind) != copy.position:
+            return False
+        if begin > (int(last.rows) if last and known else 0):
+            return False
+        if begin == rows and not drafter.layer.tensors:  # nothing new
+            return rows == 0 or _has_room(drafter.layer, rows)
+        return begin < rows and _attention_fits(drafter.layer, known, begin, rows)
 
     def _blocks(self, frames: Iterable[pb.Frame]) -> Iterator[HiddenBlock]:
         assembler = Assembler(replace(self._expected, stage=self._expected.stage + 1))
@@ -266,14 +310,62 @@ def _fits(
         return False
     if isinstance(cache, ArraysCache):
         return len(layer.tensors) == len(cache.cache)
-    rows = copy.position - copy.begin
+    return _attention_fits(layer, known, int(copy.begin), int(copy.position))
+
+
+def _attention_fits(
+    layer: pb.LayerState, known: tuple[_Rows, _Rows] | None, begin: int, end: int
+) -> bool:
+    """Whether it is keys and values of the rows [begin, end)."""
     shapes = [list(tensor.shape) for tensor in layer.tensors]
     return (
         len(shapes) == 2
-        and all(len(shape) == 4 and (shape[0], shape[2]) == (1, rows) for shape in shapes)
-        and copy.position <= layer.room <= copy.position + ROOM_STEP
+        and all(map(_is_whole, layer.tensors))
+        and all(len(shape) == 4 and (shape[0], shape[2]) == (1, end - begin) for shape in shapes)
+        and _has_room(layer, end)
         and (known is None or all(map(_Rows.fits, known, layer.tensors)))
     )
+
+
+def _has_room(layer: pb.LayerState, rows: int) -> bool:
+    return rows <= layer.room <= rows + ROOM_STEP
+
+
+def _write(kept: _Kept, number: int, begin: int, layer: pb.LayerState) -> None:
+    keys, values = layer.tensors
+    pair = kept.rows.setdefault(number, (_Rows(keys), _Rows(values)))
+    for rows, tensor in zip(pair, (keys, values), strict=True):
+        rows.write(begin, tensor)
+
+
+def _without_rows(kept: _Kept, drafter: pb.DrafterCopy) -> pb.DrafterCopy:
+    """What a mark needs of it; keys and values are written where they belong."""
+    if drafter.layer.tensors:
+        _write(kept, _DRAFTER, int(drafter.begin), drafter.layer)
+    del drafter.layer.tensors[:]
+    return drafter
+
+
+def _drafter(kept: _Kept, drafter: pb.DrafterCopy) -> DrafterState:
+    cache = KVCache()
+    if drafter.rows:
+        pair = kept.rows.pop(_DRAFTER)
+        cache.keys, cache.values = (rows.array(drafter.layer.room) for rows in pair)
+        cache.offset = int(drafter.rows)
+    read, pending, ahead = (
+        _array(getattr(drafter, name)) if drafter.HasField(name) else None
+        for name in ("read", "pending", "ahead")
+    )
+    return DrafterState(cache, cache.offset, read, pending, ahead)
+
+
+def _hidden_rows(tensor: pb.Tensor, size: int) -> int:
+    """Of hidden states (1, n, size); 0 where there are none, and -1 of what is no such thing."""
+    if not tensor.ByteSize():
+        return 0
+    shape = list(tensor.shape)
+    good = len(shape) == 3 and (shape[0], shape[2]) == (1, size) and shape[1] and _is_whole(tensor)
+    return shape[1] if good else -1
 
 
 def _is_whole(tensor: pb.Tensor) -> bool:

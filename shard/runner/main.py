@@ -185,11 +185,10 @@ class Runner:
         following: NextStage,
         follower: Follower,
     ) -> TextEngine | StageWorker:
-        spec, expected, copies = self._spec, loaded.expected, None
-        if spec.num_stages > 1:
-            copies = Copies(loaded.model, expected, time.monotonic)
-            standby = StandbyService(expected, follower, copies)
-            peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
+        spec, expected = self._spec, loaded.expected
+        copies = Copies(loaded.model, expected, time.monotonic)
+        standby = StandbyService(expected, follower, copies)
+        peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
             worker = StageWorker(loaded.model, expected, time.monotonic, follower.copier, copies)
             self._stage = StageService(spec, expected, self._compute, following, worker, None)
@@ -208,7 +207,7 @@ class Runner:
         return engine
 
     def _engine(
-        self, loaded: Loaded, ring: Ring | None, copier: Copier, copies: Copies | None
+        self, loaded: Loaded, ring: Ring | None, copier: Copier, copies: Copies
     ) -> TextEngine:
         assert loaded.codec is not None
         engine = TextEngine(
@@ -226,7 +225,7 @@ class Runner:
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,
             profile=self._profile(loaded) if loaded.head is not None else None,
-            copier=copier if ring is not None else None,
+            copier=copier,
             copies=copies,
             kernels=used(loaded.kernels),
         )

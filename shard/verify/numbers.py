@@ -226,6 +226,9 @@ class _Watched:
         self.committed += tokens.shape[0]
         self.inner.observe(hidden, tokens)
 
+    def catch_up(self) -> None:
+        self.inner.catch_up()
+
     def arrays(self) -> list[mx.array]:
         return self.inner.arrays()
 
