@@ -353,8 +353,8 @@ def _drafter(kept: _Kept, drafter: pb.DrafterCopy) -> DrafterState:
         cache.keys, cache.values = (rows.array(drafter.layer.room) for rows in pair)
         cache.offset = int(drafter.rows)
     read, pending, ahead = (
-        _array(getattr(drafter, name)) if drafter.HasField(name) else None
-        for name in ("read", "pending", "ahead")
+        _array(tensor) if tensor.shape else None
+        for tensor in (drafter.read, drafter.pending, drafter.ahead)
     )
     return DrafterState(cache, cache.offset, read, pending, ahead)
 
