@@ -21,10 +21,11 @@ from exo_node.mtp.seams import Block, Want
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.copier import EVERY_S, Copier
-from exo_node.shard.copies import Copies
-from exo_node.shard.engine import Delta, EngineRequest, TextEngine
-from exo_node.shard.load import Loaded
+from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
+from exo_node.shard.pipeline.state_store import Copies
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 LONG = (PROMPT * 8)[:90]
