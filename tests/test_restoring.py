@@ -564,13 +564,13 @@ def test_a_spare_that_could_not_be_told_is_told_again(monkeypatch: pytest.Monkey
     play(scenario)
 
 
-def test_a_model_on_one_node_is_not_copied() -> None:
-    """Its rounds are repeated: drafts leave more to be kept than copies hold."""
-
+def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=1)
         await until(lambda: [s.status for s in record.spares] == ["ready"])
-        assert cluster.followed == []
+        [spare] = record.spares
+        await until(lambda: spare.leader is record.endpoints[0])
+        assert cluster.followed == [(record.endpoints[0].node, spare.node)]
 
     play(scenario)
 
