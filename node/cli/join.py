@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...placement.errors import ExoNodeError, InvalidRequest
+from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
 from .flags import AsJson, DataDir, LocalPort, client_settings
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def leave(
     if not yes:
         question = "Leave the cluster?"
         if not sys.stdin.isatty():
-            raise InvalidRequest(f"{question} If so: add --yes", param="--yes")
+            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
         _ = typer.confirm(question, abort=True, err=True)
     if settings.port is not None or find_running(settings.data_dir) is not None:
         _ = cli_client.call(cli_client.locate(settings), "/v1/join/leave", {})
@@ -174,7 +174,7 @@ def rekey(
     if not yes:
         question = cli_output.rekey_question(cli_client.call(endpoint, "/v1/cluster"), left_out)
         if not sys.stdin.isatty():
-            raise InvalidRequest(f"{question} If so: add --yes", param="--yes")
+            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
         _ = typer.confirm(question, abort=True, err=True)
     body = {"without": left_out, "drop_absent": True}
     answer = cli_client.call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)

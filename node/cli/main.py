@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ...placement.errors import ExoNodeError, InvalidSettings
 from . import flags
 from .bench import bench
 from .flags import AsJson, DataDir, LocalPort, client_settings
@@ -47,7 +47,7 @@ def _exit_code(error: ExoNodeError) -> int:
     match error:
         case CallFailed():
             return error.exit_code
-        case InvalidSettings() | InvalidRequest():
+        case InvalidSettings():
             return _EXIT_USAGE
         case _:
             return _EXIT_FAILED
