@@ -243,7 +243,7 @@ b                 yes     262144   off: no mtp.*
 
 def test_fields_of_another_version_may_be_missing() -> None:
     text = cli_output.status({"nodes": [{"id": "n"}]}, [{"model": "m", "stages": [{}]}])
-    assert "m      -       - ?  -" in text
+    assert "m      -       - ?     -" in text
     assert "no model is loaded" in cli_output.status({}, [])
 
 
