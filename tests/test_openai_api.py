@@ -240,7 +240,7 @@ REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
     (ContextLengthExceeded("x"), 400, "invalid_request_error", None, None),
     (QueueFull("x"), 429, "rate_limit_error", "1", "true"),
     (PeerLost("x"), 503, "server_error", "2", "true"),
-    (InsufficientMemory("x"), 503, "server_error", "30", "false"),
+    (InsufficientMemory("x"), 503, "server_error", None, "false"),
     (NumericError("x"), 500, "server_error", None, "false"),
     (LoadFailed("x"), 503, "server_error", "30", "false"),
     (DownloadFailed("x"), 503, "server_error", "30", "false"),

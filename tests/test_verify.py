@@ -182,7 +182,7 @@ def leave_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(caches: Sequence[object], rows: int) -> None:
         rollback(caches, rows - 1 if rows > 1 else rows)
 
-    monkeypatch.setattr("exo_node.shard.engine.local.rollback", short)
+    monkeypatch.setattr("exo_node.shard.pipeline.request_state.rollback", short)
 
 
 def keep_the_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
