@@ -1,5 +1,6 @@
 """One answer, from token ids to text and stats.
 
+attempts.py: what an attempt leaves for the next one, and a running one gives to a spare
 compute.py: the one thread that owns MLX
 draft_profile.py: costs and acceptance of a model on this machine, kept over restarts
 engine.py: one answer: prefill, rounds, text, stats

@@ -24,11 +24,12 @@ from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ...placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error, parked
 from ..model.stage_model import StageModel
-from ..pipeline.request_state import RequestState, digest_of
+from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import Copier
 from ..pipeline.state_store import Copies
 from ..pipeline.verifier import Link, PipelineVerifier
 from ..text.codec import TextCodec
+from .attempts import Kept, Running
 from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .request import EngineRequest
@@ -55,38 +56,6 @@ class Done:
     text: str
     stats: GenerationStats
     identity: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The state of an attempt that was lost, for the one that follows.
-
-    None of a whole model: its spare has a copy.
-    """
-
-    verifier: PipelineVerifier | None
-    attempt: int
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """One answer in the making, and the verifier whose state is freed or kept at its end."""
-
-    generation: Generation
-    verifier: PipelineVerifier | LocalVerifier
-
-    def copied(self, ids: Sequence[int]) -> RequestState:
-        """A whole model's state as a spare is sent it. What is under way is computed before:
-
-        it is the answer's own work, not the copy's.
-        """
-        assert isinstance(self.verifier, LocalVerifier)
-        drafter, state = self.generation.settle(), self.verifier.state
-        native = isinstance(drafter, NativeDrafter)
-        state.drafter = self.verifier.with_ahead(drafter.state) if native else None
-        state.ids = digest_of(ids[: state.position])
-        return state
 
 
 EngineEvent = Prefilled | Rebuilt | Delta | Done
