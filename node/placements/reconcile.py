@@ -50,6 +50,8 @@ class StageWatch:
         self._events = events
         self._near = near
         self._looked_at = float("-inf")
+        self._superseded: set[str] = set()
+        """Told already: the last heartbeats of a head that lost can come after it was heeded."""
 
     async def run(self) -> None:
         """Looks every WATCH_S, and when the head changes, until it is cancelled."""
@@ -68,6 +70,7 @@ class StageWatch:
             if paused < PAUSED_S:
                 await self._tend()
         elif head is not None:
+            self._superseded.clear()
             self._claims.let_go()
             await self._placements.let_go()
 
@@ -82,7 +85,7 @@ class StageWatch:
                 self._wishes.note(model, wish)
             elif self._wishes.of(model).options != wish.options:
                 text = f"what was asked of {model} at a head that is none now does not hold here"
-                self._events.add("superseded", f"{text}; ask again if it should", model=model)
+                self._tell_superseded(str(model), f"{text}; ask again if it should", model=model)
 
     async def _adopt(self, held: pb.HeldPlacement) -> None:
         model = ModelId(held.model)
@@ -98,13 +101,18 @@ class StageWatch:
         if not self._placements.adopt(record):
             text = f"{held.placement} of {model} was placed at a head that is none now, and this "
             text += "one has a placement of its own; answers on it run to their end"
-            self._events.add("superseded", text, model=model, placement=held.placement)
+            self._tell_superseded(held.placement, text, model=model, placement=held.placement)
             return
         for node in {endpoint.node for endpoint in record.endpoints} | {
             spare.node for spare in record.spares
         }:
             if not self._cluster.is_live(node):
                 self._placements.lost_node(node, "its node went with the last head's time")
+
+    def _tell_superseded(self, what: str, text: str, **facts: str) -> None:
+        if what not in self._superseded:
+            self._superseded.add(what)
+            self._events.add("superseded", text, **facts)
 
     async def _tend(self) -> None:
         self._find_ended()
