@@ -28,8 +28,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 
-from exo_node.mtp.accept import Verdict
-from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.accept import VerifyResult
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits, prepare
 from exo_node.mtp.fixed_rows import FixedRows
@@ -38,6 +37,7 @@ from exo_node.mtp.kernels.trial import Choice
 from exo_node.mtp.loop import Generation, Prefilled, Task
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
@@ -91,20 +91,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 PUBLISHED = {"27B": (0.857, 0.754, 0.664), "35B-A3B": (0.558, 0.383, 0.274)}
 
 
-class _Forced(Chooser):
+class _Forced(Sampler):
     """Accepts all drafts or none, whatever the target says; the device work stays the same."""
 
     def __init__(self, accept: bool) -> None:
         super().__init__(Sampling(), entropy=1)
         self._accept = accept
 
-    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
+    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> VerifyResult:
         verdict = super().judge(logits, drafts, position)
         if drafts is None:
             return verdict
         k = drafts.tokens.shape[0] if self._accept else 0
         # Reading `accepted` must still wait for the verify: it is one synchronisation of the round.
-        return Verdict(verdict.accepted * 0 + k, verdict.tokens)
+        return VerifyResult(verdict.accepted * 0 + k, verdict.tokens)
 
 
 class _Endless:

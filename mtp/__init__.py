@@ -1,7 +1,6 @@
 """Native multi-token prediction: draft, verify, accept, roll back.
 
 accept.py: which drafts stand: greedy prefix, ratio, block, coupled
-chooser.py: from logits to tokens and verdicts, for one request
 costs.py: what rounds were measured to cost
 deepseek_v3.py: the DeepSeek-V3 family
 depth.py: how many tokens a round drafts: fixed, or what pays
@@ -22,6 +21,7 @@ qwen.py: what the Qwen families share
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family
 rollback.py: takes rows back from caches, bit for bit
+sampler.py: from logits to tokens and verdicts, for one request
 sampling.py: the one target distribution, for drafts and their verification
 seams.py: the Protocols Verifier, Drafter and Ending
 stats.py: counts what a generation did

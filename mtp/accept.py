@@ -9,7 +9,7 @@ from .sampling import ACCEPT, RESIDUAL, Distribution, Noise, draw
 from .seams import as_ids
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """`tokens[: accepted + 1]` may be emitted: accepted drafts and the target's own next one."""
 
     accepted: mx.array  # () int32, 0..K
@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
         return accepted, tokens[: accepted + 1], bool(held)
 
 
-Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], Verdict]
+Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], VerifyResult]
 """(target of K+1 rows, draft of K, drafts (K,), noise, the first draft's position)."""
 
 
@@ -38,19 +38,19 @@ def _prefix(matches: mx.array) -> mx.array:
     return mx.cumprod(matches.astype(mx.int32)).sum()
 
 
-def accept_matching(targets: mx.array, drafts: mx.array) -> Verdict:
+def accept_matching(targets: mx.array, drafts: mx.array) -> VerifyResult:
     """Keeps drafts (K,) while they are the target's own choices (K+1,).
 
     Exact for greedy decoding and for coupled sampling, where the choice at a position is a function
     of its prefix and its noise alone (Daliri et al. 2024, arXiv 2408.07978).
     """
     accepted = _prefix(targets[: drafts.shape[0]] == drafts)
-    return Verdict(accepted.astype(mx.int32), targets.astype(mx.int32))
+    return VerifyResult(accepted.astype(mx.int32), targets.astype(mx.int32))
 
 
 def accept_by_ratio(
     target: Distribution, draft: Distribution, drafts: mx.array, noise: Noise, position: int
-) -> Verdict:
+) -> VerifyResult:
     """Accepts draft x with probability min(1, p(x)/q(x)), else draws from norm(max(p - q, 0)).
 
     `target` has K+1 rows and `draft` K, from which `drafts` (K,) were drawn; `position` is that of
@@ -65,7 +65,7 @@ def accept_by_ratio(
 
 def accept_by_block(
     target: Distribution, draft: Distribution, drafts: mx.array, noise: Noise, position: int
-) -> Verdict:
+) -> VerifyResult:
     """Accepts the longest block of drafts that stands, where a draft may make up for others.
 
     As `accept_by_ratio`, but draft by draft the ratios multiply to a weight w_i = min(1, w_{i-1}
@@ -110,7 +110,7 @@ def _verdict(
     drafts: mx.array,
     noise: Noise,
     position: int,
-) -> Verdict:
+) -> VerifyResult:
     """The accepted drafts and a draw from norm(max(w p - q, 0)), or from p after all K drafts.
 
     `weight` (K,) is w, by the number of accepted drafts; `log_q` (K, n) has the target's columns.
@@ -126,4 +126,4 @@ def _verdict(
     replacement = draw(replacing, noise, position, RESIDUAL)
     padded = mx.concatenate([drafts, drafts[-1:]]).astype(mx.int32)
     tokens = mx.where(mx.arange(k + 1) < accepted, padded, replacement)
-    return Verdict(accepted.astype(mx.int32), tokens)
+    return VerifyResult(accepted.astype(mx.int32), tokens)

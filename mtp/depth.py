@@ -106,7 +106,7 @@ class AdaptiveDepth:
         self._k = min(default, ceiling)
         self._stretch = FIRST_STRETCH
         self._until_look = FIRST_STRETCH
-        self._look: Look | None = None
+        self._look: Exploration | None = None
 
     def plan(self, position: int) -> Plan:
         if self._look is None:
@@ -131,7 +131,7 @@ class AdaptiveDepth:
             if self._look.left == 0:
                 self._end_look(self._look, position)
 
-    def _next_look(self, position: int) -> "Look | None":
+    def _next_look(self, position: int) -> "Exploration | None":
         rates = self._rates(position)
         if not rates:  # nothing compares until each depth has a figure: no probe ran at load
             depths = range(self._ceiling + 1)
@@ -144,10 +144,10 @@ class AdaptiveDepth:
         return self._look_at(self._k + 1) if self._k < self._ceiling else None
 
     @staticmethod
-    def _look_at(k: int) -> "Look":
-        return Look(k, LOOK_ROUNDS if k else LOOK_TOKENS)
+    def _look_at(k: int) -> "Exploration":
+        return Exploration(k, LOOK_ROUNDS if k else LOOK_TOKENS)
 
-    def _end_look(self, look: "Look", position: int) -> None:
+    def _end_look(self, look: "Exploration", position: int) -> None:
         """Looks again soon where the look itself went well, whatever the estimates say yet."""
         self._look = None
         rounds = LOOK_ROUNDS if look.k else LOOK_TOKENS
@@ -178,7 +178,7 @@ class AdaptiveDepth:
 
 
 @dataclass(slots=True)
-class Look:
+class Exploration:
     """A few rounds at another depth: what is left of them, and what they emitted."""
 
     k: int

@@ -7,8 +7,8 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .chooser import Chooser
 from .rollback import cache_arrays
+from .sampler import Sampler
 from .seams import Drafts, as_row
 
 PENDING_ROWS = 64
@@ -77,7 +77,7 @@ class NativeDrafter:
         head: Head,
         embed: Callable[[mx.array], mx.array],
         logits: Callable[[mx.array], mx.array],
-        chooser: Chooser,
+        sampler: Sampler,
         k: int,
         *,
         overlap: bool,
@@ -91,7 +91,7 @@ class NativeDrafter:
         self._head = head
         self._embed = embed
         self._logits = logits
-        self._chooser = chooser
+        self._sampler = sampler
         self._evaluate = mx.async_eval if overlap else mx.eval
         self._pending: list[tuple[mx.array, mx.array]] = []
         self._pending_rows = 0
@@ -136,7 +136,7 @@ class NativeDrafter:
                 hidden = self._head(hidden, embedding, self.cache)
                 self._speculative += 1
             logits = self._logits(hidden)[0]
-            drafts.append(self._chooser.draft(logits, position + depth, drafts))
+            drafts.append(self._sampler.draft(logits, position + depth, drafts))
         joined = _join(drafts)
         self._evaluate(joined.tokens)
         return joined

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .chooser import Chooser
 from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
 from .drafters import NoDrafter
 from .finite import NO_TOKEN, NotFinite
 from .logprobs import Scores, score
-from .seams import Block, Drafter, Drafts, Ending, Verifier, Wait, Want, as_ids, as_row
+from .sampler import Sampler
+from .seams import Block, Drafter, Drafts, StopCondition, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
 REPORT_EVERY = 16
@@ -59,7 +59,7 @@ Step = Wait | Prefilled | Rebuilt | Round
 Steps = Generator[Step, None, FinishReason]
 
 
-class Flight(NamedTuple):
+class InFlightToken(NamedTuple):
     """A plain token that is being computed, and the forward that gives it."""
 
     token: mx.array  # (1,)
@@ -68,7 +68,7 @@ class Flight(NamedTuple):
     forward: Forward
 
 
-class Ahead(NamedTuple):
+class NextRound(NamedTuple):
     """The next round: its plan, its drafts under way, and the seconds that issuing them took."""
 
     plan: Plan
@@ -92,8 +92,8 @@ class Generation:
         task: Task,
         verifier: Verifier,
         drafter: Drafter,
-        chooser: Chooser,
-        ending: Ending,
+        sampler: Sampler,
+        ending: StopCondition,
         depth: DepthPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -104,7 +104,7 @@ class Generation:
         self._task = task
         self._verifier = verifier
         self._drafter = drafter
-        self._chooser = chooser
+        self._sampler = sampler
         self._ending = ending
         self._depth = FixedDepth(drafter.k) if depth is None else depth
         self._clock = clock
@@ -129,7 +129,7 @@ class Generation:
             token = as_row(self._task.replay[-1].tokens[-1:])
         else:
             token, scores = self._choose(logits)
-            first = Flight(token, last, scores, forward)
+            first = InFlightToken(token, last, scores, forward)
             # Where nothing drafts, the next forward is built while the first token is computed.
             rounds = LONGEST_STRETCH if self._drafter.k == 0 and self._verifier.overlaps else 1
             token, reason = yield from self._plain(first, rounds)
@@ -175,16 +175,16 @@ class Generation:
             return block.logits, last, Forward(start, end - start)
         raise ValueError("the prompt is empty")
 
-    def _draft(self, plan: Plan) -> Ahead:
+    def _draft(self, plan: Plan) -> NextRound:
         """Drafts for the next round, as far as the budget has room; their evaluation begins."""
         begun, start = self._clock(), self._verifier.position
         k = min(plan.k, self._task.max_tokens - self._emitted - 1)
         drafts = self._drafter.draft(k, start + 1) if k > 0 else None
-        return Ahead(plan, drafts, self._clock() - begun)
+        return NextRound(plan, drafts, self._clock() - begun)
 
     def _round(
-        self, token: mx.array, ahead: Ahead
-    ) -> Generator[Step, None, tuple[mx.array, FinishReason | None, Ahead | None]]:
+        self, token: mx.array, ahead: NextRound
+    ) -> Generator[Step, None, tuple[mx.array, FinishReason | None, NextRound | None]]:
         """One verify: K drafts and the committed `token` in, 1 to K + 1 tokens out.
 
         The next round's drafts are under way before these tokens are handed out.
@@ -193,7 +193,7 @@ class Generation:
         drafts, k = ahead.drafts, ahead.k
         rows = token if drafts is None else mx.concatenate([token, drafts.tokens])
         block = yield from self._verifier.forward(rows, want="all")
-        verdict = self._chooser.judge(block.logits, drafts, start + 1)
+        verdict = self._sampler.judge(block.logits, drafts, start + 1)
         scores = self._scores(block.logits, drafts, verdict.tokens)
         accepted, ids, sound = verdict.read_with(None if drafts is None else drafts.finite)
         _check(ids, start + 1)
@@ -207,7 +207,7 @@ class Generation:
         following = None
         if reason is None:
             plan = self._depth.plan(self._verifier.position)
-            following = self._draft(plan) if plan.k else Ahead(plan, None, 0.0)
+            following = self._draft(plan) if plan.k else NextRound(plan, None, 0.0)
         yield self._round_of(ids, k, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
 
@@ -220,11 +220,11 @@ class Generation:
         """Leaves `kept` of the block's rows in the caches and tells the drafter of them."""
         if kept < rows:
             self._verifier.rollback(rows - kept)
-        self._chooser.commit(tokens[:kept])
+        self._sampler.commit(tokens[:kept])
         hidden = None if block.hidden is None else block.hidden[:, :kept]
         self._drafter.observe(hidden, tokens[:kept])
 
-    def _plain(self, flight: Flight, rounds: int) -> Generator[Step, None, Next]:
+    def _plain(self, flight: InFlightToken, rounds: int) -> Generator[Step, None, Next]:
         """At most `rounds` tokens, one forward ahead: its graph is built while a token is computed.
 
         The forward in flight belongs to a token that ended the answer more often than not only at
@@ -250,26 +250,26 @@ class Generation:
                 return token, reason
         return flight.token, None
 
-    def _issue(self, token: mx.array) -> Generator[Wait, None, Flight]:
+    def _issue(self, token: mx.array) -> Generator[Wait, None, InFlightToken]:
         """The token after `token`, under way."""
         start = self._verifier.position
         block = yield from self._verifier.forward(token, want="all")
         upcoming, scores = self._choose(block.logits)
         mx.async_eval(upcoming)
-        return Flight(upcoming, block.hidden, scores, Forward(start, 1))
+        return InFlightToken(upcoming, block.hidden, scores, Forward(start, 1))
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, Scores | None]:
         """The target's token (1,) after all rows in the caches: it becomes part of the answer."""
-        token = self._chooser.token(logits, self._verifier.position)
+        token = self._sampler.token(logits, self._verifier.position)
         scores = self._scores(logits, None, token)
-        self._chooser.commit(token)
+        self._sampler.commit(token)
         return token, scores
 
     def _scores(self, logits: mx.array, drafts: Drafts | None, tokens: mx.array) -> Scores | None:
         top = self._task.top_logprobs
         if top is None:
             return None
-        return score(self._chooser.target_logprobs(logits, drafts), tokens, top)
+        return score(self._sampler.target_logprobs(logits, drafts), tokens, top)
 
     def _round_of(
         self, ids: list[int], drafted: int, accepted: int, forward: Forward, scores: Scores | None
@@ -286,7 +286,7 @@ class Generation:
         held, rows = self._verifier.position, len(self._task.prompt)
         reason = self._count(first.tokens[-1])
         token = as_row(first.tokens)
-        self._chooser.commit(token)
+        self._sampler.commit(token)
         if last is not None:  # else the rows are of an earlier attempt, and what it drafted with
             self._drafter.observe(last, token)
         yield Rebuilt(1, len(rounds) + 1)
@@ -295,7 +295,7 @@ class Generation:
             ends = list(accumulate((len(r.tokens) for r in some), initial=rows))[1:]
             kept = sum(end <= held for end in ends)
             if kept:
-                self._chooser.commit(as_row([t for r in some[:kept] for t in r.tokens]))
+                self._sampler.commit(as_row([t for r in some[:kept] for t in r.tokens]))
                 token = _last(some[kept - 1])
             yield from self._rebuild_rounds(token, some[kept:])
             for recorded in some:
@@ -320,7 +320,7 @@ class Generation:
         self._verifier.repeat(
             as_row([*as_ids(token), *tokens[:-1]]), [recorded.forward.rows for recorded in rounds]
         )
-        self._chooser.commit(as_row(tokens))
+        self._sampler.commit(as_row(tokens))
         mx.eval(self._verifier.arrays())
 
     def _rebuild_round(self, token: mx.array, recorded: Round) -> Generator[Wait, None, None]:

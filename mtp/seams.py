@@ -110,7 +110,7 @@ class Drafter(Protocol):
         ...
 
 
-class Ending(Protocol):
+class StopCondition(Protocol):
     """Sees each token as plain decoding would emit it and says when the answer is over."""
 
     def push(self, token: int) -> FinishReason | None:

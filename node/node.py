@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .api.draining import Leaving
-from .cluster.desired import Wishes
-from .cluster.ending import Outcome
+from .api.drain import Drain
+from .cluster.desired import DesiredPlacements
 from .cluster.held import Held
+from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .local_node import LocalNode
 from .machine.events import EventLog
@@ -20,13 +20,13 @@ from .machine.settings import Settings, environment, runner_environment
 from .machine.tasks import Loops
 from .node_api import NodeApi
 from .peer_service import PeerService
-from .peering import Peering
+from .peering import PeerWiring
 from .placements.claims import Claims
 from .placements.handover import held_of
 from .placements.memory_ledger import promised
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
-from .placements.reconcile import StageWatch
+from .placements.reconcile import StageReconciler
 from .placements.stage_runners import ClusterStages, LocalStages
 from .rpc.control_server import ControlServer
 from .rpc.link_rpc import LinkService
@@ -47,28 +47,28 @@ class Node:
         self._peers = list(dict.fromkeys([*settings.peers, *peers]))
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
-        self._leaving = Leaving()
+        self._leaving = Drain()
         self._events = events = EventLog()
         self._loops = loops = Loops(events)
         self._local = local = LocalNode(settings, hardware)
         host = _runner_host(local, settings.load_timeout)
         self._supervisor = Supervisor(host, self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
-        wishes, held, states = Wishes(), Held(), self._supervisor.states
-        self._peering = Peering(
-            settings, local, states, self._node_lost, events, wishes, loops, held
+        desired, held, states = DesiredPlacements(), Held(), self._supervisor.states
+        self._peering = PeerWiring(
+            settings, local, states, self._node_lost, events, desired, loops, held
         )
         cluster, facts, stages = (
             self._peering.cluster,
             self._planner_facts(),
             self._cluster_stages(),
         )
-        self._placements = Placements(stages, facts, events, wishes, cluster.speak_up)
+        self._placements = Placements(stages, facts, events, desired, cluster.speak_up)
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
         self._claims = Claims(self._placements, facts, events)
-        self._watch = StageWatch(
-            cluster, self._placements, self._claims, held, wishes, facts, events, stages.near
+        self._watch = StageReconciler(
+            cluster, self._placements, self._claims, held, desired, facts, events, stages.near
         )
         head = ClusterHead(cluster, self._peering.client, self._claims)
         self._api = NodeApi(

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
 from .api.connection_limits import ConnectionLimits
-from .api.draining import Leaving
+from .api.drain import Drain
 from .api.forward import HeadForwarder, answer_forwarded
 from .api.server import HttpServer, build_app
 from .chat.chat import ChatService
@@ -26,7 +26,7 @@ from .machine.setting_values import is_loopback
 from .machine.settings import Settings
 from .machine.tasks import Loops
 from .operations import NodeOperations
-from .peering import Peering
+from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
@@ -45,12 +45,12 @@ class NodeApi:
         self,
         settings: Settings,
         local: LocalNode,
-        peering: Peering,
+        peering: PeerWiring,
         facts: NodeFactsSource,
         placements: Placements,
         stages: ClusterStages,
         head: ClusterHead,
-        leaving: Leaving,
+        leaving: Drain,
         events: EventLog,
         loops: Loops,
     ) -> None:

@@ -19,10 +19,10 @@ from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
 from .machine.switches import Switches, SwitchName
 from .models.library import KnownModel, ModelLibrary
-from .placements.placements import Placements, Record
+from .placements.loaded_placement import Spare
+from .placements.placements import LoadedPlacement, Placements
 from .placements.placements import Status as PlacementStatus
 from .placements.planner_view import NodeFactsSource
-from .placements.record import Spare
 
 
 class NodeOperations:
@@ -147,7 +147,9 @@ class NodeOperations:
             "native_mtp": self._native_mtp(known, record if loaded else None),
         }
 
-    def _native_mtp(self, known: KnownModel, record: Record | None) -> dict[str, Any] | None:
+    def _native_mtp(
+        self, known: KnownModel, record: LoadedPlacement | None
+    ) -> dict[str, Any] | None:
         mtp = known.card.native_mtp
         if mtp is None:
             return None
@@ -171,7 +173,7 @@ class NodeOperations:
             "greedy_identity": None if record is None else record.identity,
         }
 
-    def _head(self, record: Record) -> HeadState:
+    def _head(self, record: LoadedPlacement) -> HeadState:
         """As it was loaded, unless its runner says that it is parked."""
         generator = record.generator.node
         told = (
@@ -205,7 +207,7 @@ class NodeOperations:
             ],
         )
 
-    def _placement(self, record: Record) -> dict[str, Any]:
+    def _placement(self, record: LoadedPlacement) -> dict[str, Any]:
         stages: list[dict[str, Any]] = [
             {
                 "node": stage.node,
@@ -233,7 +235,7 @@ class NodeOperations:
             "drafting": self._drafting(record),
         }
 
-    def _drafting(self, record: Record) -> dict[str, Any]:
+    def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:
             nothing = {"drafter_kind": "none", "num_draft_tokens": 0, "draft_policy": "none"}
             return {**nothing, "reason": "not loaded"}

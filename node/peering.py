@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
-from .cluster.cluster_state import Standing
-from .cluster.desired import Wishes
+from .cluster.cluster_state import ClusterState
+from .cluster.desired import DesiredPlacements
 from .cluster.discovery import Announcement, Candidate, Discovery
-from .cluster.ending import Ending
 from .cluster.held import Held
+from .cluster.node_exit import NodeExit
 from .cluster.term_file import TermFile
 from .join.duplicates import WatchedClient, uptime_ms
 from .join.joining import Joining
 from .join.operations import on_the_wire
-from .join.requests import Desk
+from .join.requests import PendingRequests
 from .join.state import JoinState
 from .local_node import LocalNode
 from .machine.events import EventLog
@@ -28,42 +28,42 @@ HEAD_WAIT_S = 1.0
 """How long a node that may have peers looks for their head before it leads by itself."""
 
 
-class Peering:
+class PeerWiring:
     """The parts of a node that know the others. Whoever starts one of them closes it."""
 
     def __init__(
         self,
         settings: Settings,
         local: LocalNode,
-        states: Callable[[], list[pb.PlacementState]],
+        states: Callable[[], list[pb.StageState]],
         on_lost: Callable[[NodeId, str], None],
         events: EventLog,
-        wishes: Wishes,
+        desired: DesiredPlacements,
         loops: Loops,
         held: Held,
     ) -> None:
-        """See `Cluster` for `states`, `on_lost`, `wishes` and `held`.
+        """See `Cluster` for `states`, `on_lost`, `desired` and `held`.
 
         Raises InvalidSettings for a damaged term.
         """
         self._local = local
-        self._desk = Desk()
-        keys, standing = local.keyring, _standing(settings, local.id)
+        self._desk = PendingRequests()
+        keys, cluster_state = local.keyring, _cluster_state(settings, local.id)
         self.channels = Channels(keys.credentials)
-        self.ending = Ending()
+        self.ending = NodeExit()
         self.client = WatchedClient(
-            self.channels, local.id, standing.life, self._facts, self.ending
+            self.channels, local.id, cluster_state.boot_id, self._facts, self.ending
         )
         self.runners = RunnerClient(self.channels)
         self.cluster = Cluster(
             self._facts,
             states,
             self.client,
-            standing,
+            cluster_state,
             on_lost,
             keys.fingerprint,
             events,
-            wishes,
+            desired,
             loops,
             held,
         )
@@ -92,12 +92,12 @@ class Peering:
         return facts
 
 
-def _standing(settings: Settings, node: NodeId) -> Standing:
+def _cluster_state(settings: Settings, node: NodeId) -> ClusterState:
     """A node that cannot have peers leads at once."""
     may_have_peers = settings.mdns or bool(settings.peers)
-    return Standing(
+    return ClusterState(
         node,
-        life=time.time_ns() // 1000,
+        boot_id=time.time_ns() // 1000,
         store=TermFile(settings.data_dir),
         now=time.monotonic(),
         wait_s=HEAD_WAIT_S if may_have_peers else 0.0,

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from ..placement.errors import InvalidSettings
-from .cluster.ending import Outcome, Rekeyed
+from .cluster.node_exit import Outcome, RestartWithKey
+from .machine.data_dir_lock import DataDirLock
 from .machine.hardware import Hardware, detect_hardware
 from .machine.log import configure
 from .machine.open_files import quiet_accepts, raise_limit
-from .machine.presence import Presence
 from .machine.settings import Settings, check_mlx_extras, installed_distributions
 from .node import Node
 
@@ -32,18 +32,18 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
         log.warning("%s", warning)
     _ = raise_limit()
     hardware = detect_hardware(distributions, settings.memory_limit)
-    with Presence.acquire(settings.data_dir) as presence:
+    with DataDirLock.acquire(settings.data_dir) as presence:
         return asyncio.run(_serve(settings, hardware, presence))
 
 
-async def _serve(settings: Settings, hardware: Hardware, presence: Presence) -> int:
+async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) -> int:
     """A node after another, in one process: each with the cluster key that the last one got."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(quiet_accepts())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    rekeyed = Rekeyed("given")
+    rekeyed = RestartWithKey("given")
     again = False
     while True:
         async with AsyncExitStack() as stack:

@@ -80,7 +80,7 @@ class LayerMean:
 
 
 @dataclass(frozen=True, slots=True)
-class AtWork:
+class ObservedTime:
     """What one layer took at work lately, and how long ago that was."""
 
     seconds: float
@@ -88,7 +88,10 @@ class AtWork:
 
 
 def corrected(
-    probed: LayerProfile, at_work: Mapping[Rows, AtWork], verify_rows: Rows, prefill_rows: Rows
+    probed: LayerProfile,
+    at_work: Mapping[Rows, ObservedTime],
+    verify_rows: Rows,
+    prefill_rows: Rows,
 ) -> LayerProfile:
     """The profile to plan with: `probed` where nothing else is known, else nearer to `at_work`.
 
@@ -106,7 +109,7 @@ def corrected(
     )
 
 
-def _factor(probed_s: float, now: AtWork | None, expected: float = 1.0) -> float:
+def _factor(probed_s: float, now: ObservedTime | None, expected: float = 1.0) -> float:
     """How many times the probed figure counts: `expected`, unless work showed something else."""
     if now is None or probed_s <= 0:
         return expected

@@ -99,12 +99,12 @@ class Heartbeat(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
-    LIFE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     FOLLOWERS_FIELD_NUMBER: _builtins.int
     HEAD_FOR_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
-    WISHES_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
@@ -116,7 +116,7 @@ class Heartbeat(_message.Message):
     """node id, empty before the first election"""
     leaving: _builtins.bool
     """the sender's last heartbeat: it stops"""
-    life: _builtins.int
+    boot_id: _builtins.int
     """of the sender's process: another one is a restart"""
     followers: _builtins.int
     """nodes that follow the sender, 0 unless it is the head"""
@@ -131,7 +131,7 @@ class Heartbeat(_message.Message):
         """host:port of nodes the sender is connected to (dial candidates)"""
 
     @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementState]:
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageState]:
         """what the sender's runners hold"""
 
     @_builtins.property
@@ -139,7 +139,7 @@ class Heartbeat(_message.Message):
         """how the sender sees the others"""
 
     @_builtins.property
-    def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wish]:
+    def desired(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredPlacement]:
         """of the head only: what was asked of its placements"""
 
     @_builtins.property
@@ -155,19 +155,19 @@ class Heartbeat(_message.Message):
         term: _builtins.int = ...,
         head: _builtins.str = ...,
         peers: _abc.Iterable[_builtins.str] | None = ...,
-        placements: _abc.Iterable[Global___PlacementState] | None = ...,
+        placements: _abc.Iterable[Global___StageState] | None = ...,
         leaving: _builtins.bool = ...,
-        life: _builtins.int = ...,
+        boot_id: _builtins.int = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         followers: _builtins.int = ...,
         head_for_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
-        wishes: _abc.Iterable[Global___Wish] | None = ...,
+        desired: _abc.Iterable[Global___DesiredPlacement] | None = ...,
         held: _abc.Iterable[Global___HeldPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "held", b"held", "incarnation", b"incarnation", "leaving", b"leaving", "life", b"life", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views", "wishes", b"wishes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "desired", b"desired", "draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "held", b"held", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,7 +203,7 @@ class HeldPlacement(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     SPARES_FIELD_NUMBER: _builtins.int
-    WISH_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     CHIPS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
@@ -233,7 +233,7 @@ class HeldPlacement(_message.Message):
         """those that wait"""
 
     @_builtins.property
-    def wish(self) -> Global___Wish: ...
+    def desired(self) -> Global___DesiredPlacement: ...
     @_builtins.property
     def chips(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """by node: what resumed answers compare"""
@@ -245,7 +245,7 @@ class HeldPlacement(_message.Message):
         model: _builtins.str = ...,
         stages: _abc.Iterable[Global___HeldStage] | None = ...,
         spares: _abc.Iterable[Global___HeldSpare] | None = ...,
-        wish: Global___Wish | None = ...,
+        desired: Global___DesiredPlacement | None = ...,
         connections: _builtins.int = ...,
         chips: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         reason: _builtins.str = ...,
@@ -254,9 +254,9 @@ class HeldPlacement(_message.Message):
         score: _builtins.float = ...,
         mtp_off_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wish", b"wish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chips", b"chips", "connections", b"connections", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages", "wish", b"wish"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chips", b"chips", "connections", b"connections", "desired", b"desired", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,7 +320,7 @@ class HeldSpare(_message.Message):
 Global___HeldSpare: _TypeAlias = HeldSpare  # noqa: Y015
 
 @_typing.final
-class Wish(_message.Message):
+class DesiredPlacement(_message.Message):
     """What a person asked of a model's placement; see `placement/options.py`. 0 and empty: nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -363,7 +363,7 @@ class Wish(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Wish: _TypeAlias = Wish  # noqa: Y015
+Global___DesiredPlacement: _TypeAlias = DesiredPlacement  # noqa: Y015
 
 @_typing.final
 class LayerShare(_message.Message):
@@ -527,7 +527,7 @@ class NodeFacts(_message.Message):
 Global___NodeFacts: _TypeAlias = NodeFacts  # noqa: Y015
 
 @_typing.final
-class PlacementState(_message.Message):
+class StageState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
@@ -590,7 +590,7 @@ class PlacementState(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PlacementState: _TypeAlias = PlacementState  # noqa: Y015
+Global___StageState: _TypeAlias = StageState  # noqa: Y015
 
 @_typing.final
 class LayerTimes(_message.Message):
@@ -2329,8 +2329,8 @@ class StateCopy(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
-    TRAIL_FIELD_NUMBER: _builtins.int
-    TRAIL_BEGINS_FIELD_NUMBER: _builtins.int
+    REPLAY_BUFFER_FIELD_NUMBER: _builtins.int
+    REPLAY_BEGINS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
@@ -2340,8 +2340,8 @@ class StateCopy(_message.Message):
     begin: _builtins.int
     """rows of it that the spare has by earlier copies"""
     position: _builtins.int
-    trail_begins: _builtins.int
-    """the first row that its trail still has"""
+    replay_begins: _builtins.int
+    """the first row that its replay buffer still has"""
     ids: _builtins.bytes
     """of a whole model: a digest of the ids of its rows"""
     @_builtins.property
@@ -2349,8 +2349,8 @@ class StateCopy(_message.Message):
         """the stage's own, in order"""
 
     @_builtins.property
-    def trail(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
-        """blocks that it sent on, from row `begin` or `trail_begins` on"""
+    def replay_buffer(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+        """blocks that it sent on, from row `begin` or `replay_begins` on"""
 
     @_builtins.property
     def answer(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
@@ -2369,15 +2369,15 @@ class StateCopy(_message.Message):
         begin: _builtins.int = ...,
         position: _builtins.int = ...,
         layers: _abc.Iterable[Global___LayerState] | None = ...,
-        trail: _abc.Iterable[Global___Frame] | None = ...,
-        trail_begins: _builtins.int = ...,
+        replay_buffer: _abc.Iterable[Global___Frame] | None = ...,
+        replay_begins: _builtins.int = ...,
         answer: _abc.Iterable[Global___Frame] | None = ...,
         drafter: Global___DrafterCopy | None = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "begin", b"begin", "drafter", b"drafter", "ids", b"ids", "layers", b"layers", "placement", b"placement", "position", b"position", "request", b"request", "trail", b"trail", "trail_begins", b"trail_begins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "begin", b"begin", "drafter", b"drafter", "ids", b"ids", "layers", b"layers", "placement", b"placement", "position", b"position", "replay_begins", b"replay_begins", "replay_buffer", b"replay_buffer", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

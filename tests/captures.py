@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from joiners import Impostor, Joiner, joiner, until
 
-from exo_node.node.join.handshake import Party, new_code
-from exo_node.node.join.wire import Line
+from exo_node.node.join.handshake import PeerIdentity, new_code
+from exo_node.node.join.wire import JoinConnection
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 
@@ -71,7 +71,7 @@ async def middle(*, relays: bool) -> Outcome:
         as_cluster, as_new = Impostor(name="owner"), Impostor(fresh=True, name="new")
         done = asyncio.Event()
 
-        async def attend(line: Line, own: Party, other: Party) -> None:
+        async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
             async with as_new.calling(owner.address) as (there, _own, _other):
                 _ = await line.receive("ask")
                 await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
@@ -94,10 +94,10 @@ async def middle(*, relays: bool) -> Outcome:
         return Outcome(captured, None, _says_so(new) and _says_so(owner))
 
 
-async def _relay(new: Line, owner: Line) -> None:
+async def _relay(new: JoinConnection, owner: JoinConnection) -> None:
     """Every frame of one side goes to the other as it is."""
 
-    async def along(source: Line, sink: Line) -> None:
+    async def along(source: JoinConnection, sink: JoinConnection) -> None:
         while True:
             frame = await source.next(10)
             await sink.send(frame)
@@ -113,7 +113,7 @@ async def _relay(new: Line, owner: Line) -> None:
         _ = await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def _guess(new: Line, owner: Line) -> None:
+async def _guess(new: JoinConnection, owner: JoinConnection) -> None:
     """The owner's first: each side is told commitments that open to guessed bits."""
     _ = await owner.receive("begin", None)
     await new.send(pb.JoinFrame(begin=pb.JoinBegin()))

@@ -23,10 +23,10 @@ from mlx_lm.utils import load_model
 from models import Family, make_checkpoint
 from tables import EndAt
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits
 from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafter, Drafts, as_row
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import LocalVerifier
@@ -166,7 +166,7 @@ class Subject:
 
     def answer(self, case: Case) -> tuple[list[int], list[Round]]:
         """Our ids and rounds."""
-        chooser = Chooser(Sampling(), 0)
+        chooser = Sampler(Sampling(), 0)
         verifier = LocalVerifier(self.engine._target, self.engine._stage.make_caches())
         task = Task(self.prompt(case.length), TOKENS, CHUNK)
         drafter = self._drafter(case, chooser)
@@ -174,7 +174,7 @@ class Subject:
         rounds = [step for step in steps if isinstance(step, Round)]
         return [token for r in rounds for token in r.tokens], rounds
 
-    def _drafter(self, case: Case, chooser: Chooser) -> Drafter:
+    def _drafter(self, case: Case, chooser: Sampler) -> Drafter:
         if case.k == 0:
             return NoDrafter()
         if case.kind == "head":

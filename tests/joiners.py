@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from exo_node.node.cluster.cluster import Cluster
-from exo_node.node.cluster.ending import Ending, Rekeyed
 from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.node_exit import NodeExit, RestartWithKey
 from exo_node.node.join.duplicates import WatchedClient
-from exo_node.node.join.handshake import Party
+from exo_node.node.join.handshake import PeerIdentity
 from exo_node.node.join.joining import Joining
-from exo_node.node.join.requests import Desk, Request
+from exo_node.node.join.requests import PendingRequests, Request
 from exo_node.node.join.state import About, JoinState
-from exo_node.node.join.wire import Line, connected, hello, party_of, tls_contexts
+from exo_node.node.join.wire import JoinConnection, connected, hello, party_of, tls_contexts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.trust.certificates import (
@@ -94,7 +94,7 @@ class Joiner:
     folder: KeyFolder
     company: Company
     heartbeats: NoHeartbeats
-    ending: Ending
+    ending: NodeExit
     events: EventLog
     loops: Loops
     name: str
@@ -124,7 +124,7 @@ class Joiner:
     def has_waiting(self, other: "Joiner") -> bool:
         return any(r.party.node == other.identity.node for r in self.waiting())
 
-    async def let_in(self, other: "Joiner", code: str) -> Party:
+    async def let_in(self, other: "Joiner", code: str) -> PeerIdentity:
         return await self.joining.approver.let_in(self.waits_of(other).id, code)
 
     @property
@@ -132,9 +132,9 @@ class Joiner:
         return self.folder.load()
 
     @property
-    def joined(self) -> Rekeyed | None:
+    def joined(self) -> RestartWithKey | None:
         outcome = self.ending.outcome
-        return cast(Rekeyed, outcome.result()) if outcome.done() else None
+        return cast(RestartWithKey, outcome.result()) if outcome.done() else None
 
     def told(self, kind: str) -> list[str]:
         """The sentences of its events of that kind."""
@@ -158,7 +158,7 @@ async def joiner(
         if not fresh:
             folder.establish()
         own = identity or load_or_create_identity(Path(root))
-        company, heartbeats, ending, events = Company(), NoHeartbeats(), Ending(), EventLog()
+        company, heartbeats, ending, events = Company(), NoHeartbeats(), NodeExit(), EventLog()
         loops = Loops(events)
         state = JoinState(
             own,
@@ -170,7 +170,7 @@ async def joiner(
             events,
             open_name=open_name,
         )
-        made = Joining(state, cast(WatchedClient, heartbeats), Desk(), loops)
+        made = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
         _ = made.listen([LOOPBACK], 0)
         made.begin(peers)
         try:
@@ -197,7 +197,7 @@ class Impostor:
         self.claims: str | None = None
         """Another cluster's fingerprint, to say in place of its own."""
 
-    def party(self, **changed: Any) -> Party:
+    def party(self, **changed: Any) -> PeerIdentity:
         said: dict[str, Any] = {
             "node": self.identity.node,
             "public_key": proven_public_key(self.identity),
@@ -211,12 +211,12 @@ class Impostor:
             "open": False,
             "nonce": secrets.token_bytes(32),
         }
-        return Party(**{**said, **changed})
+        return PeerIdentity(**{**said, **changed})
 
     @asynccontextmanager
     async def calling(
         self, address: str, **changed: Any
-    ) -> AsyncGenerator[tuple[Line, Party, Party]]:
+    ) -> AsyncGenerator[tuple[JoinConnection, PeerIdentity, PeerIdentity]]:
         """(a connection after both hellos, this party, the other)."""
         async with connected(address, self.client_tls) as line:
             own = self.party(**changed)
@@ -225,12 +225,13 @@ class Impostor:
 
     @asynccontextmanager
     async def listening(
-        self, attend: Callable[[Line, Party, Party], Coroutine[Any, Any, None]]
+        self,
+        attend: Callable[[JoinConnection, PeerIdentity, PeerIdentity], Coroutine[Any, Any, None]],
     ) -> AsyncGenerator[str]:
         """The address of a join port where `attend` has each connection after both hellos."""
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            line = Line(reader, writer)
+            line = JoinConnection(reader, writer)
             try:
                 other = party_of((await line.receive("hello")).hello, line.peer)
                 own = self.party()
@@ -246,7 +247,7 @@ class Impostor:
             server.close()
 
 
-async def asks(line: Line) -> None:
+async def asks(line: JoinConnection) -> None:
     """The hearing side of a joiner's request, up to the point where a person would type."""
     _ = await line.receive("ask")
     await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))

@@ -11,7 +11,7 @@ from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, cut
-from exo_node.shard.pipeline.replay_buffer import Trail
+from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.stage import StageWorker
 
 
@@ -27,7 +27,7 @@ class LoopbackLink:
         self._workers = workers
         self._expectations = expectations
         self._observe = observe
-        self._trail = Trail()
+        self._trail = ReplayBuffer()
         self._awaited: Future[HiddenBlock] | None = None
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
@@ -50,17 +50,23 @@ class LoopbackLink:
             worker.rollback(request, attempt, position)
 
     def adopt(
-        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+        self,
+        request: str,
+        attempt: int,
+        position: int,
+        replay_buffer: ReplayBuffer,
+        *,
+        answer: bool,
     ) -> "Future[HiddenBlock] | None":
         """What a stage lacks is sent at once, as far as the one before it has it."""
-        self._trail, self._awaited = trail, Future() if answer else None
+        self._trail, self._awaited = replay_buffer, Future() if answer else None
         for number, worker in enumerate(self._workers):
             held, reply = worker.adopt(request, attempt, position, answer=answer)
             self._came_back([] if reply is None else [reply])
             if held == position:
                 continue
             if number == 0:
-                trail.want(held, position, answer=answer)
+                replay_buffer.want(held, position, answer=answer)
                 self.relay(request, attempt)
             else:
                 before = self._workers[number - 1]

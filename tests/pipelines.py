@@ -23,8 +23,8 @@ from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.request_state import RequestState
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
-from exo_node.shard.pipeline.state_store import Copies
+from exo_node.shard.pipeline.state_sender import EVERY_S, StateSender
+from exo_node.shard.pipeline.state_store import StateStore
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 30
@@ -62,7 +62,7 @@ class Pipeline:
         self.workers: list[StageWorker] = []
         expectations = [part.expected for part in self._loaded[1:]]
         self._link = LoopbackLink(self.workers, expectations)
-        self._copies: dict[int, Copies] = {}
+        self._copies: dict[int, StateStore] = {}
         self.engine = self._engine(None)
         self.workers.extend(self._worker(number, None) for number in (1, 2))
 
@@ -113,12 +113,12 @@ class Pipeline:
         asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
         return answer(self.engine, asked).rounds
 
-    def _engine(self, copies: Copies | None) -> TextEngine:
+    def _engine(self, copies: StateStore | None) -> TextEngine:
         loaded, wanted = self._loaded[0], self._specs[0]
         copier = self._copier(0)
-        return engine_of(loaded, wanted, self._link, copier=copier, copies=copies)
+        return engine_of(loaded, wanted, self._link, state_sender=copier, copies=copies)
 
-    def _worker(self, number: int, copies: Copies | None) -> StageWorker:
+    def _worker(self, number: int, copies: StateStore | None) -> StageWorker:
         part = self._loaded[number]
         worker = StageWorker(
             part.model, part.expected, time.monotonic, self._copier(number), copies
@@ -132,18 +132,18 @@ class Pipeline:
         worker._forward = forward  # pyright: ignore[reportPrivateUsage]
         return worker
 
-    def _copier(self, number: int) -> Copier | None:
+    def _copier(self, number: int) -> StateSender | None:
         """Of a stage's runner, with a spare that has nothing yet."""
         if not self._copied:
             return None
         part = self._loaded[number]
-        copies = self._copies[number] = Copies(part.model, part.expected, time.monotonic)
+        copies = self._copies[number] = StateStore(part.model, part.expected, time.monotonic)
 
         def send(copy: pb.StateCopy) -> None:
             copies.keep(pb.StateCopy.FromString(copy.SerializeToString()))
             copier.delivered(0.0)
 
-        class Paced(Copier):
+        class Paced(StateSender):
             """Time goes by from one step to the next only."""
 
             now = 0.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from exo_node.node.cluster.cluster_state import Change, Standing
+from exo_node.node.cluster.cluster_state import Change, ClusterState
 from exo_node.node.cluster.election import HeadChanged, TermRaised
 from exo_node.placement.ids import NodeId, Term
 
@@ -41,7 +41,7 @@ class Simulated:
 
     disk: Callable[[], Disk] = Disk
     now: float = 0.0
-    up: dict[NodeId, Standing] = field(default_factory=dict[NodeId, Standing])
+    up: dict[NodeId, ClusterState] = field(default_factory=dict[NodeId, ClusterState])
     paused: set[NodeId] = field(default_factory=set[NodeId])
     cut: set[frozenset[NodeId]] = field(default_factory=set[frozenset[NodeId]])
     lost: Callable[[], bool] = lambda: False
@@ -67,7 +67,7 @@ class Simulated:
         self._lives += 1
         disk = self._disks.setdefault(node, self.disk())
         life = self._lives * 1000
-        self.up[node] = Standing(node, life, disk, self.now, wait_s=wait_s)
+        self.up[node] = ClusterState(node, life, disk, self.now, wait_s=wait_s)
         for other in self.up.keys() - {node}:  # nothing is known of the process before
             _ = self._troubled.pop(frozenset((node, other)), None)
         self._urgent.add(node)  # a fresh node dials at once
@@ -170,7 +170,7 @@ class Simulated:
                 self._check_lease(node, term)
 
     def _check_lease(self, node: NodeId, term: int) -> None:
-        life = self.up[node].life
+        life = self.up[node].boot_id
         assert self._led.setdefault((node, term), life) == life, f"{node} led term {term} before"
         for other, standing in self.up.items():
             election = standing.election

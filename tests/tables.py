@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.loop import Generation, Step, Task
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafter, Drafts, Wait, Want, as_ids, as_row
 from exo_node.mtp.types import FinishReason, Round, Sampling
 
@@ -90,7 +90,7 @@ class TableDrafter:
     """The `Drafter` that draws from a table of its own; it keeps each (row, next token) seen."""
 
     def __init__(
-        self, table: Logits, chooser: Chooser, k: int, *, says_finite: bool = False
+        self, table: Logits, chooser: Sampler, k: int, *, says_finite: bool = False
     ) -> None:
         """`says_finite`: its drafts tell whether their logits were, so that it may be parked."""
         self.k = k
@@ -99,7 +99,7 @@ class TableDrafter:
         """(position, the id there, the id after it), as committed."""
         self.asked: list[int] = []
         self._table = mx.array(table)
-        self._chooser = chooser
+        self._sampler = chooser
 
     def draft(self, k: int, position: int) -> Drafts:
         assert 0 < k <= self.k
@@ -108,7 +108,7 @@ class TableDrafter:
         token = as_row([self.seen[-1][2]])
         drafts: list[Drafts] = []
         for at in range(position, position + k):
-            drafts.append(self._chooser.draft(self._table[at - 1, token], at, drafts))
+            drafts.append(self._sampler.draft(self._table[at - 1, token], at, drafts))
             token = drafts[-1].tokens
         rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
         ids = [d.support for d in drafts if d.support is not None]
@@ -179,7 +179,7 @@ def tell(
     **verifier: Any,
 ) -> Told:
     """Runs the real loop over tables to its end; `draft` None decodes plainly."""
-    chooser = Chooser(sampling or Sampling(), entropy)
+    chooser = Sampler(sampling or Sampling(), entropy)
     fake = TableVerifier(target, **verifier)
     drafter = (
         NoDrafter() if draft is None else TableDrafter(draft, chooser, k, says_finite=says_finite)

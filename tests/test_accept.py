@@ -11,7 +11,7 @@ from tables import random_table, tell
 
 from exo_node.mtp import accept
 from exo_node.mtp.accept import accept_by_block, accept_by_ratio, accept_matching
-from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, TOKEN, Distribution, Noise, draw
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling
@@ -214,11 +214,11 @@ def test_coupled_drafts_of_the_right_distribution_are_all_accepted() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)])
 def test_only_rules_that_sample_keep_the_drafts_distributions(sampling: Sampling) -> None:
     logits = mx.array(TARGET[0, :1])
-    assert Chooser(Sampling(temperature=1.0), 3).draft(logits, 4).log_probabilities is not None
-    drafted = Chooser(sampling, 3).draft(logits, 4)
+    assert Sampler(Sampling(temperature=1.0), 3).draft(logits, 4).log_probabilities is not None
+    drafted = Sampler(sampling, 3).draft(logits, 4)
     assert drafted.log_probabilities is None
     target = mx.concatenate([logits, logits])
-    verdict = Chooser(sampling, 3).judge(target, Drafts(drafted.tokens, None), 4)
+    verdict = Sampler(sampling, 3).judge(target, Drafts(drafted.tokens, None), 4)
     assert verdict.read()[0] == 1
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from simulated import Disk
 
 from exo_node.node.cluster.cluster import Cluster
-from exo_node.node.cluster.cluster_state import Standing
-from exo_node.node.cluster.desired import Wishes
+from exo_node.node.cluster.cluster_state import ClusterState
+from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.heartbeats import checked
 from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
@@ -128,10 +128,10 @@ class Node:
     """`NodeSide` over a real Cluster; stages are noted."""
 
     def __init__(self, events: EventLog | None = None) -> None:
-        standing = Standing(NodeId("a"), 1000, Disk(), 0.0, wait_s=0.0)
+        standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, wait_s=0.0)
         client: Any = Nothing()
         events = EventLog() if events is None else events
-        self.standing = standing
+        self.cluster_state = standing
         self.cluster = Cluster(
             lambda: pb.NodeFacts(id="a", name="a", host="127.0.0.1", port=1),
             list,
@@ -140,7 +140,7 @@ class Node:
             nobody,
             "f",
             events,
-            Wishes(),
+            DesiredPlacements(),
             Loops(events),
             Held(),
         )
@@ -153,7 +153,11 @@ class Node:
         described = self.cluster.describe("1")
         _ = json.dumps(described, allow_nan=False)
         described["lease"].pop("head_for_s")
-        return described, self.standing.membership.views(), self.standing.membership.incarnation
+        return (
+            described,
+            self.cluster_state.membership.views(),
+            self.cluster_state.membership.incarnation,
+        )
 
 
 async def called(method: Callable[..., Any], request: Message, context: Context) -> Any:
@@ -255,7 +259,7 @@ async def hears(beats: list[Message], *, refused: bool | None = None) -> Node:
                 assert refused is not True
                 assert pb.Heartbeat.FromString(answer.SerializeToString()).sender.id == "a"
             now += 1.0
-            _ = node.standing.tick(now)
+            _ = node.cluster_state.tick(now)
             _ = node.seen()
     await node.cluster.close()
     return node
@@ -266,15 +270,15 @@ async def hears(beats: list[Message], *, refused: bool | None = None) -> Node:
     [
         {"term": U64, "head": "b"},
         {"incarnation": U64},
-        {"life": U64},
+        {"boot_id": U64},
         {"views": [pb.View(node="a", incarnation=U64, status=pb.VIEW_STATUS_DEAD)]},
         {"head_for_s": math.nan},
         {"sender": pb.NodeFacts(port=65_536)},
         {"sender": pb.NodeFacts(memory_bytes=U64)},
         {"sender": pb.NodeFacts(memory_bandwidth=math.inf)},
         {"sender": pb.NodeFacts(profiles=[pb.LayerTimes(decode_s=-1.0)])},
-        {"placements": [pb.PlacementState(weight_bytes=U64)]},
-        {"wishes": [pb.Wish(context=U64)]},
+        {"placements": [pb.StageState(weight_bytes=U64)]},
+        {"desired": [pb.DesiredPlacement(context=U64)]},
     ],
     ids=lambda change: "-".join(change),
 )

@@ -18,10 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 from tables import EndAt
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.loop import Generation, Prefilled, Task
 from exo_node.mtp.rollback import TapedCache, cache_arrays
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import Sampling
 from exo_node.placement.card import derive_card
 from exo_node.placement.ids import ModelId
@@ -155,7 +155,7 @@ def test_each_chunk_of_a_prompt_is_evaluated_before_the_next() -> None:
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
     caches = make_prompt_cache(model)
-    verifier, chooser = LocalVerifier(WholeTarget(model), caches), Chooser(Sampling(), 0)
+    verifier, chooser = LocalVerifier(WholeTarget(model), caches), Sampler(Sampling(), 0)
     task = Task([1] * 80, 1, 16)
     before, held = mx.get_active_memory(), list[int]()
     for step in Generation(task, verifier, NoDrafter(), chooser, EndAt()).steps():

@@ -17,8 +17,8 @@ from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.handover import held_of, record_of
+from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.record import Record
 from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, Turns
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
@@ -255,7 +255,7 @@ def test_a_request_that_finds_no_head_is_told_so(monkeypatch: pytest.MonkeyPatch
 # ----------------------------------------------------------------------- adoption
 
 
-def over_the_wire(records: list[Record]) -> list[pb.HeldPlacement]:
+def over_the_wire(records: list[LoadedPlacement]) -> list[pb.HeldPlacement]:
     return [pb.HeldPlacement.FromString(each.SerializeToString()) for each in held_of(records)]
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from exo_node.node.cli import main as cli
 from exo_node.node.cli import output as cli_output
-from exo_node.node.machine.presence import Presence, find_running
+from exo_node.node.machine.data_dir_lock import DataDirLock, find_running
 from exo_node.node.machine.settings import Settings
 
 _CLUSTER: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_nobody_at_the_given_port_is_no_node() -> None:
 
 
 def test_a_node_that_is_still_starting_is_a_temporary_state(tmp_path: Path) -> None:
-    with Presence.acquire(tmp_path):
+    with DataDirLock.acquire(tmp_path):
         done = exo_node("status", "--data-dir", str(tmp_path))
     assert done.returncode == 75
     assert f"pid {os.getpid()}" in done.stderr
@@ -202,7 +202,7 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
         "/v1/cluster": as_json(_CLUSTER),
         "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
     }
-    with Presence.acquire(tmp_path) as presence:
+    with DataDirLock.acquire(tmp_path) as presence:
         presence.announce("0.0.0.0", stub.port, version="0.1.0")
         done = exo_node("status", "--data-dir", str(tmp_path), EXO_PORT="1")
         raw = exo_node("status", "--data-dir", str(tmp_path), "--json")
@@ -254,8 +254,8 @@ def test_fields_of_another_version_may_be_missing() -> None:
 def holder(data_dir: Path, before: str) -> "Generator[subprocess.Popen[str]]":
     code = (
         "import signal, sys; from pathlib import Path\n"
-        "from exo_node.node.machine.presence import Presence\n"
-        f"{before}\nheld = Presence.acquire(Path(sys.argv[1]))\n"
+        "from exo_node.node.machine.data_dir_lock import DataDirLock\n"
+        f"{before}\nheld = DataDirLock.acquire(Path(sys.argv[1]))\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(

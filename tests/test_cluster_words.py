@@ -11,7 +11,7 @@ from exo_node.proto import peer_pb2 as pb
 
 async def leaves(*, alone: bool) -> list[str]:
     node = Node(events := EventLog())
-    _ = node.standing.tick(0.0)
+    _ = node.cluster_state.tick(0.0)
     if not alone:
         other = pb.NodeFacts(id="b", name="b", host="127.0.0.1", port=2)
         _ = node.heard(NodeId("b"), pb.Heartbeat(sender=other))

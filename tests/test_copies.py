@@ -17,8 +17,8 @@ from exo_node.shard.model.tensors import to_bytes
 from exo_node.shard.pipeline import state_sender as copier_module
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
-from exo_node.shard.pipeline.state_store import Copies, why_not_copied
+from exo_node.shard.pipeline.state_sender import EVERY_S, StateSender
+from exo_node.shard.pipeline.state_store import StateStore, why_not_copied
 
 HIDDEN, LAYERS = 64, 4
 EXPECTED = StageLimits(
@@ -55,23 +55,23 @@ class Pair:
     sent: list[pb.StateCopy] = field(default_factory=list[pb.StateCopy])
     holds: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     arrives: bool = True
-    copier: Copier = field(init=False)
-    copies: Copies = field(init=False)
+    state_sender: StateSender = field(init=False)
+    copies: StateStore = field(init=False)
     leader: StageWorker = field(init=False)
     spare: StageWorker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copier = Copier(self.model, EXPECTED, self.clock, self.send, self.hold)
-        self.copier.follow(following=True)
-        self.copies = Copies(self.model, EXPECTED, self.clock)
-        self.leader = StageWorker(self.model, EXPECTED, self.clock, self.copier)
+        self.state_sender = StateSender(self.model, EXPECTED, self.clock, self.send, self.hold)
+        self.state_sender.follow(following=True)
+        self.copies = StateStore(self.model, EXPECTED, self.clock)
+        self.leader = StageWorker(self.model, EXPECTED, self.clock, self.state_sender)
         self.spare = StageWorker(self.model, EXPECTED, self.clock, copies=self.copies)
 
     def send(self, copy: pb.StateCopy) -> None:
         self.sent.append(pb.StateCopy.FromString(copy.SerializeToString()))
         if self.arrives:
             self.copies.keep(self.sent[-1])
-            self.copier.delivered(0.0)
+            self.state_sender.delivered(0.0)
 
     def hold(self, names: tuple[str, ...]) -> None:
         self.holds.append(names)
@@ -79,7 +79,7 @@ class Pair:
 
     def adopt(self, position: int) -> tuple[int, HiddenBlock | None]:
         """The spare takes the stage's place; that one goes on, to be compared with."""
-        self.copier.follow(following=False)
+        self.state_sender.follow(following=False)
         return self.spare.adopt("r1", 2, position)
 
     def forward(
@@ -311,7 +311,7 @@ def test_no_copy_is_made_while_one_is_on_its_way_and_slow_ways_have_rest(last: P
     last.clock.now += 100
     _ = last.forward(last.leader, 9, 1)
     assert len(last.sent) == 1
-    last.copier.delivered(20.0)
+    last.state_sender.delivered(20.0)
     last.clock.now += 50
     _ = last.forward(last.leader, 10, 1)
     assert len(last.sent) == 1, "it was on its way for 20 s, which leaves 60 s without"
@@ -324,9 +324,9 @@ def test_no_copy_is_made_while_one_is_on_its_way_and_slow_ways_have_rest(last: P
 def test_a_spare_that_has_nothing_is_sent_everything(last: Pair, why: str) -> None:
     _ = last.forward(last.leader, 0, 9)
     if why == "refused":
-        last.copier.refused("r1")
+        last.state_sender.refused("r1")
     else:
-        last.copier.follow(following=True)
+        last.state_sender.follow(following=True)
     last.clock.now += 1000
     _ = last.forward(last.leader, 9, 1)
     assert [(copy.begin, copy.position) for copy in last.sent] == [(0, 9), (0, 10)]
@@ -334,7 +334,7 @@ def test_a_spare_that_has_nothing_is_sent_everything(last: Pair, why: str) -> No
 
 
 def test_without_a_spare_nothing_is_copied(last: Pair) -> None:
-    last.copier.follow(following=False)
+    last.state_sender.follow(following=False)
     _ = last.forward(last.leader, 0, 9)
     assert last.sent == []
 
@@ -394,7 +394,7 @@ SPOILT: list[tuple[str, Spoil]] = [
     ("begin", lambda copy: setattr(copy, "begin", 10)),
     ("position", lambda copy: setattr(copy, "position", 513)),
     ("position", lambda copy: setattr(copy, "position", copy.begin)),
-    ("trail_begins", lambda copy: setattr(copy, "trail_begins", 2**40)),
+    ("replay_begins", lambda copy: setattr(copy, "replay_begins", 2**40)),
     ("layers", lambda copy: copy.layers.pop()),
     ("layers", lambda copy: copy.layers[0].tensors.pop()),
     ("layers", lambda copy: copy.layers[-1].tensors[0].shape.append(2)),

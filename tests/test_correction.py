@@ -17,8 +17,8 @@ from exo_node.placement.correction import (
     OUTLIER,
     UNCHANGED,
     WINDOW,
-    AtWork,
     LayerMean,
+    ObservedTime,
     corrected,
 )
 
@@ -116,7 +116,7 @@ def test_a_machine_that_is_slower_throughout_has_a_mean_that_is_slower_as_much(
 # ------------------------------------------------------------------------ the correction
 
 
-def by(decode: AtWork | None, verify: AtWork | None = None) -> LayerProfile:
+def by(decode: ObservedTime | None, verify: ObservedTime | None = None) -> LayerProfile:
     told = {1: decode, 4: verify}
     means = {rows: mean for rows, mean in told.items() if mean is not None}
     return corrected(PROBED, means, 4, 512)
@@ -129,7 +129,7 @@ def test_without_work_the_probe_holds() -> None:
 @pytest.mark.parametrize("seconds", [2.5e-3, 1e-4], ids=["slower", "quicker"])
 def test_what_layers_take_now_counts_and_the_rest_keeps_its_proportion(seconds: float) -> None:
     factor = seconds / PROBED.decode_s
-    now = by(AtWork(seconds))
+    now = by(ObservedTime(seconds))
     assert now.decode_s == pytest.approx(seconds)
     assert now.verify_s == pytest.approx(factor * PROBED.verify_s)
     assert now.tail_s == pytest.approx(factor * PROBED.tail_s)
@@ -137,29 +137,33 @@ def test_what_layers_take_now_counts_and_the_rest_keeps_its_proportion(seconds: 
 
 
 def test_a_verify_and_a_chunk_that_were_measured_count_as_such() -> None:
-    now = corrected(PROBED, {1: AtWork(2e-3), 4: AtWork(9e-3), 512: AtWork(0.3)}, 4, 512)
+    now = corrected(
+        PROBED, {1: ObservedTime(2e-3), 4: ObservedTime(9e-3), 512: ObservedTime(0.3)}, 4, 512
+    )
     assert astuple(now)[:4] == pytest.approx((2e-3, 9e-3, 0.3, 8e-3))
     # Of other rows than the probe's, they say nothing about it.
-    other = corrected(PROBED, {1: AtWork(2e-3), 3: AtWork(9e-3), 256: AtWork(0.3)}, 4, 512)
+    other = corrected(
+        PROBED, {1: ObservedTime(2e-3), 3: ObservedTime(9e-3), 256: ObservedTime(0.3)}, 4, 512
+    )
     assert astuple(other)[:4] == pytest.approx((2e-3, 4e-3, 0.1, 8e-3))
 
 
 def test_an_old_verify_is_drawn_to_what_a_row_takes_now() -> None:
-    now = by(AtWork(4e-3), AtWork(2e-3, age_s=100 * FADE_S))
+    now = by(ObservedTime(4e-3), ObservedTime(2e-3, age_s=100 * FADE_S))
     assert now.verify_s == pytest.approx(8e-3)
 
 
 @pytest.mark.parametrize("factor", [0.99 * UNCHANGED, 1.01 / UNCHANGED])
 def test_a_small_change_is_none(factor: float) -> None:
-    assert by(AtWork(factor * PROBED.decode_s)) == PROBED
+    assert by(ObservedTime(factor * PROBED.decode_s)) == PROBED
 
 
 def test_a_correction_that_nothing_renews_is_forgotten() -> None:
     """Else a node that is avoided because it was slow once would never be tried again."""
     fourfold = 4 * PROBED.decode_s
-    assert by(AtWork(fourfold, FADE_S)).decode_s == pytest.approx(2 * PROBED.decode_s)
-    assert by(AtWork(fourfold, 4 * FADE_S)) == PROBED
-    assert by(AtWork(fourfold, 1e19)) == PROBED
+    assert by(ObservedTime(fourfold, FADE_S)).decode_s == pytest.approx(2 * PROBED.decode_s)
+    assert by(ObservedTime(fourfold, 4 * FADE_S)) == PROBED
+    assert by(ObservedTime(fourfold, 1e19)) == PROBED
 
 
 @given(TIMES, TIMES, st.floats(0, 1e6), st.floats(0, 1e6))
@@ -167,8 +171,8 @@ def test_a_correction_lies_between_probe_and_work_and_only_fades(
     probed: float, seconds: float, age_s: float, more_s: float
 ) -> None:
     profile = LayerProfile(probed)
-    early = corrected(profile, {1: AtWork(seconds, age_s)}, 4, 512).decode_s
-    late = corrected(profile, {1: AtWork(seconds, age_s + more_s)}, 4, 512).decode_s
+    early = corrected(profile, {1: ObservedTime(seconds, age_s)}, 4, 512).decode_s
+    late = corrected(profile, {1: ObservedTime(seconds, age_s + more_s)}, 4, 512).decode_s
     low, high = min(probed, seconds) * (1 - 1e-9), max(probed, seconds) * (1 + 1e-9)
     assert low <= early <= high
     assert abs(late - probed) <= abs(early - probed) * (1 + 1e-6)
@@ -177,5 +181,5 @@ def test_a_correction_lies_between_probe_and_work_and_only_fades(
 @given(st.floats(5e-324, 3600), st.floats(5e-324, 3600), st.floats(5e-324, 3600))
 def test_a_peers_absurd_figures_stay_times(probed: float, row: float, verify: float) -> None:
     profile = LayerProfile(probed, probed, probed, probed)
-    now = corrected(profile, {1: AtWork(row), 4: AtWork(verify)}, 4, 512)
+    now = corrected(profile, {1: ObservedTime(row), 4: ObservedTime(verify)}, 4, 512)
     assert all(math.isfinite(figure) and figure >= 0 for figure in astuple(now))

@@ -17,11 +17,11 @@ from test_cluster import grpc_address, sees
 
 from exo_node.node.cluster.election import (
     MAX_TERM,
-    Claim,
     Claimed,
     Election,
     Gone,
     HeadChanged,
+    LeaderClaim,
     TermNotStored,
     TermRaised,
     TermStored,
@@ -52,7 +52,11 @@ def test_a_node_does_not_lead_under_a_term_that_is_not_stored() -> None:
     election = Election(B, disk, 0.0, wait_s=0.0)
     told = election.apply(Tick(), (), 0.0)
     assert told == (TermNotStored("No space left on device"),)
-    assert (election.head, election.term, election.claim(0.0)) == (None, 7, Claim(Term(7), None))
+    assert (election.head, election.term, election.claim(0.0)) == (
+        None,
+        7,
+        LeaderClaim(Term(7), None),
+    )
     assert election.apply(Tick(), (), 0.25) == ()  # tried again, told once
     assert disk.tries >= 2
     disk.full = False
@@ -64,7 +68,7 @@ def test_a_node_follows_a_head_whatever_its_own_disk_says() -> None:
     """The head has its term on its own disk; this node stores it as soon as it can."""
     disk = FullDisk(7)
     election = Election(B, disk, 0.0, wait_s=100.0)
-    claim = Claimed(A, Claim(Term(20), A, followers=1))
+    claim = Claimed(A, LeaderClaim(Term(20), A, followers=1))
     assert HeadChanged(A, Term(20), None) in election.apply(claim, (A,), 0.0)
     assert election.not_stored
     _ = election.apply(Gone(A), (), 1.0)
@@ -82,9 +86,9 @@ def test_a_head_that_cannot_rise_above_another_one_gives_way() -> None:
     disk.full = False
     election = Election(B, disk, 0.0, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
-    _ = election.apply(Claimed(NodeId("c"), Claim(Term(8), B)), (A, NodeId("c")), 1.0)
+    _ = election.apply(Claimed(NodeId("c"), LeaderClaim(Term(8), B)), (A, NodeId("c")), 1.0)
     disk.full = True
-    other = Claimed(A, Claim(Term(30), A))
+    other = Claimed(A, LeaderClaim(Term(30), A))
     assert HeadChanged(A, Term(30), B) in election.apply(other, (A,), 2.0)
 
 
@@ -109,9 +113,9 @@ def test_terms_end_without_ending_the_cluster() -> None:
     assert (one.head, two.head, one.term) == (B, B, MAX_TERM)
     low = Election(A, Disk(), 0.0, wait_s=0.0)
     _ = low.apply(Tick(), (), 0.0)
-    followed = Claimed(NodeId("c"), Claim(Term(1), A))
+    followed = Claimed(NodeId("c"), LeaderClaim(Term(1), A))
     assert low.apply(followed, (B,), 1.0) == ()
-    assert TermRaised(MAX_TERM) not in low.apply(Claimed(B, Claim(MAX_TERM, B)), (B,), 1.0)
+    assert TermRaised(MAX_TERM) not in low.apply(Claimed(B, LeaderClaim(MAX_TERM, B)), (B,), 1.0)
     assert low.head == B
 
 

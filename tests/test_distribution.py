@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pytest
 from tables import PROMPT, Logits, tell
 
-from exo_node.mtp import chooser, sampling
-from exo_node.mtp.accept import Rule, Verdict, accept_by_ratio
+from exo_node.mtp import sampler as chooser
+from exo_node.mtp import sampling
+from exo_node.mtp.accept import Rule, VerifyResult, accept_by_ratio
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
 from exo_node.mtp.types import Sampling
 
@@ -191,15 +192,17 @@ def test_a_seeds_tokens_have_the_targets_distribution() -> None:
 
 def _ruled(
     p: Distribution, weights: mx.array, accepted: mx.array, drafts: mx.array, noise: Noise, at: int
-) -> Verdict:
+) -> VerifyResult:
     """`accepted` drafts, then a draw from `weights` (K, V) or, after all, from p."""
     logs = mx.concatenate([mx.log(weights), p.log_p[-1:]])[accepted]
     drawn = mx.argmax(logs + noise.gumbel(at, 1, V, RESIDUAL)[0]).astype(mx.int32)
     kept = mx.arange(drafts.shape[0] + 1) < accepted
-    return Verdict(accepted, mx.where(kept, mx.concatenate([drafts, drafts[-1:]]), drawn))
+    return VerifyResult(accepted, mx.where(kept, mx.concatenate([drafts, drafts[-1:]]), drawn))
 
 
-def by_argmax(p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int) -> Verdict:
+def by_argmax(
+    p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+) -> VerifyResult:
     """A draft stands when it is the target's likeliest token (vllm-mlx#82)."""
     stands = mx.argmax(p.log_p[:-1], axis=-1) == drafts
     accepted = mx.cumprod(stands.astype(mx.int32)).sum()
@@ -208,7 +211,7 @@ def by_argmax(p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, 
 
 def residual_of_p(
     p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
-) -> Verdict:
+) -> VerifyResult:
     """What replaces a rejected draft is drawn from p, not from norm(max(p - q, 0))."""
     accepted = accept_by_ratio(p, q, drafts, noise, at).accepted
     return _ruled(p, mx.exp(p.log_p[:-1]), accepted, drafts, noise, at)
@@ -216,16 +219,16 @@ def residual_of_p(
 
 def without_replacement(
     p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
-) -> Verdict:
+) -> VerifyResult:
     """A rejected draft is emitted all the same."""
     verdict = accept_by_ratio(p, q, drafts, noise, at)
     last = mx.concatenate([drafts, verdict.tokens[-1:]])
-    return Verdict(verdict.accepted, last)
+    return VerifyResult(verdict.accepted, last)
 
 
 def without_quotient(
     p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
-) -> Verdict:
+) -> VerifyResult:
     """A draft stands with probability p, not min(1, p / q)."""
     log_p = mx.take_along_axis(p.log_p[:-1], drafts[:, None], axis=-1)[:, 0]
     stands = mx.log(noise.uniform(at, drafts.shape[0], ACCEPT)) < log_p
@@ -235,7 +238,7 @@ def without_quotient(
 
 def block_by_weight(
     p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
-) -> Verdict:
+) -> VerifyResult:
     """A block stands with probability w, without regard to what follows it."""
     k = drafts.shape[0]
     chosen = drafts[:, None]

@@ -15,12 +15,12 @@ from mlx_lm.models.cache import KVCache
 from tables import EndAt
 from tiny import VOCABULARY, family, row_of_ids, taped_qwen
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import family_of
 from exo_node.mtp.head import MtpHead
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafts, Wait, Want, as_ids, as_row
 from exo_node.mtp.types import Round, Sampling
 
@@ -87,7 +87,7 @@ class Judge:
 class Watched(NativeDrafter):
     """Notes the rows that its cache holds after each draft, speculative ones aside."""
 
-    def __init__(self, chooser: Chooser, k: int, *, overlap: bool = True) -> None:
+    def __init__(self, chooser: Sampler, k: int, *, overlap: bool = True) -> None:
         super().__init__(HEAD, FAMILY.embed, FAMILY.logits, chooser, k, overlap=overlap)
         self.lengths: list[tuple[int, int]] = []
 
@@ -127,7 +127,7 @@ def drive(drafter: NativeDrafter, accepts: str, rounds: int = ROUNDS) -> list[in
     judge = Judge(ACCEPTS[accepts])
     task = Task(PROMPT, 10_000, prefill_chunk=3)
     text = [*PROMPT]
-    steps = Generation(task, judge, drafter, Chooser(Sampling(), 0), EndAt()).steps()
+    steps = Generation(task, judge, drafter, Sampler(Sampling(), 0), EndAt()).steps()
     done = 0
     for step in steps:
         if isinstance(step, Round):
@@ -142,8 +142,8 @@ def is_whole(drafter: Watched) -> bool:
     return all(held == wanted for held, wanted in drafter.lengths)
 
 
-def greedy() -> Chooser:
-    return Chooser(Sampling(), 0)
+def greedy() -> Sampler:
+    return Sampler(Sampling(), 0)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -182,7 +182,7 @@ def test_its_rows_are_those_of_one_pass_over_the_targets_hiddens(k: int, accepts
 @pytest.mark.parametrize("earlier", [1, 2, 3])
 def test_drafts_do_not_depend_on_rejected_ones(earlier: int, sampling: Sampling) -> None:
     def second_drafts(first: int) -> list[int]:
-        drafter = Watched(Chooser(sampling, 8), 3)
+        drafter = Watched(Sampler(sampling, 8), 3)
         drafter.observe(hidden_at(0, 1), as_row([2]))
         if first:
             _ = drafter.draft(first, 2)
@@ -196,7 +196,7 @@ def test_drafts_do_not_depend_on_rejected_ones(earlier: int, sampling: Sampling)
 def test_each_draft_follows_from_the_heads_own_output_of_the_one_before(
     sampling: Sampling,
 ) -> None:
-    chooser = Chooser(sampling, 8)
+    chooser = Sampler(sampling, 8)
     drafter = Watched(chooser, 3)
     drafter.observe(hidden_at(0, 1), as_row([2]))
     hidden, token, cache, wanted = hidden_at(0, 1), as_row([2]), KVCache(), list[Drafts]()
@@ -208,7 +208,7 @@ def test_each_draft_follows_from_the_heads_own_output_of_the_one_before(
 
 
 def test_sampled_drafts_keep_a_row_of_log_probabilities_each() -> None:
-    drafter = Watched(Chooser(Sampling(temperature=1.0), 0), 3)
+    drafter = Watched(Sampler(Sampling(temperature=1.0), 0), 3)
     drafter.observe(hidden_at(0, 1), as_row([2]))
     drafts = drafter.draft(3, 2)
     assert drafts.log_probabilities is not None

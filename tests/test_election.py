@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 from simulated import Disk, Simulated, VolatileDisk
 
-from exo_node.node.cluster.election import Claim, Claimed, Election, HeadChanged, Tick
+from exo_node.node.cluster.election import Claimed, Election, HeadChanged, LeaderClaim, Tick
 from exo_node.node.cluster.membership import Died
 from exo_node.placement.ids import NodeId, Term
 
@@ -342,7 +342,7 @@ def test_a_term_is_stored_before_anybody_can_hear_of_it() -> None:
     election = Election(NodeId("b"), disk, 0.0, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     assert seen == [(8, 7)]
-    foreign = Claimed(NodeId("a"), Claim(Term(20), NodeId("a"), followers=3))
+    foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))
     _ = election.apply(foreign, (NodeId("a"),), 1.0)
     assert (election.head, seen[-1]) == ("a", (20, 8))
 

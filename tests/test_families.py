@@ -18,12 +18,12 @@ from models import Family as Name
 from models import make_checkpoint
 from tables import EndAt
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits
 from exo_node.mtp.head import HiddenKind
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.rollback import cache_arrays, rollback
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 from exo_node.shard.model.stage_model import StageModel
@@ -51,7 +51,7 @@ def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: Hidd
 
 
 def generated(it: Opened, prompt: list[int], k: int, chunk: int) -> list[Round]:
-    chooser = Chooser(Sampling(), 0)
+    chooser = Sampler(Sampling(), 0)
     verifier = LocalVerifier(FamilyTarget(it.family), it.stage.make_caches())
     drafter = NoDrafter()
     if k:

@@ -10,7 +10,7 @@ import pytest
 from pipelines import PROMPT, Pipeline
 
 from exo_node.mtp.types import Forward, Round
-from exo_node.shard.pipeline.state_store import Copies
+from exo_node.shard.pipeline.state_store import StateStore
 
 EVERY = 8
 """Steps from one copy to the next."""
@@ -64,14 +64,14 @@ def test_a_generators_spare_does_so_too(
     pipeline.workers[0].forward = type(pipeline.workers[0]).forward.__get__(pipeline.workers[0])
     pipeline.replace(0)
     begun = list[int]()
-    take = Copies.take
+    take = StateStore.take
 
-    def taken(copies: Copies, name: str, attempt: int, position: int) -> object:
+    def taken(copies: StateStore, name: str, attempt: int, position: int) -> object:
         state = take(copies, name, attempt, position)
         begun.append(-1 if state is None else state.position)
         return state
 
-    monkeypatch.setattr(Copies, "take", taken)
+    monkeypatch.setattr(StateStore, "take", taken)
     assert pipeline.rest(log, 2, request="r1") == expected[20:]
     committed = len(PROMPT) + 19
     assert committed - EVERY <= begun[0] < committed
@@ -159,6 +159,6 @@ def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(
     pipeline.lose(2, 2)
     assert pipeline.until_lost(request="r2", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    monkeypatch.setattr(Copies, "take", None)
+    monkeypatch.setattr(StateStore, "take", None)
     assert pipeline.rest(log, 3, request="r2") == expected
     assert pipeline.forwards.count(1) == pipeline.forwards.count(2)

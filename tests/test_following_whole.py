@@ -24,8 +24,8 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import Delta, TextEngine
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.model.load import Loaded
-from exo_node.shard.pipeline.state_sender import EVERY_S, Copier
-from exo_node.shard.pipeline.state_store import Copies
+from exo_node.shard.pipeline.state_sender import EVERY_S, StateSender
+from exo_node.shard.pipeline.state_store import StateStore
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 LONG = (PROMPT * 8)[:90]
@@ -49,7 +49,7 @@ def _loaded() -> tuple[pb.StageSpec, Loaded]:
     return wanted, loaded
 
 
-class Paced(Copier):
+class Paced(StateSender):
     """A copy every few steps, however long they take."""
 
     now = 0.0
@@ -91,18 +91,22 @@ class Whole:
         self.spec.CopyFrom(wanted)
         self.spec.fixed_rows = rows
         self.loaded = loaded
-        self.copies = Copies(loaded.model, loaded.expected, time.monotonic)
+        self.copies = StateStore(loaded.model, loaded.expected, time.monotonic)
         self.sent: list[pb.StateCopy] = []
         self.arrives = True
-        self.copier = Paced(
-            loaded.model, loaded.expected, lambda: self.copier.now, self._send, self.copies.hold
+        self.state_sender = Paced(
+            loaded.model,
+            loaded.expected,
+            lambda: self.state_sender.now,
+            self._send,
+            self.copies.hold,
         )
-        self.copier.every = every
-        self.copier.follow(following=True)
+        self.state_sender.every = every
+        self.state_sender.follow(following=True)
         self._killed: list[Generator[Any]] = []
         self._patch = monkeypatch
         self._stretches = stretches
-        self.runner = self._engine(copier=self.copier)
+        self.runner = self._engine(state_sender=self.state_sender)
         self.spare = self._engine(copies=self.copies)
         self.forwards: list[int] = []
         """Rows of each forward of the spare's target."""
@@ -167,7 +171,7 @@ class Whole:
         self.sent.append(pb.StateCopy.FromString(copy.SerializeToString()))
         if self.arrives:
             self.copies.keep(pb.StateCopy.FromString(copy.SerializeToString()))
-        self.copier.delivered(0.0)
+        self.state_sender.delivered(0.0)
 
 
 def asked(k: int, sampling: Sampling = GREEDY, prompt: Sequence[int] = PROMPT) -> EngineRequest:

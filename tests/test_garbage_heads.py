@@ -8,7 +8,7 @@ import pytest
 from tables import Logits, random_table, tell
 from test_distribution import SUSPICIOUS, TARGET, WARM, told
 
-from exo_node.mtp import chooser
+from exo_node.mtp import sampler as chooser
 from exo_node.mtp.accept import Rule, accept_by_block, accept_by_ratio
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.mtp.seams import as_row

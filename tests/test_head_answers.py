@@ -12,7 +12,7 @@ from nodes import Node, eventually
 from test_cluster import sees
 from test_head_change import Trio, agree, cluster
 
-from exo_node.node.placements.upkeep import ORPHAN_S
+from exo_node.node.placements.maintenance import ORPHAN_S
 
 NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
 STORY = "Tell me a story."

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from pytest import MonkeyPatch
 
-from exo_node.node.cluster.desired import Wishes
+from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
 from exo_node.node.placements import reconcile
@@ -45,8 +45,8 @@ def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
     )
     cluster = SimpleNamespace(head=SELF, self_id=SELF, leads=leads, members=list, draining=list)
     claims = SimpleNamespace(lead=lambda: None, let_go=lambda: None)
-    watch = reconcile.StageWatch(
-        cast(Any, cluster), cast(Any, placements), cast(Any, claims), held, Wishes(),
+    watch = reconcile.StageReconciler(
+        cast(Any, cluster), cast(Any, placements), cast(Any, claims), held, DesiredPlacements(),
         cast(Any, SimpleNamespace(card=card)), events, cast(Any, None),
     )  # fmt: skip
     beat = pb.Heartbeat(held=[pb.HeldPlacement(placement="p-theirs", model="demo")])

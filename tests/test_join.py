@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from exo_node.node.join.handshake import (
     NONCE_BYTES,
     ROUNDS,
-    Party,
     Passkey,
+    PeerIdentity,
     Role,
     Step,
     commitment,
@@ -32,7 +32,7 @@ from exo_node.node.join.requests import (
     REFILL_OF_ONE_S,
     REFILL_S,
     Attempts,
-    Desk,
+    PendingRequests,
     Request,
     crowding,
 )
@@ -42,8 +42,8 @@ from exo_node.placement.ids import NodeId
 CODES = st.integers(0, 10**6 - 1).map(lambda number: str(number).zfill(6))
 
 
-def party(letter: str, **changed: Any) -> Party:
-    plain = Party(
+def party(letter: str, **changed: Any) -> PeerIdentity:
+    plain = PeerIdentity(
         node=NodeId(letter * 20),
         public_key=f"key of {letter}".encode(),
         cluster=hashlib.sha256(letter.encode()).hexdigest()[:16],
@@ -183,7 +183,7 @@ def test_the_same_digits_under_swapped_keys_prove_nothing(code: str) -> None:
     assert joiner.round == approver.round == 0
 
 
-def _keys_of(other: Party) -> dict[str, Any]:
+def _keys_of(other: PeerIdentity) -> dict[str, Any]:
     return {"node": other.node, "public_key": other.public_key}
 
 
@@ -334,7 +334,7 @@ def test_digits_are_read_as_they_are_shown(code: str) -> None:
         (party("a", fresh=False, cluster="f" * 16), party("b", cluster="f" * 16), "same"),
     ],
 )
-def test_who_asks_whom(own: Party, other: Party, expected: str) -> None:
+def test_who_asks_whom(own: PeerIdentity, other: PeerIdentity, expected: str) -> None:
     if own.open and other.open and not own.fresh:
         expected = "ask" if other.cluster < own.cluster else "asked"
     assert relation(own, other) == expected
@@ -363,7 +363,7 @@ def request(number: int, address: str) -> Request:
 
 
 def test_a_node_has_one_request_and_a_decided_one_is_gone() -> None:
-    desk = Desk()
+    desk = PendingRequests()
     assert desk.add(request(1, "10.0.0.2")) == []
     again = replace(request(1, "10.0.0.2"), id="again")
     assert desk.add(again) == ["1"]
@@ -374,7 +374,7 @@ def test_a_node_has_one_request_and_a_decided_one_is_gone() -> None:
 
 
 def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
-    desk = Desk()
+    desk = PendingRequests()
     honest = request(0, "10.0.0.7")
     assert desk.add(honest) == []
     for number in range(1, 200):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.join.duplicates import FRESH_S, Twins
+from exo_node.node.join.duplicates import FRESH_S, DuplicateNodeDetector
 from exo_node.placement.errors import DuplicateIdentity, PeerLost, Untrusted
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -22,7 +22,7 @@ class Lab:
         self.uptime_ms = 5000
         self.answers: dict[str, int] = {}
         self.gave_up: list[str] = []
-        self.twins = Twins(
+        self.twins = DuplicateNodeDetector(
             OWN, 1, lambda: self.uptime_ms, self._look, self._younger, lambda: self.now
         )
 
@@ -37,7 +37,7 @@ class Lab:
         """What becomes of a heartbeat of OTHER: accepted, asked first, or refused."""
         sender = pb.NodeFacts(id=OTHER, host="10.0.0.2", port=port)
         try:
-            self.twins.check(pb.Heartbeat(sender=sender, life=life, leaving=leaving))
+            self.twins.check(pb.Heartbeat(sender=sender, boot_id=life, leaving=leaving))
         except DuplicateIdentity:
             return "refused"
         except PeerLost:
@@ -104,7 +104,7 @@ def test_of_two_with_this_nodes_id_the_younger_one_gives_up() -> None:
     async def scenario(lab: Lab) -> None:
         def meet(uptime_ms: int, life: int) -> None:
             sender = pb.NodeFacts(id=OWN, host="10.0.0.9", port=1, uptime_ms=uptime_ms)
-            lab.twins.check(pb.Heartbeat(sender=sender, life=life))
+            lab.twins.check(pb.Heartbeat(sender=sender, boot_id=life))
 
         meet(5000, 1)  # itself, under another of its addresses
         with pytest.raises(DuplicateIdentity, match=r"10\.0\.0\.9"):

@@ -14,10 +14,10 @@ from exo_node.node.join import joining
 from exo_node.node.join import wire as join_wire
 from exo_node.node.join.approver import Approver
 from exo_node.node.join.asker import Asker
-from exo_node.node.join.handshake import ROUNDS, Party, Passkey, transcript
+from exo_node.node.join.handshake import ROUNDS, Passkey, PeerIdentity, transcript
 from exo_node.node.join.port import JoinPort
 from exo_node.node.join.state import prove_digits
-from exo_node.node.join.wire import Line
+from exo_node.node.join.wire import JoinConnection
 from exo_node.node.trust import certificates
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import (
@@ -93,7 +93,7 @@ def test_digits_that_were_typed_once_are_not_tried_again() -> None:
                     guess = prove_digits(line, "joiner", transcript(own, other), "654321")
 
                     async def attack(
-                        line: Line = line, guess: Coroutine[Any, Any, None] = guess
+                        line: JoinConnection = line, guess: Coroutine[Any, Any, None] = guess
                     ) -> None:
                         _ = await line.receive("begin", None)
                         rounds.append(1)
@@ -124,7 +124,7 @@ def test_a_key_that_comes_before_the_last_round_is_not_taken(after: int) -> None
             impostor = Impostor()
             outcomes: list[str] = []
 
-            async def attend(line: Line, own: Party, other: Party) -> None:
+            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
                 await asks(line)
                 await asyncio.sleep(0.05)
                 code = new.code
@@ -158,9 +158,9 @@ def test_an_approver_that_knows_the_digits_is_believed_and_only_with_its_cluster
                 key = owner.key if honest else third.key
 
                 async def attend(
-                    line: Line,
-                    own: Party,
-                    other: Party,
+                    line: JoinConnection,
+                    own: PeerIdentity,
+                    other: PeerIdentity,
                     new: Joiner = new,
                     key: ClusterKey = key,
                 ) -> None:
@@ -393,7 +393,7 @@ def test_another_cluster_cannot_be_spoken_for() -> None:
                     pass
             refused: list[str] = []
 
-            async def attend(line: Line, own: Party, other: Party) -> None:
+            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
                 refused.append("heard")
 
             liar.claims = said

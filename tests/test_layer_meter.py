@@ -27,8 +27,8 @@ from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
-from exo_node.shard.model.layer_meter import CHUNK_ROWS, FEWEST_LAYERS, SHORT_CONTEXT, LayerMeter
 from exo_node.shard.model.layer_probe import ProbeRows, probe_layers
+from exo_node.shard.model.layer_timer import CHUNK_ROWS, FEWEST_LAYERS, SHORT_CONTEXT, LayerTimer
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.model.tensors import to_bytes
@@ -57,7 +57,7 @@ class Clock:
 # ---------------------------------------------------------------------------- the meter
 
 
-def measured(meter: LayerMeter, clock: Clock, position: int, rows: int, count: int) -> None:
+def measured(meter: LayerTimer, clock: Clock, position: int, rows: int, count: int) -> None:
     """So many forwards of a second for each layer of eight."""
     for _ in range(count):
         begun = meter.now()
@@ -67,7 +67,7 @@ def measured(meter: LayerMeter, clock: Clock, position: int, rows: int, count: i
 
 def test_a_figure_is_of_one_layer_and_of_one_number_of_rows() -> None:
     clock = Clock()
-    meter = LayerMeter(8, (1, 4), clock)
+    meter = LayerTimer(8, (1, 4), clock)
     measured(meter, clock, 0, 1, ENOUGH)
     measured(meter, clock, 0, 3, ENOUGH)
     measured(meter, clock, 0, 4, ENOUGH - 1)
@@ -76,7 +76,7 @@ def test_a_figure_is_of_one_layer_and_of_one_number_of_rows() -> None:
 
 def test_forwards_behind_a_long_context_do_not_count() -> None:
     clock = Clock()
-    meter = LayerMeter(8, (1,), clock)
+    meter = LayerTimer(8, (1,), clock)
     measured(meter, clock, SHORT_CONTEXT, 1, ENOUGH)
     assert meter.means() == []
     measured(meter, clock, SHORT_CONTEXT - 1, 1, ENOUGH)
@@ -85,7 +85,7 @@ def test_forwards_behind_a_long_context_do_not_count() -> None:
 
 def test_a_stage_of_few_layers_does_not_measure() -> None:
     clock = Clock()
-    few, enough = LayerMeter(FEWEST_LAYERS - 1, (1,), clock), LayerMeter(FEWEST_LAYERS, (1,), clock)
+    few, enough = LayerTimer(FEWEST_LAYERS - 1, (1,), clock), LayerTimer(FEWEST_LAYERS, (1,), clock)
     for meter in (few, enough):
         measured(meter, clock, 0, 1, ENOUGH)
     assert (few.means(), len(enough.means())) == ([], 1)
@@ -93,7 +93,7 @@ def test_a_stage_of_few_layers_does_not_measure() -> None:
 
 def test_a_chunk_is_an_observation_by_itself() -> None:
     clock = Clock()
-    meter = LayerMeter(8, (CHUNK_ROWS,), clock)
+    meter = LayerTimer(8, (CHUNK_ROWS,), clock)
     measured(meter, clock, 0, CHUNK_ROWS, 1 + FIRST)
     assert [mean.count for mean in meter.means()] == [FIRST]
 
@@ -107,7 +107,7 @@ def block(position: int, rows: int, reply: "pb.Reply.ValueType", *schedule: int)
 
 
 @dataclass
-class Meter(LayerMeter):
+class Meter(LayerTimer):
     """Notes what it is told of."""
 
     added: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -198,7 +198,7 @@ def pipeline(halves: tuple[TextEngine, list[Loaded]], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kind, "__call__", timed)
     for each in loaded:
-        each.model.meter = LayerMeter(8, (1, ROWS.verify, ROWS.prefill), clock)
+        each.model.meter = LayerTimer(8, (1, ROWS.verify, ROWS.prefill), clock)
     return Pipeline(clock, engine, loaded, seconds)
 
 
@@ -274,7 +274,7 @@ class Machine:
         """The node's process; its runner is gone with it."""
         self.loop.run(self.profiling.close())
         self.profiling = self.started()
-        self.pipeline.loaded[self.stage].model.meter = LayerMeter(8, (1,), self.pipeline.clock)
+        self.pipeline.loaded[self.stage].model.meter = LayerTimer(8, (1,), self.pipeline.clock)
 
     def reports(self) -> list[tuple[pb.StageSpec, pb.RunnerState]]:
         means = self.pipeline.loaded[self.stage].model.meter.means()

@@ -103,7 +103,7 @@ PURE = (
     "node/join/handshake.py",
     "node/join/open_proof.py",
     "node/join/requests.py",
-    "node/cluster/told.py",
+    "node/cluster/log_once.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""

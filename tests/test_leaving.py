@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from fakes import Script
 from http_node import serving_fakes
 
-from exo_node.node.api.draining import Leaving
+from exo_node.node.api.drain import Drain
 from exo_node.node.chat.requests import Event, Started, TextDelta
 
 
-def until_cut_off(leaving: Leaving) -> Script:
+def until_cut_off(leaving: Drain) -> Script:
     """An answer under which the node's time is up."""
 
     async def script() -> AsyncGenerator[Event]:
@@ -24,7 +24,7 @@ def until_cut_off(leaving: Leaving) -> Script:
 
 
 def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
-    leaving = Leaving()
+    leaving = Drain()
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply(stream=True)
@@ -39,7 +39,7 @@ def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
 
 
 def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
-    leaving = Leaving()
+    leaving = Drain()
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply()
@@ -48,7 +48,7 @@ def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
 
 
 def test_new_work_is_refused_and_looking_is_not() -> None:
-    leaving = Leaving()
+    leaving = Drain()
     with serving_fakes(between=leaving.around) as node:
         assert node.chat_reply().status == 200
         leaving.begin()

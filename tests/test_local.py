@@ -11,9 +11,9 @@ from mlx_lm.models import gpt_oss
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tables import EndAt
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Want, as_row
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import LocalVerifier, WholeTarget
@@ -75,7 +75,7 @@ def decoded(model: nn.Module, ending: EndAt, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patched:
         patched.setattr(mx, "async_eval", counted)
         steps = list(
-            Generation(task, verifier, NoDrafter(), Chooser(Sampling(), 0), ending).steps()
+            Generation(task, verifier, NoDrafter(), Sampler(Sampling(), 0), ending).steps()
         )
     ids = [token for step in steps if isinstance(step, Round) for token in step.tokens]
     return ids, len(ahead)

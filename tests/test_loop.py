@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tables import PROMPT, EndAt, Logits, TableDrafter, TableVerifier, Told, random_table, tell
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.loop import CLEAR_EVERY, Generation, Prefilled, Task
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Forward, Round, Sampling
 
@@ -122,7 +122,7 @@ def test_an_empty_prompt_is_an_error() -> None:
 
 
 def test_plain_decoding_issues_one_forward_ahead_of_the_token_it_hands_out() -> None:
-    verifier, chooser = TableVerifier(TARGET, overlaps=True), Chooser(Sampling(), 0)
+    verifier, chooser = TableVerifier(TARGET, overlaps=True), Sampler(Sampling(), 0)
     task = Task(PROMPT, BUDGET, 256)
     emitted = 0
     for step in Generation(task, verifier, NoDrafter(), chooser, EndAt()).steps():

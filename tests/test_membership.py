@@ -12,6 +12,7 @@ from exo_node.node.cluster.membership import (
     Change,
     Died,
     Event,
+    Gossip,
     Heard,
     Joined,
     Left,
@@ -23,7 +24,6 @@ from exo_node.node.cluster.membership import (
     Status,
     Suspected,
     Tick,
-    Told,
     View,
 )
 from exo_node.placement.ids import NodeId
@@ -290,10 +290,10 @@ def event(text: str) -> Event:
     match text.split():
         case ["heard", node, *anew]:
             name, _, number = node.partition("/")
-            return Heard(NodeId(name), int(number or 1), life=len(anew))
+            return Heard(NodeId(name), int(number or 1), boot_id=len(anew))
         case ["told", sender, node, view]:
             status, _, number = view.partition("/")
-            return Told(NodeId(sender), (View(NodeId(node), int(number), STATUSES[status]),))
+            return Gossip(NodeId(sender), (View(NodeId(node), int(number), STATUSES[status]),))
         case ["left", node]:
             return Left(NodeId(node))
         case ["refused", node]:
@@ -354,7 +354,7 @@ VIEWS = st.builds(
 )
 EVENTS = st.one_of(
     st.builds(Heard, st.sampled_from(NODES), st.integers(1, 3), st.integers(0, 1)),
-    st.builds(Told, st.sampled_from(NODES), st.tuples(VIEWS)),
+    st.builds(Gossip, st.sampled_from(NODES), st.tuples(VIEWS)),
     st.builds(Left, st.sampled_from(NODES)),
     st.builds(Refused, st.sampled_from(NODES)),
     st.just(Tick()),

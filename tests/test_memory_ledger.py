@@ -181,7 +181,7 @@ def test_a_model_takes_what_it_was_promised_or_what_it_uses() -> None:
 
 
 def test_a_view_subtracts_promises_of_other_models_only() -> None:
-    loading = pb.PlacementState(model=MODELS[0], weight_bytes=0)
+    loading = pb.StageState(model=MODELS[0], weight_bytes=0)
     member = MemberFacts(pb.NodeFacts(id=NODES[0], memory_bytes=100), [loading])
     promises = {MODELS[0]: 60, MODELS[1]: 10}
     assert node_facts(member, MODELS[0], promises).memory_bytes == 90

@@ -24,11 +24,11 @@ from models import make_checkpoint
 from tables import PROMPT, EndAt, TableDrafter, random_table, tell
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.family import draft_logits, family_of
 from exo_node.mtp.loop import CLEAR_EVERY
 from exo_node.mtp.rollback import rollback, with_tapes
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Penalties, Sampling
@@ -103,7 +103,7 @@ class Counting(NativeDrafter):
     def __init__(self, family: Any, k: int) -> None:
         head = made_head(family)
         logits = draft_logits(family, head)
-        super().__init__(head, family.embed, logits, Chooser(Sampling(), 0), k, overlap=True)
+        super().__init__(head, family.embed, logits, Sampler(Sampling(), 0), k, overlap=True)
         self.held: list[tuple[int, int]] = []
 
     def draft(self, k: int, position: int) -> Drafts:
@@ -200,7 +200,7 @@ def test_pitfall_11_processors_do_not_see_the_prompt(engine: TextEngine, k: int)
     never_again = Sampling(penalties=Penalties(presence=1000.0, context_size=100))
     ids = answer(engine, request(STORY_PROMPT, k, 16, sampling=never_again, ignore_end=True)).ids
     assert len({*ids, *STORY_PROMPT}) == 16 + len(set(STORY_PROMPT))
-    chooser = Chooser(Sampling(penalties=Penalties(repetition=9.0)), 0, prompt=(3,))
+    chooser = Sampler(Sampling(penalties=Penalties(repetition=9.0)), 0, prompt=(3,))
     logits = mx.zeros((1, V)).at[:, 3].add(1.0).at[:, 5].add(0.5)
     assert as_ids(greedy_token(logits)) == [3]
     assert as_ids(chooser.token(logits, 1)) == [5]
@@ -220,7 +220,7 @@ def test_pitfall_13_a_sampled_draft_is_accepted_by_argmax() -> None:
     p = mx.log(mx.array([[0.9, 0.1] + [1e-9] * 6] * 2))
     kept = 0
     for seed in range(400):
-        chooser = Chooser(Sampling(temperature=1.0), seed)
+        chooser = Sampler(Sampling(temperature=1.0), seed)
         q = mx.log(mx.array([[0.5, 0.5] + [1e-9] * 6]))
         drafts = chooser.draft(q, 5)
         accepted, ids = chooser.judge(p, drafts, 5).read()
@@ -308,7 +308,7 @@ def test_pitfall_21_argmax_of_logits_is_not_that_of_rounded_log_probabilities() 
     stock = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
     assert not mx.array_equal(stock, mx.argmax(logits, axis=-1)), "a seed that shows nothing"
     assert mx.array_equal(greedy_token(logits), stock)
-    chooser = Chooser(Sampling(), 0)
+    chooser = Sampler(Sampling(), 0)
     verdict = chooser.judge(logits[:4], Drafts(stock[:3].astype(mx.int32), None), 0)
     assert verdict.read() == (3, as_ids(stock[:4]))
     assert as_ids(chooser.token(logits[:1], 0)) == as_ids(stock[:1])

@@ -1,4 +1,4 @@
-"""Presence: one node a data folder, and a run file that is believed only while its lock is held."""
+"""DataDirLock: one node a data folder, and a run file that is believed only while its lock is held."""
 
 import fcntl
 import json
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.machine.presence import Presence, Running, find_running
+from exo_node.node.machine.data_dir_lock import DataDirLock, Running, find_running
 from exo_node.placement.errors import InvalidSettings
 
 _HOLD = """
 import sys
 from pathlib import Path
-from exo_node.node.machine.presence import Presence
-held = Presence.acquire(Path(sys.argv[1]))
+from exo_node.node.machine.data_dir_lock import DataDirLock
+held = DataDirLock.acquire(Path(sys.argv[1]))
 held.announce("127.0.0.1", 7001, version="9.9")
 print("held", flush=True)
 sys.stdin.read()
@@ -39,7 +39,7 @@ def _hold(data_dir: Path) -> "subprocess.Popen[str]":
 def test_a_running_node_is_found_until_it_closes(tmp_path: Path) -> None:
     data_dir = tmp_path / "new" / "data"
     assert find_running(data_dir) is None
-    with Presence.acquire(data_dir) as presence:
+    with DataDirLock.acquire(data_dir) as presence:
         assert find_running(data_dir) == Running(os.getpid())
         presence.announce("127.0.0.1", 7000, version="1.2", started=5.0)
         assert find_running(data_dir) == Running(os.getpid(), "127.0.0.1", 7000, 5.0, "1.2")
@@ -49,18 +49,18 @@ def test_a_running_node_is_found_until_it_closes(tmp_path: Path) -> None:
 
 
 def test_the_data_folder_and_its_files_are_the_owners_own(tmp_path: Path) -> None:
-    with Presence.acquire(tmp_path / "data"):
+    with DataDirLock.acquire(tmp_path / "data"):
         assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
         assert stat.S_IMODE((tmp_path / "data" / "node.lock").stat().st_mode) == 0o600
 
 
 def test_a_second_node_on_the_folder_names_the_first(tmp_path: Path) -> None:
-    with Presence.acquire(tmp_path):
+    with DataDirLock.acquire(tmp_path):
         with pytest.raises(InvalidSettings, match=f"pid {os.getpid()}") as caught:
-            Presence.acquire(tmp_path)
+            DataDirLock.acquire(tmp_path)
         assert caught.value.param == "--data-dir"
         assert find_running(tmp_path) == Running(os.getpid()), "the first still holds it"
-    Presence.acquire(tmp_path).close()
+    DataDirLock.acquire(tmp_path).close()
 
 
 def test_a_command_that_looks_at_the_lock_does_not_stop_a_start(
@@ -73,7 +73,7 @@ def test_a_command_that_looks_at_the_lock_does_not_stop_a_start(
         os.close(looking)
 
     monkeypatch.setattr("time.sleep", look_away)
-    Presence.acquire(tmp_path).close()
+    DataDirLock.acquire(tmp_path).close()
 
 
 def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None
         assert running is not None
         assert (running.pid, running.http_port, running.version) == (process.pid, 7001, "9.9")
         with pytest.raises(InvalidSettings, match=f"pid {process.pid}"):
-            Presence.acquire(tmp_path)
+            DataDirLock.acquire(tmp_path)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert (tmp_path / "node.json").exists(), "kill -9 leaves the run file"
     assert find_running(tmp_path) is None
-    with Presence.acquire(tmp_path):
+    with DataDirLock.acquire(tmp_path):
         assert find_running(tmp_path) == Running(os.getpid()), "the old address is not believed"
 
 
@@ -101,7 +101,7 @@ def _record(pid: int) -> str:
 def test_the_address_of_a_dead_node_with_this_pid_is_not_believed(tmp_path: Path) -> None:
     """In a container every start has the same pid."""
     (tmp_path / "node.json").write_text(_record(os.getpid()))
-    with Presence.acquire(tmp_path):
+    with DataDirLock.acquire(tmp_path):
         assert find_running(tmp_path) == Running(os.getpid())
 
 
@@ -113,13 +113,13 @@ def test_the_address_of_a_dead_node_with_this_pid_is_not_believed(tmp_path: Path
 def test_a_run_file_that_the_holder_did_not_write_gives_no_address(
     tmp_path: Path, record: str
 ) -> None:
-    with Presence.acquire(tmp_path):
+    with DataDirLock.acquire(tmp_path):
         (tmp_path / "node.json").write_text(record)
         assert find_running(tmp_path) == Running(os.getpid())
 
 
 def test_the_lock_is_not_handed_to_child_processes(tmp_path: Path) -> None:
-    presence = Presence.acquire(tmp_path)
+    presence = DataDirLock.acquire(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         presence.close()
@@ -131,5 +131,5 @@ def test_the_lock_is_not_handed_to_child_processes(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidSettings, match=r"--data-dir: .*cannot be used"):
-        Presence.acquire(tmp_path / "file" / "data")
+        DataDirLock.acquire(tmp_path / "file" / "data")
     assert find_running(tmp_path / "file" / "data") is None

@@ -9,8 +9,8 @@ from fakes import FakeFacts, FakeGenerators, FakeStages
 
 from exo_node.node.chat import readiness as readiness_module
 from exo_node.node.chat.readiness import RECENT_S, Readiness
+from exo_node.node.placements.maintenance import SETTLE_AFTER_S, may_settle
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.upkeep import SETTLE_AFTER_S, may_settle
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
 from exo_node.placement.plan import PlanOptions

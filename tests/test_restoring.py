@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.cluster.desired import Wishes
+from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
-from exo_node.node.placements import failures, upkeep
-from exo_node.node.placements import upkeep as settling
+from exo_node.node.placements import maintenance as settling
+from exo_node.node.placements import maintenance as upkeep
+from exo_node.node.placements import restart_backoff as failures
+from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.record import Record
 from exo_node.node.placements.stages import StageSettings
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
@@ -106,7 +107,7 @@ class Cluster:
     def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
         return StageSettings("float32")
 
-    def lose(self, record: Record, stage: int) -> NodeId:
+    def lose(self, record: LoadedPlacement, stage: int) -> NodeId:
         """The stage's runner ends; nobody is told."""
         node = record.plan.stages[stage].node
         self.up.discard((node, stage))
@@ -132,7 +133,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def with_spares(placements: Placements) -> Record:
+async def with_spares(placements: Placements) -> LoadedPlacement:
     record = await placements.place(DEMO, THREE, spares=1)
     await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
     return record
@@ -323,11 +324,11 @@ def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
 ) -> None:
     paused: list[ModelId] = []
 
-    def pause_s(_: failures.Failures, model: ModelId) -> float:
+    def pause_s(_: failures.RestartBackoff, model: ModelId) -> float:
         paused.append(model)
         return 0.0
 
-    monkeypatch.setattr(failures.Failures, "pause_s", pause_s)
+    monkeypatch.setattr(failures.RestartBackoff, "pause_s", pause_s)
 
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         for spares in (1, 0):
@@ -389,7 +390,9 @@ def test_a_placement_that_moved_is_placed_anew_only_for_much_more_speed() -> Non
         nodes = [NodeFacts(A, "a", 10**10, 1e11), NodeFacts(B, "b", 10**10, fast)]
         view = ClusterView(tuple(nodes))
         card = packaged_cards()[DEMO]
-        record = Record(PlacementId("p"), card, plan(card, ClusterView((nodes[0],)), ONE), ONE)
+        record = LoadedPlacement(
+            PlacementId("p"), card, plan(card, ClusterView((nodes[0],)), ONE), ONE
+        )
         return settling.settles(record, plan(card, view, ONE), view)
 
     assert seconds(1.05e11) == ""
@@ -506,7 +509,7 @@ def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------- spares that follow
 
 
-def pairs(record: Record) -> list[tuple[NodeId, NodeId]]:
+def pairs(record: LoadedPlacement) -> list[tuple[NodeId, NodeId]]:
     """Of each stage's node and its first spare's."""
     firsts = {spare.stage: spare.node for spare in reversed(record.spares)}
     return [(stage.node, firsts[i]) for i, stage in enumerate(record.plan.stages)]
@@ -579,17 +582,17 @@ def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
 
 
 def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
-    wishes = Wishes()
+    wishes = DesiredPlacements()
 
     async def old(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
-        placements = Placements(cluster, cluster, wishes=wishes)
+        placements = Placements(cluster, cluster, desired=wishes)
         _ = await placements.place(DEMO, THREE, spares=1)
         await placements.close()
 
     async def new(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
-        learnt = Wishes()
+        learnt = DesiredPlacements()
         learnt.learn(wishes.told())
-        placements = Placements(cluster, cluster, wishes=learnt)
+        placements = Placements(cluster, cluster, desired=learnt)
         record = await placements.ensure(DEMO)
         assert len(record.plan.stages) == 3
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)

@@ -19,7 +19,7 @@ from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
-from exo_node.shard.pipeline.replay_buffer import Trail
+from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.stage import StageWorker
 
 CUTS = (1, 17, 25)
@@ -213,7 +213,7 @@ def test_a_second_loss_while_the_first_is_mended_changes_nothing(
 def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
     pipeline: Pipeline, expected: tuple[Round, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trail.__init__, "__defaults__", (1000,))
+    monkeypatch.setattr(ReplayBuffer.__init__, "__defaults__", (1000,))
     pipeline.replace(1)
     pipeline.lose(2, 12)
     log = pipeline.until_lost(request="long")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from exo_node.node.chat.resuming import MAX_BARREN, RESUME_WITHIN_S, STEADY_S, AnswerLog
-from exo_node.node.placements.record import Record, placed_of
+from exo_node.node.placements.loaded_placement import LoadedPlacement, placed_of
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.cluster import ClusterView, NodeFacts, StageAssignment
 from exo_node.placement.cost import stage_bytes
@@ -116,10 +116,10 @@ def test_timings_are_of_the_answer_and_not_of_its_last_attempt() -> None:
 # ---------------------------------------------------------------- exactness
 
 
-def record(*nodes: NodeId, chip: str = "Apple M3") -> Record:
+def record(*nodes: NodeId, chip: str = "Apple M3") -> LoadedPlacement:
     options = PlanOptions(min_nodes=len(nodes), max_nodes=len(nodes))
     planned = plan(CARD, view(*nodes, chip=chip), options)
-    made = Record(PlacementId("p"), CARD, planned, options)
+    made = LoadedPlacement(PlacementId("p"), CARD, planned, options)
     made.specs = [pb.StageSpec(dtype="float32")]
     made.endpoints = [Endpoint(stage.node, pb.LoadReady()) for stage in planned.stages]
     made.see(view(*nodes, chip=chip))

@@ -12,8 +12,8 @@ from mlx import nn
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import _join  # pyright: ignore[reportPrivateUsage]
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import (
     ACCEPT,
     RESIDUAL,
@@ -98,7 +98,7 @@ def test_greedy_tokens_are_mlx_lms_where_bfloat16_log_probabilities_tie(ties: mx
 
 
 def test_the_greedy_choice_is_one_for_plain_decoding_draft_and_verify(ties: mx.array) -> None:
-    chooser = Chooser(Sampling(), 0)
+    chooser = Sampler(Sampling(), 0)
     rows = [ties[i : i + 1] for i in range(ties.shape[0])]
     plain = mx.concatenate([chooser.token(row, 0) for row in rows])
     drafted = mx.concatenate([chooser.draft(row, 0).tokens for row in rows])
@@ -144,7 +144,7 @@ def test_xtc_is_mlx_lms_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_a_temperature_next_to_none_is_greedy(temperature: float, top_k: int) -> None:
     logits = random_logits(40, seed=2)
-    chooser = Chooser(Sampling(temperature=temperature, top_k=top_k), 3)
+    chooser = Sampler(Sampling(temperature=temperature, top_k=top_k), 3)
     assert as_ids(chooser.token(logits, 0)) == as_ids(greedy_token(logits))
 
 
@@ -192,7 +192,7 @@ def test_xtc_applies_to_the_positions_whose_draw_is_not_above_its_probability() 
 def test_draft_and_verify_see_the_same_distribution_and_draw(name: str) -> None:
     """XTC too: a draft made at one position is accepted there when the logits are the same."""
     for sampling in (FILTERS[name], replace(FILTERS[name], xtc_probability=0.5)):
-        chooser = Chooser(replace(sampling, seed=4), 0)
+        chooser = Sampler(replace(sampling, seed=4), 0)
         logits = random_logits(9, seed=5)
         drafts = [chooser.draft(logits[i : i + 1], 70 + i) for i in range(8)]
         joined = Drafts(mx.concatenate([draft.tokens for draft in drafts]), None)
@@ -284,7 +284,7 @@ def test_a_rounds_noise_is_its_own() -> None:
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_row_over_the_first_ids_draws_the_seeds_token_where_it_has_it(name: str) -> None:
     """A drafter of few ids and the target choose alike when the target's choice is among them."""
-    chooser = Chooser(replace(FILTERS[name], seed=4, xtc_probability=0.5), 0, (3, 60))
+    chooser = Sampler(replace(FILTERS[name], seed=4, xtc_probability=0.5), 0, (3, 60))
     logits = random_logits(60, seed=8)
     logits[:, 40:] -= 30
     chosen = [chooser.token(logits[i : i + 1], 70 + i) for i in range(60)]
@@ -297,7 +297,7 @@ def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
     """Every rule: a target that never gives those ids accepts none, one that is sure accepts."""
     for seed in (None, 3):
         for s in (replace(FILTERS[name], seed=seed), Sampling()):
-            chooser = Chooser(s, 1)
+            chooser = Sampler(s, 1)
             drafts = _join([chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)])
             never, sure = random_logits(3, 8), random_logits(3, 8)
             never[:, :40] = -math.inf
@@ -311,7 +311,7 @@ def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
 @pytest.mark.parametrize("drafted", [False, True])
 def test_target_logprobs_are_processed_and_neither_cooled_nor_filtered(drafted: bool) -> None:
     penalties = Penalties(presence=0.5, logit_bias=((4, 3.0),))
-    chooser = Chooser(Sampling(temperature=0.2, top_k=2, penalties=penalties), 0, prompt=[1, 2])
+    chooser = Sampler(Sampling(temperature=0.2, top_k=2, penalties=penalties), 0, prompt=[1, 2])
     logits = random_logits(3 if drafted else 1, seed=9).astype(mx.bfloat16)
     drafts = Drafts(mx.array([7, 8]), None) if drafted else None
     got = chooser.target_logprobs(logits, drafts)

@@ -18,13 +18,13 @@ from shims import by_call, by_contents, by_rows, perturb
 from tables import EndAt, TableVerifier, random_table
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.fixed_rows import PADDING_ID, FixedRows
 from exo_node.mtp.loop import Generation, Task
 from exo_node.mtp.probe import fixed_rows_identity, greedy_identity, live_arrays
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafter, Drafts, Verifier, Want, as_row
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
@@ -85,25 +85,25 @@ def told(
     model: qwen3_5.Model,
     rows: int,
     sampling: Sampling,
-    make_drafter: Callable[[Chooser], Drafter] = lambda _: NoDrafter(),
+    make_drafter: Callable[[Sampler], Drafter] = lambda _: NoDrafter(),
     tokens: int = TOKENS,
 ) -> Told:
     """`rows` 0: not strict."""
     caches: list[Any] = with_tapes(model.make_cache())
     local = LocalVerifier(FamilyTarget(Qwen35Family(model)), caches)
     verifier: Verifier = FixedRows(local, rows) if rows else local
-    chooser = Chooser(sampling, 0)
+    chooser = Sampler(sampling, 0)
     task = Task(PROMPT, tokens, prefill_chunk=8)
     steps = Generation(task, verifier, make_drafter(chooser), chooser, EndAt()).steps()
     rounds = tuple(step for step in steps if isinstance(step, Round))
     return Told(tuple(t for r in rounds for t in r.tokens), rounds, caches, verifier)
 
 
-def scripted(plain: Told, k: int) -> Callable[[Chooser], Drafter]:
+def scripted(plain: Told, k: int) -> Callable[[Sampler], Drafter]:
     return lambda _: Scripted(plain.ids, k)
 
 
-def native(model: qwen3_5.Model, k: int) -> Callable[[Chooser], Drafter]:
+def native(model: qwen3_5.Model, k: int) -> Callable[[Sampler], Drafter]:
     """With a head of random weights: nearly all that it drafts is rejected."""
     family = Qwen35Family(model)
     mx.random.seed(5)

@@ -7,7 +7,7 @@ import pytest
 from exo_node.placement.errors import StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.replay_buffer import Trail
+from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 
 ROW = 4
 """Bytes of a row."""
@@ -19,8 +19,8 @@ def block(position: int, rows: int, schedule: Sequence[int] = ()) -> HiddenBlock
     return HiddenBlock("r1", 1, position, rows, ids, pb.REPLY_LAST, data, tuple(schedule))
 
 
-def trail(*blocks: tuple[int, int], limit: int = 1000) -> Trail:
-    made = Trail(limit)
+def trail(*blocks: tuple[int, int], limit: int = 1000) -> ReplayBuffer:
+    made = ReplayBuffer(limit)
     for position, rows in blocks:
         made.add(block(position, rows))
     return made
@@ -56,7 +56,7 @@ def test_what_is_held_already_is_left_out() -> None:
 
 
 def test_a_block_is_cut_where_one_of_its_forwards_ended() -> None:
-    sent = Trail()
+    sent = ReplayBuffer()
     sent.add(block(0, 6, (2, 1, 3)))
     sent.want(3, 6, answer=False)
     [rest] = sent.unsent(2)
@@ -66,7 +66,7 @@ def test_a_block_is_cut_where_one_of_its_forwards_ended() -> None:
 
 @pytest.mark.parametrize("row", [1, 4])
 def test_a_forward_cannot_be_sent_in_part(row: int) -> None:
-    sent = Trail()
+    sent = ReplayBuffer()
     sent.add(block(0, 6, (2, 1, 3)))
     sent.want(row, 6, answer=False)
     with pytest.raises(StateLost, match=f"no forward ended at row {row}"):

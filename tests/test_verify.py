@@ -18,12 +18,12 @@ import pytest
 from shims import by_contents, by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.accept import Verdict, accept_matching
-from exo_node.mtp.chooser import Chooser
+from exo_node.mtp.accept import VerifyResult, accept_matching
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.node.cli.verify import run_verify
 from exo_node.node.machine.settings import load_settings
@@ -42,7 +42,7 @@ from exo_node.shard.verify.answers import (
 )
 from exo_node.shard.verify.numbers import chain_of, check_blocks, compare
 from exo_node.shard.verify.report import Check, Report, as_json, as_text
-from exo_node.shard.verify.subject import Subject
+from exo_node.shard.verify.subject import ModelUnderTest
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
@@ -51,7 +51,7 @@ ALL = ("blocks", "rollback", "fixed_rows", "priming", "greedy", "strict", "seede
 Key = Callable[[mx.array, int], Any]
 
 
-def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -> Subject:
+def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -> ModelUnderTest:
     model = taped_qwen()
     family = Qwen35Family(model)
     mx.random.seed(5)
@@ -60,13 +60,13 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
     if shim is not None:
         _ = perturb(model, shim, size=size)
 
-    def make_drafter(chooser: Chooser, k: int) -> NativeDrafter:
+    def make_drafter(chooser: Sampler, k: int) -> NativeDrafter:
         return NativeDrafter(made, family.embed, family.lm_head, chooser, k, overlap=True)
 
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
-    return Subject(
+    return ModelUnderTest(
         FamilyTarget(family),
         make_caches,
         VOCABULARY,
@@ -78,7 +78,7 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
     )
 
 
-def checked(of: Subject, upto: str = ALL[-1]) -> dict[str, Check]:
+def checked(of: ModelUnderTest, upto: str = ALL[-1]) -> dict[str, Check]:
     """The checks up to the one that is asked about."""
     found: dict[str, Check] = {}
     for check in verify.run_checks(of, PROMPTS, EFFORT, lambda _: None):
@@ -211,22 +211,22 @@ def accept_likely_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def by_argmax(
         p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
-    ) -> Verdict:
+    ) -> VerifyResult:
         del q, noise, at
         best = p.log_p.argmax(axis=-1)
         ids = best if p.ids is None else mx.take_along_axis(p.ids, best[:, None], axis=-1)[:, 0]
         return accept_matching(ids, drafts)
 
-    monkeypatch.setattr("exo_node.mtp.chooser.accept_by_ratio", by_argmax)
+    monkeypatch.setattr("exo_node.mtp.sampler.accept_by_ratio", by_argmax)
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft is taken unseen."""
 
-    def trusting(targets: mx.array, drafts: mx.array) -> Verdict:
+    def trusting(targets: mx.array, drafts: mx.array) -> VerifyResult:
         return accept_matching(mx.concatenate([drafts[:1], targets[1:]]), drafts)
 
-    monkeypatch.setattr("exo_node.mtp.chooser.accept_matching", trusting)
+    monkeypatch.setattr("exo_node.mtp.sampler.accept_matching", trusting)
 
 
 @pytest.mark.parametrize(

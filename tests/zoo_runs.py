@@ -15,10 +15,10 @@ from mlx_lm.generate import generate_step
 from tables import EndAt
 from zoo import VOCABULARY
 
-from exo_node.mtp.chooser import Chooser
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.family import family_of
 from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Verifier
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.config import hidden_size
@@ -74,6 +74,6 @@ def as_two_stages(
 
 def _ids(verifier: Verifier, chunk: int, tokens: int) -> list[int]:
     task = Task(PROMPT, tokens, chunk)
-    steps = Generation(task, verifier, NoDrafter(), Chooser(Sampling(), 0), EndAt()).steps()
+    steps = Generation(task, verifier, NoDrafter(), Sampler(Sampling(), 0), EndAt()).steps()
     rounds = [step for step in steps if isinstance(step, Round)]
     return [token for each in rounds for token in each.tokens]

@@ -3,7 +3,7 @@
 body_schema.py: checks of a JSON body, with the nearest field's name in the error
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
-draining.py: a node that stops: nothing new, and time for what runs
+drain.py: a node that stops: nothing new, and time for what runs
 errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
+from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
-from ..placements.record import Record
 from .chat import Runners
 
 RECENT_S = 10.0
@@ -39,7 +39,7 @@ class Readiness:
                 return fault
         return ""
 
-    async def _of(self, record: Record) -> str:
+    async def _of(self, record: LoadedPlacement) -> str:
         if record.status != "ready":
             why = record.error or record.progress
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
@@ -50,7 +50,7 @@ class Readiness:
             probe = self._probes[record.card.id] = asyncio.create_task(self._probe(record))
         return await asyncio.shield(probe)
 
-    async def _probe(self, record: Record) -> str:
+    async def _probe(self, record: LoadedPlacement) -> str:
         """One token through every stage."""
         request = pb.GenerateRequest(
             placement=record.id,

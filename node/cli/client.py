@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...placement.errors import ExoNodeError
+from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
-from ..machine.presence import find_running
 from ..trust.local_token import TOKEN_HEADER, read_token
 
 if TYPE_CHECKING:

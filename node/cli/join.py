@@ -89,7 +89,7 @@ def join(
     Other users can read a key on the command line, so rather let it be asked for, or pipe it in.
     A running node joins at once, a stopped one when it is started.
     """
-    from ..machine.presence import find_running
+    from ..machine.data_dir_lock import find_running
     from ..trust.cluster_key import KeyFolder
     from ..trust.keys import parse_cluster_key
     from . import client as cli_client
@@ -132,7 +132,7 @@ def leave(
 
     The old key is kept beside the new one. Others are told, if the node runs.
     """
-    from ..machine.presence import find_running
+    from ..machine.data_dir_lock import find_running
     from ..trust.cluster_key import KeyFolder
     from . import client as cli_client
 

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from ...placement.errors import ExoNodeError
-from ..machine.presence import find_running
+from ..machine.data_dir_lock import find_running
 from .client import no_node
 from .flags import DataDir
 

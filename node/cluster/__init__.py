@@ -5,12 +5,12 @@ cluster_state.py: membership and election together, fed by heartbeats; pure
 desired.py: desired placements: published by the head, learned by the others
 discovery.py: mDNS: addresses to dial
 election.py: which node is the head; pure
-ending.py: why a node ends by itself
 heartbeats.py: heartbeats as messages
 held.py: what heads hold, kept for the next head
+log_once.py: what was logged already, so that it is not repeated; pure
 member.py: what is known of each other node
 member_facts.py: one live node as its heartbeats describe it
 membership.py: alive, suspect, dead; pure
+node_exit.py: why a node ends by itself
 term_file.py: the head's term on disk
-told.py: what was logged already, so that it is not repeated; pure
 """

@@ -15,8 +15,8 @@ from ..machine.events import EventLog
 from ..machine.tasks import Loops
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
-from .cluster_state import Change, Standing
-from .desired import Wishes
+from .cluster_state import Change, ClusterState
+from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
 from .heartbeats import checked, describe_node, fill, read
 from .held import Held
@@ -44,28 +44,28 @@ class Cluster:
     def __init__(
         self,
         self_facts: Callable[[], pb.NodeFacts],
-        states: Callable[[], list[pb.PlacementState]],
+        states: Callable[[], list[pb.StageState]],
         client: ControlClient,
-        standing: Standing,
+        cluster_state: ClusterState,
         on_lost: Callable[[NodeId, str], None],
         fingerprint: str,
         events: EventLog,
-        wishes: Wishes,
+        desired: DesiredPlacements,
         loops: Loops,
         held: Held,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 
-        `wishes` and `held` are the head's: told where this node is it, else learnt.
+        `desired` and `held` are the head's: told where this node is it, else learnt.
         """
         self._self_facts = self_facts
         self._states = states
         self._client = client
-        self._standing = standing
+        self._cluster_state = cluster_state
         self._on_lost = on_lost
         self._fingerprint = fingerprint
         self._events = events
-        self._wishes = wishes
+        self._desired = desired
         self._loops = loops
         self._held = held
         self._members: dict[NodeId, Member] = {}
@@ -73,10 +73,10 @@ class Cluster:
         self._ticker: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # set, and replaced, when there is something to tell at once
         self._gone: dict[NodeId, asyncio.Event] = {}
-        self.self_id = standing.self_id
+        self.self_id = cluster_state.self_id
 
     def start(self) -> None:
-        self._tell(self._standing.tick(time.monotonic()))
+        self._tell(self._cluster_state.tick(time.monotonic()))
         self._ticker = self._loops.keep(self._tick, "the membership's clock")
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class Cluster:
         goodbyes = [
             self._client.exchange(member.address, node, farewell)
             for node, member in self._members.items()
-            if node in self._standing.membership.live()
+            if node in self._cluster_state.membership.live()
         ]
         _ = await asyncio.gather(*goodbyes, return_exceptions=True)
         tasks = [*self._dials.values(), *([self._ticker] if self._ticker else [])]
@@ -97,7 +97,7 @@ class Cluster:
     def leave(self) -> None:
         """Before the end: this node gives up its lease, and the others place nothing here."""
         _ = self._events.add("leaving", f"{self._self_facts().name} is about to leave")
-        self._tell(self._standing.resign(time.monotonic()))
+        self._tell(self._cluster_state.resign(time.monotonic()))
         self.speak_up()
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
@@ -111,7 +111,7 @@ class Cluster:
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own."""
         if beat.leaving:
-            self._tell(self._standing.left(sender, time.monotonic()))
+            self._tell(self._cluster_state.left(sender, time.monotonic()))
             _ = self._members.pop(sender, None)
             return self._beat()
         address = f"{beat.sender.host}:{beat.sender.port}"
@@ -126,7 +126,7 @@ class Cluster:
     @property
     def head(self) -> NodeId | None:
         """None during an election, which stops nothing: see `wait_for_head`."""
-        return self._standing.election.head
+        return self._cluster_state.election.head
 
     @property
     def is_head(self) -> bool:
@@ -135,11 +135,11 @@ class Cluster:
     @property
     def term(self) -> Term:
         """Of the head's lease; the highest known where there is no head."""
-        return self._standing.election.term
+        return self._cluster_state.election.term
 
     def trouble(self) -> str:
         """Why this node cannot lead though it would; "" where it can."""
-        why = self._standing.election.not_stored
+        why = self._cluster_state.election.not_stored
         return why and (
             f"the head's term cannot be stored in the data folder ({why}): this node does not "
             "lead until it can; free space there, or make the folder again"
@@ -171,17 +171,17 @@ class Cluster:
 
     def is_live(self, node: NodeId) -> bool:
         """Whether the node is not known to be dead or gone."""
-        return node == self.self_id or node in self._standing.membership.live()
+        return node == self.self_id or node in self._cluster_state.membership.live()
 
     def leads(self, node: NodeId) -> bool:
         """Whether that node is live and says that it is the head."""
         member = self._members.get(node)
-        live = node in self._standing.membership.live()
+        live = node in self._cluster_state.membership.live()
         return live and member is not None and member.beat.head == node
 
     async def until_gone(self, node: NodeId) -> None:
         """Returns when the node has died, left or been restarted; at once if it is unknown."""
-        if node in self._standing.membership.live():
+        if node in self._cluster_state.membership.live():
             _ = await self._gone.setdefault(node, asyncio.Event()).wait()
 
     # ----------------------------------------------------------------------- the others
@@ -190,13 +190,13 @@ class Cluster:
         """Nodes that may take new work: alive, not suspect, not about to leave; this one first."""
         itself = MemberFacts(self._self_facts(), self._states())
         return [
-            *([itself] if self.self_id not in self._standing.draining else []),
+            *([itself] if self.self_id not in self._cluster_state.draining else []),
             *self.others(),
         ]
 
     def others(self) -> list[MemberFacts]:
         """`members` without this node."""
-        may = self._standing.membership.alive() - self._standing.draining
+        may = self._cluster_state.membership.alive() - self._cluster_state.draining
         beats = [m.beat for node, m in self._members.items() if node in may]
         return [MemberFacts(beat.sender, beat.placements) for beat in beats]
 
@@ -208,7 +208,7 @@ class Cluster:
 
     def draining(self) -> frozenset[NodeId]:
         """Nodes that are about to leave: what runs on them has to move, they take nothing new."""
-        return self._standing.draining
+        return self._cluster_state.draining
 
     def address(self, node: NodeId) -> str:
         """host:port of another node's control server. Raises PeerLost."""
@@ -243,8 +243,8 @@ class Cluster:
 
     def describe(self, version: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
-        status = self._standing.membership.statuses()
-        draining, head = self._standing.draining, self.head
+        status = self._cluster_state.membership.statuses()
+        draining, head = self._cluster_state.draining, self.head
         shown = {node: "draining" for node in draining if status.get(node) != "dead"}
         mine = shown.get(self.self_id, "alive")
         nodes = [describe_node(self._self_facts(), self._states(), mine, head=head, itself=True)]
@@ -264,14 +264,14 @@ class Cluster:
         }
 
     def _lease(self) -> dict[str, Any]:
-        election = self._standing.election
+        election = self._cluster_state.election
         return {
             "held": self.is_head,
             "followers": election.followers(),
             "head_for_s": round(election.head_for_s(time.monotonic()), 1),
             "elections": election.elections,
             "head_changes": election.head_changes,
-            "incarnation": self._standing.membership.incarnation,
+            "incarnation": self._cluster_state.membership.incarnation,
         }
 
     def exchange_s(self, node: NodeId) -> float:
@@ -287,10 +287,10 @@ class Cluster:
             sender=self._self_facts(),
             peers=[member.address for member in self._members.values()],
             placements=self._states(),
-            wishes=self._wishes.told() if self.is_head else (),
+            desired=self._desired.told() if self.is_head else (),
             held=self._held.own() if self.is_head else (),
         )
-        fill(message, self._standing.beat(time.monotonic()))
+        fill(message, self._cluster_state.beat(time.monotonic()))
         return message
 
     async def _exchange_for_ever(self, dial: Dial) -> None:
@@ -302,7 +302,7 @@ class Cluster:
             except ExoNodeError as fault:
                 self._complain(dial, fault)
                 if isinstance(fault, PeerRefused) and dial.node is not None:
-                    self._tell(self._standing.refused(dial.node, time.monotonic()))
+                    self._tell(self._cluster_state.refused(dial.node, time.monotonic()))
                 await asyncio.sleep(self._until_next_try(dial))
                 continue
             node = NodeId(beat.sender.id)
@@ -354,13 +354,13 @@ class Cluster:
             for state in beat.placements
             for key in [(state.placement, state.stage)]
         }
-        self._tell(self._standing.heard(read(node, beat), now))
+        self._tell(self._cluster_state.heard(read(node, beat), now))
         if node == beat.head:
             followed = node == self.head
             self._held.learn(node, beat, only=followed)
             if followed:
-                self._wishes.learn(beat.wishes)
-        if node not in self._standing.membership.statuses():
+                self._desired.learn(beat.desired)
+        if node not in self._cluster_state.membership.statuses():
             # It said goodbye, and this heartbeat was still under way.
             _ = self._members.pop(node, None)
 
@@ -378,7 +378,7 @@ class Cluster:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._tell(self._standing.tick(time.monotonic()))
+            self._tell(self._cluster_state.tick(time.monotonic()))
 
     def _tell(self, changes: Iterable[Change]) -> None:
         for change in changes:
@@ -426,7 +426,7 @@ class Cluster:
         term = int(change.term)
         match change:
             case HeadLost(head):
-                others = self._standing.membership.live()
+                others = self._cluster_state.membership.live()
                 then = "electing another one" if others else "no other node is here to lead"
                 text = f"{self._name(head)} is the head no longer; {then}"
                 _ = self._events.add("election", text, node=head, term=term)

@@ -10,47 +10,47 @@ from dataclasses import dataclass
 
 from ...placement.ids import NodeId
 from . import election, membership
-from .election import Claim, Claimed, Election, Gone, Resign, TermStore
-from .membership import Died, Heard, Left, LeftCluster, Membership, Refused, Told, View
+from .election import Claimed, Election, Gone, LeaderClaim, Resign, TermStore
+from .membership import Died, Gossip, Heard, Left, LeftCluster, Membership, Refused, View
 
 Change = membership.Change | election.Change
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A heartbeat, as far as membership and election go."""
 
     sender: NodeId
-    life: int
+    boot_id: int
     """The same for all heartbeats of one process."""
     incarnation: int
-    claim: Claim
+    claim: LeaderClaim
     views: tuple[View, ...] = ()
     draining: bool = False
     """The sender is about to leave: it takes no new work and cannot lead."""
 
 
-class Standing:
+class ClusterState:
     """One node's membership and election, fed in the right order."""
 
     def __init__(
-        self, self_id: NodeId, life: int, store: TermStore, now: float, *, wait_s: float
+        self, self_id: NodeId, boot_id: int, store: TermStore, now: float, *, wait_s: float
     ) -> None:
-        """`life` is this process's, and its first incarnation; see `Election` for the rest."""
+        """`boot_id` is this process's, and its first incarnation; see `Election` for the rest."""
         self.self_id = self_id
-        self.life = life
-        self.membership = Membership(self_id, life)
+        self.boot_id = boot_id
+        self.membership = Membership(self_id, boot_id)
         self.election = Election(self_id, store, now, wait_s=wait_s)
         self.draining: frozenset[NodeId] = frozenset()
         """The nodes that are about to leave, this one among them."""
 
-    def heard(self, beat: Beat, now: float) -> tuple[Change, ...]:
+    def heard(self, beat: Heartbeat, now: float) -> tuple[Change, ...]:
         """A heartbeat of another node."""
-        news = self.membership.apply(Heard(beat.sender, beat.incarnation, beat.life), now)
+        news = self.membership.apply(Heard(beat.sender, beat.incarnation, beat.boot_id), now)
         changes = [*news, *self._gone(news, now)]
         # What it says of this node is heard even from a process whose heartbeats are refused:
         # they may be refused because this one's memory of it is an older process's.
-        told = self.membership.apply(Told(beat.sender, beat.views), now)
+        told = self.membership.apply(Gossip(beat.sender, beat.views), now)
         if not self.membership.is_current(beat.sender, beat.incarnation):
             return (*changes, *told)
         self._note_draining(beat)
@@ -78,11 +78,11 @@ class Standing:
         self.draining |= {self.self_id}
         return self.election.apply(Resign(), self._electable(), now)
 
-    def beat(self, now: float) -> Beat:
+    def beat(self, now: float) -> Heartbeat:
         """This node's own."""
-        return Beat(
+        return Heartbeat(
             sender=self.self_id,
-            life=self.life,
+            boot_id=self.boot_id,
             incarnation=self.membership.incarnation,
             claim=self.election.claim(now),
             views=self.membership.views(),
@@ -97,7 +97,7 @@ class Standing:
                 changes += self.election.apply(Gone(change.node), self._electable(), now)
         return changes
 
-    def _note_draining(self, beat: Beat) -> None:
+    def _note_draining(self, beat: Heartbeat) -> None:
         if beat.draining:
             self.draining |= {beat.sender}
         else:

@@ -10,7 +10,7 @@ from ...proto import peer_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredPlacement:
     """What is asked of a placement."""
 
     options: PlanOptions = ANY
@@ -33,41 +33,41 @@ class Wish:
         )
 
 
-class Wishes:
+class DesiredPlacements:
     """By model, where somebody asked. The same on every node that hears the head."""
 
     def __init__(self) -> None:
-        self._by_model: dict[ModelId, Wish] = {}
+        self._by_model: dict[ModelId, DesiredPlacement] = {}
 
-    def of(self, model: ModelId) -> Wish:
+    def of(self, model: ModelId) -> DesiredPlacement:
         """For a placement that nobody asks for anew: fewer nodes will do where no more are live."""
-        return replace(self._by_model.get(model, Wish()), flexible=True)
+        return replace(self._by_model.get(model, DesiredPlacement()), flexible=True)
 
-    def note(self, model: ModelId, wish: Wish) -> None:
+    def note(self, model: ModelId, desired: DesiredPlacement) -> None:
         """Somebody asked for it."""
-        self._by_model[model] = wish
+        self._by_model[model] = desired
 
     def forget(self, model: ModelId) -> None:
         """Somebody had it removed."""
         _ = self._by_model.pop(model, None)
 
-    def told(self) -> list[pb.Wish]:
+    def told(self) -> list[pb.DesiredPlacement]:
         """For the head's heartbeats."""
-        return [wish_to_wire(model, wish) for model, wish in self._by_model.items()]
+        return [desired_to_wire(model, desired) for model, desired in self._by_model.items()]
 
     def asked(self, model: ModelId) -> bool:
         """Whether somebody asked for it."""
         return model in self._by_model
 
-    def learn(self, told: Iterable[pb.Wish]) -> None:
+    def learn(self, told: Iterable[pb.DesiredPlacement]) -> None:
         """The head told this, and nothing else holds."""
-        self._by_model = {ModelId(wish.model): wish_from_wire(wish) for wish in told}
+        self._by_model = {ModelId(desired.model): desired_from_wire(desired) for desired in told}
 
 
-def wish_to_wire(model: ModelId, wish: Wish) -> pb.Wish:
-    """See `wish_from_wire`."""
-    options = wish.options
-    return pb.Wish(
+def desired_to_wire(model: ModelId, desired: DesiredPlacement) -> pb.DesiredPlacement:
+    """See `desired_from_wire`."""
+    options = desired.options
+    return pb.DesiredPlacement(
         model=model,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes or 0,
@@ -75,11 +75,11 @@ def wish_to_wire(model: ModelId, wish: Wish) -> pb.Wish:
         exclude=sorted(options.exclude),
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
-        spares=wish.spares,
+        spares=desired.spares,
     )
 
 
-def wish_from_wire(told: pb.Wish) -> Wish:
+def desired_from_wire(told: pb.DesiredPlacement) -> DesiredPlacement:
     """What is not named is not asked for."""
     options = PlanOptions(
         min_nodes=max(1, told.min_nodes),
@@ -89,4 +89,4 @@ def wish_from_wire(told: pb.Wish) -> Wish:
         nodes=tuple(map(NodeId, told.nodes)),
         layers=tuple((NodeId(share.node), int(share.layers)) for share in told.layers),
     )
-    return Wish(options, told.spares)
+    return DesiredPlacement(options, told.spares)

@@ -57,7 +57,7 @@ class TermStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaderClaim:
     """What a heartbeat says of the head; the last two are told by the head itself."""
 
     term: Term
@@ -69,7 +69,7 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Claimed:
     sender: NodeId
-    claim: Claim
+    claim: LeaderClaim
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Election:
         self._lease: _Lease | None = None
         self._headless_since = now + wait_s
         self._patient_until = now
-        self._claims: dict[NodeId, Claim] = {}
+        self._claims: dict[NodeId, LeaderClaim] = {}
         self._ticked_at = now
         self._last_head: NodeId | None = None
         self._resigned = False
@@ -178,11 +178,11 @@ class Election:
     def head_for_s(self, now: float) -> float:
         return 0.0 if self._lease is None else now - self._lease.since
 
-    def claim(self, now: float) -> Claim:
+    def claim(self, now: float) -> LeaderClaim:
         """What this node's heartbeats say."""
         if self.head != self.self_id:
-            return Claim(self._term, self.head)
-        return Claim(self._term, self.self_id, self.followers(), self.head_for_s(now))
+            return LeaderClaim(self._term, self.head)
+        return LeaderClaim(self._term, self.self_id, self.followers(), self.head_for_s(now))
 
     def apply(self, event: Event, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
         """What the event changed; `now` in seconds of a monotonic clock."""
@@ -207,7 +207,7 @@ class Election:
             changes += self._adopt_known(live, now) or self._elect(live, now)
         return (*changes, *self._disk_changes(trouble))
 
-    def _claimed(self, sender: NodeId, claim: Claim, now: float) -> list[Change]:
+    def _claimed(self, sender: NodeId, claim: LeaderClaim, now: float) -> list[Change]:
         match self.head:
             case None:
                 return []
@@ -218,21 +218,21 @@ class Election:
             case _:
                 return []
 
-    def _as_head(self, sender: NodeId, claim: Claim, now: float) -> list[Change]:
+    def _as_head(self, sender: NodeId, claim: LeaderClaim, now: float) -> list[Change]:
         if claim.head == sender and claim.term > 0:
             return self._contest(sender, claim, now)
         if claim.head in (None, self.self_id) and claim.term > self._term:
             return self._raise_above(claim.term)  # it follows no head below what it knows
         return []
 
-    def _contest(self, other: NodeId, claim: Claim, now: float) -> list[Change]:
+    def _contest(self, other: NodeId, claim: LeaderClaim, now: float) -> list[Change]:
         if (claim.term, other) <= (self._term, self.self_id):
             return []  # where it is the one to stay, it is about to raise its term
         if self._outranks(other, claim, now) and (raised := self._raise_above(claim.term)):
             return raised
         return self._adopt(claim.term, other, now)
 
-    def _outranks(self, other: NodeId, claim: Claim, now: float) -> bool:
+    def _outranks(self, other: NodeId, claim: LeaderClaim, now: float) -> bool:
         followed, other_followed = self.followers() > 0, claim.followers > 0
         if followed != other_followed:
             return followed
@@ -247,7 +247,7 @@ class Election:
             return []
         return [TermRaised(self._term)]
 
-    def _from_head(self, claim: Claim, now: float) -> list[Change]:
+    def _from_head(self, claim: LeaderClaim, now: float) -> list[Change]:
         assert self._lease is not None
         head = self._lease.head
         if claim.term < self._term:

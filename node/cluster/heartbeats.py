@@ -9,8 +9,8 @@ from ...placement.errors import InvalidRequest
 from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import fault
-from .cluster_state import Beat
-from .election import Claim
+from .cluster_state import Heartbeat
+from .election import LeaderClaim
 from .membership import Status, View
 
 _TO_WIRE: Mapping[Status, pb.ViewStatus.ValueType] = {
@@ -32,9 +32,9 @@ def checked(message: _Message, sender: str) -> _Message:
     return message
 
 
-def fill(message: pb.Heartbeat, beat: Beat) -> None:
+def fill(message: pb.Heartbeat, beat: Heartbeat) -> None:
     """Writes `beat` into a message that has the sender's facts already."""
-    message.incarnation, message.life = beat.incarnation, beat.life
+    message.incarnation, message.boot_id = beat.incarnation, beat.boot_id
     message.term, message.head = beat.claim.term, beat.claim.head or ""
     message.followers, message.head_for_s = beat.claim.followers, beat.claim.head_for_s
     message.draining = beat.draining
@@ -43,27 +43,27 @@ def fill(message: pb.Heartbeat, beat: Beat) -> None:
         message.views.append(pb.View(node=view.node, incarnation=view.incarnation, status=status))
 
 
-def read(sender: NodeId, message: pb.Heartbeat) -> Beat:
+def read(sender: NodeId, message: pb.Heartbeat) -> Heartbeat:
     """What the heartbeat of `sender` says; views of a status that is unknown here are left out."""
     views = (
         View(NodeId(view.node), view.incarnation, _FROM_WIRE[view.status])
         for view in message.views
         if view.status in _FROM_WIRE
     )
-    claim = Claim(
+    claim = LeaderClaim(
         term=Term(message.term),
         head=NodeId(message.head) if message.head else None,
         followers=message.followers,
         head_for_s=message.head_for_s,
     )
-    return Beat(
-        sender, message.life, message.incarnation, claim, tuple(views), draining=message.draining
+    return Heartbeat(
+        sender, message.boot_id, message.incarnation, claim, tuple(views), draining=message.draining
     )
 
 
 def describe_node(
     facts: pb.NodeFacts,
-    states: Iterable[pb.PlacementState],
+    states: Iterable[pb.StageState],
     status: str,
     *,
     head: NodeId | None,
@@ -89,7 +89,7 @@ def describe_node(
     }
 
 
-def _stage(state: pb.PlacementState) -> Mapping[str, Any]:
+def _stage(state: pb.StageState) -> Mapping[str, Any]:
     return {
         "placement": state.placement,
         "model": state.model,

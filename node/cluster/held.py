@@ -8,11 +8,11 @@ from ...proto import peer_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class HeadReport:
     """A head's last word: its placements, and what was asked of them."""
 
     placements: tuple[pb.HeldPlacement, ...]
-    wishes: tuple[pb.Wish, ...]
+    desired: tuple[pb.DesiredPlacement, ...]
 
 
 class Held:
@@ -21,15 +21,15 @@ class Held:
     def __init__(self) -> None:
         self.own: Callable[[], list[pb.HeldPlacement]] = list
         """This node's, for its heartbeats while it is the head."""
-        self._told: dict[NodeId, Told] = {}
+        self._told: dict[NodeId, HeadReport] = {}
 
     def learn(self, head: NodeId, told: pb.Heartbeat, *, only: bool) -> None:
         """A head's heartbeat. `only`: it is this node's own head, and no other counts."""
         if only:
             self._told.clear()
-        self._told[head] = Told(tuple(told.held), tuple(told.wishes))
+        self._told[head] = HeadReport(tuple(told.held), tuple(told.desired))
 
-    def take(self, leads: Callable[[NodeId], bool]) -> Mapping[NodeId, Told]:
+    def take(self, leads: Callable[[NodeId], bool]) -> Mapping[NodeId, HeadReport]:
         """The words of those that lead no longer; they are not kept."""
         over = {head: told for head, told in self._told.items() if not leads(head)}
         self._told = {head: told for head, told in self._told.items() if head not in over}

@@ -12,7 +12,7 @@ class MemberFacts:
     """One live node as heartbeats tell of it."""
 
     facts: pb.NodeFacts
-    stages: Sequence[pb.PlacementState] = ()
+    stages: Sequence[pb.StageState] = ()
 
     @property
     def id(self) -> NodeId:

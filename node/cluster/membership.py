@@ -60,16 +60,16 @@ class View:
 class Heard:
     """A heartbeat of that node; a lower incarnation than the known one is an old message.
 
-    `life` names the process: another one is a restart, whatever the incarnations.
+    `boot_id` names the process: another one is a restart, whatever the incarnations.
     """
 
     node: NodeId
     incarnation: int
-    life: int = 0
+    boot_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Gossip:
     """What that node's heartbeat says of the others, and of this one."""
 
     sender: NodeId
@@ -95,7 +95,7 @@ class Refused:
     node: NodeId
 
 
-Event = Heard | Told | Tick | Left | Refused
+Event = Heard | Gossip | Tick | Left | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,11 @@ Change = Joined | Suspected | Recovered | Died | LeftCluster | Refuted
 class _Peer:
     heard_at: float
     incarnation: int
-    life: int
+    boot_id: int
     status: Status = "alive"
-    hearsay: bool = False
+    suspected_by_others: bool = False
     """Suspected on another's word: it must refute that, being heard is not enough."""
-    vouched: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
+    acked_by_others: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """When each of the others last said that it hears this node."""
     refused_at: float | None = None
     """When its address first refused a connection since it was last heard."""
@@ -172,7 +172,7 @@ class Membership:
         match event:
             case Heard():
                 return self._heard(event, now)
-            case Told(sender, views):
+            case Gossip(sender, views):
                 return tuple(c for view in views for c in self._told(sender, view, now))
             case Left(node):
                 return self._goes(node)
@@ -212,12 +212,12 @@ class Membership:
             return ()
         left = self._left.get(node)
         # One life says goodbye once: a refutation that was under way is an old message too.
-        if left and (beat.life == left.life or beat.incarnation <= left.incarnation):
+        if left and (beat.boot_id == left.boot_id or beat.incarnation <= left.incarnation):
             return ()
         peer = self._peers.get(node)
         if peer is None:
             _ = self._left.pop(node, None)
-            self._peers[node] = _Peer(now, beat.incarnation, beat.life)
+            self._peers[node] = _Peer(now, beat.incarnation, beat.boot_id)
             return (Joined(node),)
         newer = beat.incarnation > peer.incarnation
         if beat.incarnation < peer.incarnation or (peer.status == "dead" and not newer):
@@ -225,13 +225,13 @@ class Membership:
         return self._alive(node, peer, beat, now)
 
     def _alive(self, node: NodeId, peer: _Peer, beat: Heard, now: float) -> tuple[Change, ...]:
-        before, restarted = peer.status, beat.life != peer.life
+        before, restarted = peer.status, beat.boot_id != peer.boot_id
         refuted = beat.incarnation > peer.incarnation
-        peer.heard_at, peer.incarnation, peer.life = now, beat.incarnation, beat.life
+        peer.heard_at, peer.incarnation, peer.boot_id = now, beat.incarnation, beat.boot_id
         peer.refused_at, peer.refused_again = None, False
-        if peer.hearsay and not refuted:
+        if peer.suspected_by_others and not refuted:
             return ()
-        peer.status, peer.hearsay = "alive", False
+        peer.status, peer.suspected_by_others = "alive", False
         if before == "dead":
             return (Joined(node),)
         if restarted:  # its stages went with its last life, however short the gap was
@@ -246,15 +246,15 @@ class Membership:
             return ()
         match view.status:
             case "alive":
-                peer.vouched[sender] = now
+                peer.acked_by_others[sender] = now
                 return ()
             case "suspect" | "dead":
-                _ = peer.vouched.pop(sender, None)
+                _ = peer.acked_by_others.pop(sender, None)
         if peer.status != "alive" or now - peer.heard_at <= DOUBT_AFTER_S:
             return ()
         if peer.incarnation >= MAX_INCARNATION:
             return ()  # it could not refute that
-        peer.status, peer.hearsay = "suspect", True
+        peer.status, peer.suspected_by_others = "suspect", True
         return (Suspected(view.node, by=sender),)
 
     def _refute(self, sender: NodeId, view: View) -> tuple[Change, ...]:
@@ -298,16 +298,16 @@ class Membership:
                 peer.status = "suspect"
                 changes.append(Suspected(node))
             over = silent > (REFUSED_DEAD_AFTER_S if peer.refused_again else DEAD_AFTER_S)
-            if peer.status == "suspect" and over and not self._vouched(peer, now):
-                peer.status, peer.hearsay = "dead", False
+            if peer.status == "suspect" and over and not self._acked_by_others(peer, now):
+                peer.status, peer.suspected_by_others = "dead", False
                 changes.append(Died(node))
         self._forget(now)
         return tuple(changes)
 
-    def _vouched(self, peer: _Peer, now: float) -> bool:
+    def _acked_by_others(self, peer: _Peer, now: float) -> bool:
         """Whether a node that is alive itself said lately that it hears this one."""
         alive = self.alive()
-        recent = (n for n, at in peer.vouched.items() if now - at <= SUSPECT_AFTER_S)
+        recent = (n for n, at in peer.acked_by_others.items() if now - at <= SUSPECT_AFTER_S)
         return any(node in alive for node in recent)
 
     def _forget(self, now: float) -> None:

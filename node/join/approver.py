@@ -13,11 +13,11 @@ from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost
 from ...proto import peer_pb2 as pb
 from .asker import Asker
 from .duplicates import WatchedClient, duplicate
-from .handshake import Party, relation, spaced, transcript
+from .handshake import PeerIdentity, relation, spaced, transcript
 from .rekey import Rekeying
-from .requests import Attempts, Desk, Request
+from .requests import Attempts, PendingRequests, Request
 from .state import JoinState, prove_digits, refusals_told
-from .wire import SILENCE_S, Line, Refusal, hello, join_address, party_of
+from .wire import SILENCE_S, JoinConnection, Refusal, hello, join_address, party_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Typed:
     """Digits that a person typed for a node that waits."""
 
     code: str
-    answer: "asyncio.Future[Party]"
+    answer: "asyncio.Future[PeerIdentity]"
 
 
 _Verdict = _Typed | Refusal
@@ -47,7 +47,7 @@ class Approver:
         asker: Asker,
         rekeying: Rekeying,
         client: WatchedClient,
-        desk: Desk,
+        desk: PendingRequests,
     ) -> None:
         self._state = state
         self._asker = asker
@@ -59,7 +59,7 @@ class Approver:
         self._attempts = Attempts()
         self._began = time.monotonic()
 
-    async def let_in(self, id_: str, code: str) -> Party:
+    async def let_in(self, id_: str, code: str) -> PeerIdentity:
         """Returns the node that waits here under that id once it has the key on its disk.
 
         Raises JoinRequestNotFound; DigitsDiffer where it shows others; PeerLost and Refusal.
@@ -69,15 +69,15 @@ class Approver:
                 f"{spaced(code)} was typed here before, and digits serve once: type those that the "
                 "node shows now. If it still shows these, somebody is between the two nodes"
             )
-        answer: asyncio.Future[Party] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[PeerIdentity] = asyncio.get_running_loop().create_future()
         self._decide(id_, _Typed(code, answer))
         return await asyncio.shield(answer)
 
-    def deny(self, id_: str) -> Party:
+    def deny(self, id_: str) -> PeerIdentity:
         """Raises JoinRequestNotFound."""
         return self._decide(id_, Refusal("denied", "this node is not let in: a person refused it"))
 
-    def _decide(self, id_: str, verdict: _Verdict) -> Party:
+    def _decide(self, id_: str, verdict: _Verdict) -> PeerIdentity:
         request = self._desk.get(id_)
         self._desk.remove(id_)  # one decision each
         self._verdicts[id_].set_result(verdict)
@@ -94,7 +94,7 @@ class Approver:
         self._state.folder.establish()
         _ = self._stay()
 
-    async def attend(self, line: Line) -> None:
+    async def attend(self, line: JoinConnection) -> None:
         who = f"node {line.peer.node} at {line.address}"
         try:
             async with refusals_told(line):
@@ -108,7 +108,7 @@ class Approver:
         except ExoNodeError as fault:
             self._state.refused(who, Refusal("malformed", fault.message))
 
-    async def _hear(self, line: Line, other: Party) -> None:
+    async def _hear(self, line: JoinConnection, other: PeerIdentity) -> None:
         if (refusal := self._state.unfit(other) or await self._twin_of(other)) is not None:
             raise refusal
         own = self._state.own()
@@ -130,13 +130,13 @@ class Approver:
             case "apart":
                 self._state.met(other, line.address)
 
-    async def _hear_member(self, line: Line, other: Party) -> None:
+    async def _hear_member(self, line: JoinConnection, other: PeerIdentity) -> None:
         """A node of this cluster has nothing to say here but a new key: see `join_rekey`."""
         rekey = (await line.receive("rekey")).rekey
         with self._state.doing("gets a new cluster key"):
             await self._rekeying.receive(line, other, rekey)
 
-    async def _let_wait(self, line: Line, own: Party, other: Party) -> None:
+    async def _let_wait(self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
         request = Request(secrets.token_hex(8), other, line.address)
         verdict: asyncio.Future[_Verdict] = asyncio.get_running_loop().create_future()
         for gone in self._desk.add(request):
@@ -159,14 +159,18 @@ class Approver:
         with _answered(decided, other):
             await self._let_in_by_digits(line, own, other, decided.code)
 
-    async def _let_in_by_digits(self, line: Line, own: Party, other: Party, code: str) -> None:
+    async def _let_in_by_digits(
+        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity, code: str
+    ) -> None:
         with self._state.doing("lets another node in"):
             await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
             said = transcript(other, own)
             await prove_digits(line, "approver", said, code, used=lambda: self._use_up(code))
             await self._hand_over(line, own, other)
 
-    async def _let_in_by_name(self, line: Line, own: Party, other: Party, share: bytes) -> None:
+    async def _let_in_by_name(
+        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity, share: bytes
+    ) -> None:
         if self._state.open_name is None:
             raise Refusal("wrong_name", "this node was not started with --open")
         if self._state.founded and time.monotonic() < self._began + SETTLE_S:
@@ -187,7 +191,9 @@ class Approver:
             )
             await self._hand_over(line, own, other)
 
-    async def _hand_over(self, line: Line, own: Party, other: Party) -> None:
+    async def _hand_over(
+        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity
+    ) -> None:
         """The key, to a node that has proven what it had to."""
         who = f"{other.name} ({other.node})"
         given_up = self._stay()
@@ -210,16 +216,18 @@ class Approver:
             "join_approved", f"{who} was let into the cluster", node=other.node
         )
 
-    async def _twin_of(self, other: Party) -> Refusal | None:
+    async def _twin_of(self, other: PeerIdentity) -> Refusal | None:
         """Whether another process with that node's id is in this cluster, and answers."""
         known = [member.id for member in self._state.members.others()]
         if other.cluster == self._state.fingerprint or other.node not in known:
             return None
         try:
-            life = await self._client.life_at(self._state.members.address(other.node), other.node)
+            boot_id = await self._client.life_at(
+                self._state.members.address(other.node), other.node
+            )
         except PeerLost:
-            life = None
-        return None if life is None else Refusal("duplicate", duplicate(other.node))
+            boot_id = None
+        return None if boot_id is None else Refusal("duplicate", duplicate(other.node))
 
     def _stay(self) -> list[str]:
         """This cluster is not left any more; returns the addresses that were asked."""
@@ -238,7 +246,7 @@ class Approver:
 
 
 @contextmanager
-def _answered(typed: _Typed, other: Party) -> Generator[None]:
+def _answered(typed: _Typed, other: PeerIdentity) -> Generator[None]:
     """Whoever typed the digits learns what became of them."""
     try:
         yield
@@ -267,7 +275,7 @@ def _answered(typed: _Typed, other: Party) -> Generator[None]:
         typed.answer.set_result(other)
 
 
-def _went_away(other: Party) -> PeerLost:
+def _went_away(other: PeerIdentity) -> PeerLost:
     return PeerLost(f"{other.name} went away before it had the key; it asks again")
 
 
@@ -277,7 +285,7 @@ def _fail(typed: _Typed, fault: ExoNodeError) -> None:
         _ = typed.answer.exception()  # there may be nobody who waits for it
 
 
-async def _first_of(verdict: "asyncio.Future[_Verdict]", line: Line) -> _Verdict:
+async def _first_of(verdict: "asyncio.Future[_Verdict]", line: JoinConnection) -> _Verdict:
     """The verdict; raises where the node that waits goes away or says anything else."""
     listening = asyncio.create_task(_listen(line))
     try:
@@ -290,7 +298,7 @@ async def _first_of(verdict: "asyncio.Future[_Verdict]", line: Line) -> _Verdict
         _ = await asyncio.gather(listening, return_exceptions=True)
 
 
-async def _listen(line: Line) -> None:
+async def _listen(line: JoinConnection) -> None:
     """Signs of life of a node that waits. Raises where it goes away or says anything else."""
     while True:
         frame = await line.next(SILENCE_S)

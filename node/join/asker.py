@@ -10,13 +10,13 @@ from typing import Final
 
 from ...placement.errors import DuplicateIdentity, ExoNodeError, InvalidSettings, Untrusted
 from ...proto import peer_pb2 as pb
-from ..cluster.ending import Rekeyed
+from ..cluster.node_exit import RestartWithKey
 from ..machine.tasks import Loops
-from .handshake import Party, new_code, relation, spaced, transcript
+from .handshake import PeerIdentity, new_code, relation, spaced, transcript
 from .pursuits import RETRY_S, Pursuits
 from .requests import Attempts
 from .state import JoinState, prove_digits, refusals_told
-from .wire import ANSWER_S, Line, Refusal, Refused, connected, hello, key_of, party_of
+from .wire import ANSWER_S, JoinConnection, Refusal, Refused, connected, hello, key_of, party_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _AGAIN_S: Final = {
 class Asking:
     """A cluster at which this node waits to be let in."""
 
-    approver: Party
+    approver: PeerIdentity
     address: str
     since: float
 
@@ -96,7 +96,7 @@ class Asker:
             self._state.refused(address, Refusal("malformed", fault.message))
             raise
 
-    async def _look(self, line: Line, address: str) -> float | None:
+    async def _look(self, line: JoinConnection, address: str) -> float | None:
         own = self._state.own()
         await line.send(hello(own, self._state.key))
         other = party_of((await line.receive("hello")).hello, line.peer)
@@ -114,7 +114,9 @@ class Asker:
                 self._state.met(other, address)
                 return None
 
-    async def _ask(self, line: Line, address: str, own: Party, other: Party) -> float | None:
+    async def _ask(
+        self, line: JoinConnection, address: str, own: PeerIdentity, other: PeerIdentity
+    ) -> float | None:
         """One address of a cluster is asked; the others wait their turn, should that one fail."""
         cluster = other.cluster
         by_name = own.open and other.open and cluster not in self._other_name
@@ -138,7 +140,7 @@ class Asker:
             _ = self._asking.pop(cluster, None)
         return None
 
-    async def _ask_by_digits(self, line: Line, own: Party, asking: Asking) -> None:
+    async def _ask_by_digits(self, line: JoinConnection, own: PeerIdentity, asking: Asking) -> None:
         other = asking.approver
         await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
         if (await line.next(ANSWER_S)).WhichOneof("frame") != "waiting":
@@ -158,7 +160,9 @@ class Asker:
                 raise
             await self._take_key(line, own, other)
 
-    async def _ask_by_name(self, line: Line, own: Party, other: Party) -> None:
+    async def _ask_by_name(
+        self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity
+    ) -> None:
         with self._state.doing("is being let in elsewhere"):
             exchange = self._state.same_name("joiner", transcript(own, other))
             await line.send(pb.JoinFrame(ask=pb.JoinAsk(share=exchange.share)))
@@ -167,7 +171,7 @@ class Asker:
             exchange.check((await line.receive("proof")).proof)
             await self._take_key(line, own, other)
 
-    async def _take_key(self, line: Line, own: Party, other: Party) -> None:
+    async def _take_key(self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
         """From a node that has proven what it had to."""
         if not (self._state.fresh or own.open):
             raise Refusal("busy", f"{own.name} has company in its cluster now")
@@ -183,7 +187,7 @@ class Asker:
             text = f"this node joins the cluster of {other.name} ({other.cluster})"
             _ = self._state.events.add("join_approved", text, node=other.node)
             peers = (other.address, *approved.peers[:_MAX_PEERS])
-            self._state.ending.rekeyed(Rekeyed("approved", tuple(dict.fromkeys(peers))))
+            self._state.ending.rekeyed(RestartWithKey("approved", tuple(dict.fromkeys(peers))))
 
     def _show(self, asking: Asking) -> None:
         """The digits go to this terminal, never to the events, which other nodes are told."""

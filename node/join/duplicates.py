@@ -14,7 +14,7 @@ from typing import Final
 from ...placement.errors import DuplicateIdentity, ExoNodeError, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.ending import Ending
+from ..cluster.node_exit import NodeExit
 from ..machine.tasks import background
 from ..rpc.channels import Channels
 from ..rpc.control_client import ControlClient
@@ -31,18 +31,18 @@ Look = Callable[[str, NodeId], Awaitable[int | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    life: int
+    boot_id: int
     address: str
     heard_at: float
 
 
-class Twins:
+class DuplicateNodeDetector:
     """What is known of the processes behind the ids."""
 
     def __init__(
         self,
         self_id: NodeId,
-        life: int,
+        boot_id: int,
         uptime_ms: Callable[[], int],
         look: Look,
         is_younger: Callable[[DuplicateIdentity], None],
@@ -53,7 +53,7 @@ class Twins:
         `is_younger` hears that this process is the one to give up.
         """
         self._self_id = self_id
-        self._life = life
+        self._life = boot_id
         self._uptime_ms = uptime_ms
         self._look = look
         self._is_younger = is_younger
@@ -74,44 +74,46 @@ class Twins:
         address = f"{beat.sender.host}:{beat.sender.port}"
         now, known = self._clock(), self._known.get(node)
         if beat.leaving:
-            if known is not None and known.life == beat.life:
+            if known is not None and known.boot_id == beat.boot_id:
                 del self._known[node]
             return
-        other_process = known is not None and known.life != beat.life and known.address != address
+        other_process = (
+            known is not None and known.boot_id != beat.boot_id and known.address != address
+        )
         if known is not None and other_process and now - known.heard_at < FRESH_S:
-            self._doubt(node, beat.life, known, now)
-        self._known[node] = _Known(beat.life, address, now)
+            self._doubt(node, beat.boot_id, known, now)
+        self._known[node] = _Known(beat.boot_id, address, now)
 
-    def _doubt(self, node: NodeId, life: int, known: _Known, now: float) -> None:
-        if now < self._refused.get((node, life), 0.0):
+    def _doubt(self, node: NodeId, boot_id: int, known: _Known, now: float) -> None:
+        if now < self._refused.get((node, boot_id), 0.0):
             raise DuplicateIdentity(
                 f"node {node} runs already, at {known.address}: this is a second process with its "
                 "data folder; remove node.key from the copy and start it again"
             )
         if node not in self._looking:
             self._looking.add(node)
-            _ = background(self._find_out(node, life, known), f"a look for {node}")
+            _ = background(self._find_out(node, boot_id, known), f"a look for {node}")
         raise PeerLost(f"node {node} was at {known.address} until now; asking there first")
 
-    async def _find_out(self, node: NodeId, life: int, known: _Known) -> None:
+    async def _find_out(self, node: NodeId, boot_id: int, known: _Known) -> None:
         try:
             answered = await self._look(known.address, node)
         finally:
             self._looking.discard(node)
-        if answered == known.life:
+        if answered == known.boot_id:
             now = self._clock()
             self._refused = {pair: end for pair, end in self._refused.items() if end > now}
-            self._refused[node, life] = now + FRESH_S
+            self._refused[node, boot_id] = now + FRESH_S
         elif self._known.get(node) == known or answered is None:
             _ = self._known.pop(node, None)
 
     def _check_own(self, beat: pb.Heartbeat) -> None:
         """This node's own id: its own process under another address, or a twin."""
-        if beat.life == self._life:
+        if beat.boot_id == self._life:
             return
         theirs, mine = beat.sender.uptime_ms, self._uptime_ms()
         where = f"{beat.sender.host}:{beat.sender.port}"
-        if (theirs, beat.life) > (mine, self._life):
+        if (theirs, beat.boot_id) > (mine, self._life):
             fault = DuplicateIdentity(
                 f"another process has this node's id and has run for longer, at {where}: if this "
                 "data folder is a copy, remove node.key from it and start again"
@@ -131,23 +133,25 @@ class WatchedClient(ControlClient):
         self,
         channels: Channels,
         node: NodeId,
-        life: int,
+        boot_id: int,
         facts: Callable[[], pb.NodeFacts],
-        ending: Ending,
+        ending: NodeExit,
     ) -> None:
-        """`facts`: of this node, whose process has that `life`."""
+        """`facts`: of this node, whose process has that `boot_id`."""
         super().__init__(channels)
         self._node = node
-        self._life = life
+        self._life = boot_id
         self._facts = facts
         self._ending = ending
-        self._twins = Twins(node, life, uptime_ms, self.life_at, ending.give_up)
+        self._duplicates = DuplicateNodeDetector(
+            node, boot_id, uptime_ms, self.life_at, ending.give_up
+        )
         self._last: pb.Heartbeat | None = None
         self._meetings: set[asyncio.Task[None]] = set()
 
     def check(self, beat: pb.Heartbeat) -> None:
-        """See `Twins.check`."""
-        self._twins.check(beat)
+        """See `DuplicateNodeDetector.check`."""
+        self._duplicates.check(beat)
 
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
         self._last = beat
@@ -156,7 +160,7 @@ class WatchedClient(ControlClient):
         except DuplicateIdentity as fault:
             self._ending.give_up(fault)
             raise
-        self._twins.check(reply)
+        self._duplicates.check(reply)
         if reply.sender.id != self._node:
             self._ending.was_accepted()
         return reply
@@ -164,7 +168,7 @@ class WatchedClient(ControlClient):
     async def life_at(self, address: str, node: NodeId) -> int | None:
         """The life of the process that answers there under that id; None where nobody does."""
         try:
-            return (await super().exchange(address, node, self._last or self._greeting())).life
+            return (await super().exchange(address, node, self._last or self._greeting())).boot_id
         except ExoNodeError:
             return None  # whatever it is, it is no node of this cluster that answers
 
@@ -189,7 +193,7 @@ class WatchedClient(ControlClient):
             log.warning("%s: %s", address, fault.message)
 
     def _greeting(self) -> pb.Heartbeat:
-        return pb.Heartbeat(protocol=PROTOCOL, sender=self._facts(), life=self._life)
+        return pb.Heartbeat(protocol=PROTOCOL, sender=self._facts(), boot_id=self._life)
 
 
 def uptime_ms() -> int:

@@ -52,7 +52,7 @@ Reason = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class PeerIdentity:
     """A node as it describes itself: TLS proves id and public key, a signature its cluster."""
 
     node: NodeId
@@ -74,7 +74,7 @@ class Party:
     """0: unknown. An address to try like mDNS's, so no part of the transcript."""
 
 
-def relation(own: Party, other: Party) -> Relation:
+def relation(own: PeerIdentity, other: PeerIdentity) -> Relation:
     """What the two are to each other: both sides come to the opposite result.
 
     A fresh node asks every cluster, and of two fresh ones each asks the other (`both`): a person
@@ -91,7 +91,7 @@ def relation(own: Party, other: Party) -> Relation:
     return "both" if own.fresh else "apart"
 
 
-def transcript(joiner: Party, approver: Party) -> bytes:
+def transcript(joiner: PeerIdentity, approver: PeerIdentity) -> bytes:
     """SHA-256 over both public keys and all that both sides said of themselves."""
     return _digest(b"exo-node join transcript v2", *_fields(joiner), *_fields(approver))
 
@@ -209,7 +209,7 @@ def commitment(role: Role, transcript_hash: bytes, number: int, nonce: bytes, bi
     return _digest(b"exo-node join passkey v2", role.encode(), transcript_hash, place, nonce)
 
 
-def _fields(party: Party) -> tuple[bytes, ...]:
+def _fields(party: PeerIdentity) -> tuple[bytes, ...]:
     said = (party.cluster, party.name, party.chip, party.version, party.address)
     flags = bytes([party.fresh, party.open])
     number = party.protocol.to_bytes(4, "big")

@@ -16,7 +16,7 @@ from .asker import Asker
 from .duplicates import WatchedClient
 from .port import JoinPort
 from .rekey import Rekeying
-from .requests import Desk
+from .requests import PendingRequests
 from .state import JoinState
 from .wire import Refusal, ask_for_hint, join_address, split, tls_contexts
 
@@ -33,7 +33,7 @@ class Joining:
         self,
         state: JoinState,
         client: WatchedClient,
-        desk: Desk,
+        desk: PendingRequests,
         loops: Loops,
     ) -> None:
         self.state = state

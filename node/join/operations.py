@@ -8,8 +8,8 @@ from typing import Any
 from ...placement.errors import InvalidRequest, InvalidSettings, JoinRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.ending import Rekeyed
 from ..cluster.member_facts import MemberFacts
+from ..cluster.node_exit import RestartWithKey
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
 from .asker import Asking
@@ -91,14 +91,14 @@ class JoinOperations:
             key = parse_cluster_key(text, "the key")
             aside = await asyncio.to_thread(self._joining.state.folder.take, key)
         if aside is not None:
-            self._joining.state.ending.rekeyed(Rekeyed("given"))
+            self._joining.state.ending.rekeyed(RestartWithKey("given"))
         return {"cluster": cluster_fingerprint(key), "changed": aside is not None}
 
     async def leave(self) -> dict[str, Any]:
         """`exo-node leave`. Raises InvalidRequest."""
         with _as_request_fault("body"):
             _ = await asyncio.to_thread(self._joining.state.folder.leave)
-        self._joining.state.ending.rekeyed(Rekeyed("left"))
+        self._joining.state.ending.rekeyed(RestartWithKey("left"))
         return {"left": self._joining.state.fingerprint}
 
     async def rekey(self, without: Sequence[str], *, drop_absent: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
 from .requests import crowding
-from .wire import CONNECT_S, FRAME_BYTES, Line, why_no_handshake
+from .wire import CONNECT_S, FRAME_BYTES, JoinConnection, why_no_handshake
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class JoinPort:
     def __init__(
         self,
         context: ssl.SSLContext,
-        attend: Callable[[Line], Awaitable[None]],
+        attend: Callable[[JoinConnection], Awaitable[None]],
         complain: Callable[[str, str], None],
         loops: Loops,
     ) -> None:
@@ -102,7 +102,7 @@ class JoinPort:
             raise
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            line = Line(reader, writer)
+            line = JoinConnection(reader, writer)
         except Untrusted as fault:
             transport.abort()
             self._complain(f"a caller from {address}", fault.message)

@@ -14,13 +14,22 @@ from typing import Final
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.ending import Rekeyed
 from ..cluster.member_facts import MemberFacts
+from ..cluster.node_exit import RestartWithKey
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import ClusterKey, parse_cluster_key
-from .handshake import Party
+from .handshake import PeerIdentity
 from .state import JoinState
-from .wire import Line, Refusal, ask_for_hint, connected, hello, join_address, party_of, split
+from .wire import (
+    JoinConnection,
+    Refusal,
+    ask_for_hint,
+    connected,
+    hello,
+    join_address,
+    party_of,
+    split,
+)
 
 TRIES: Final = 3
 _BETWEEN_TRIES_S: Final = 1.0
@@ -99,7 +108,7 @@ class Rekeying:
 
     # ------------------------------------------------------------------ the node that is asked
 
-    async def receive(self, line: Line, other: Party, rekey: pb.JoinRekey) -> None:
+    async def receive(self, line: JoinConnection, other: PeerIdentity, rekey: pb.JoinRekey) -> None:
         """Raises Refusal."""
         if other.node not in [member.id for member in self._state.members.others()]:
             raise Refusal("malformed", "a new key is taken from live members only")
@@ -129,4 +138,4 @@ class Rekeying:
     def _restart(self, peers: tuple[str, ...], fingerprint: str) -> None:
         text = f"this node has a new cluster key (cluster {fingerprint}) and starts anew with it"
         _ = self._state.events.add("rekeyed", text)
-        self._state.ending.rekeyed(Rekeyed("rekeyed", peers))
+        self._state.ending.rekeyed(RestartWithKey("rekeyed", peers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...placement.errors import JoinRequestNotFound
-from .handshake import Party
+from .handshake import PeerIdentity
 
 MAX_PENDING: Final = 16
 BURST: Final = 8
@@ -27,7 +27,7 @@ class Request:
     """A node that waits; its connection is still there."""
 
     id: str
-    party: Party
+    party: PeerIdentity
     address: str
     """The IP address that it asks from."""
 
@@ -83,7 +83,7 @@ class Attempts:
         return wait
 
 
-class Desk:
+class PendingRequests:
     """One node's waiting requests, oldest first."""
 
     def __init__(self) -> None:

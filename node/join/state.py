@@ -11,17 +11,17 @@ from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.cluster import Cluster
-from ..cluster.ending import Ending
-from ..cluster.told import Told
+from ..cluster.log_once import LogOnce
+from ..cluster.node_exit import NodeExit
 from ..machine.events import EventLog
 from ..rpc.control_server import PROTOCOL
 from ..trust.certificates import cluster_fingerprint, proven_public_key
 from ..trust.cluster_key import KeyFolder
 from ..trust.keys import ClusterKey, Identity
 from .duplicates import duplicate
-from .handshake import NONCE_BYTES, Party, Passkey, Role
+from .handshake import NONCE_BYTES, Passkey, PeerIdentity, Role
 from .open_proof import SECRET_BYTES, SameName
-from .wire import Line, Refusal, Refused
+from .wire import JoinConnection, Refusal, Refused
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class JoinState:
         folder: KeyFolder,
         about: Callable[[], About],
         members: Cluster,
-        ending: Ending,
+        ending: NodeExit,
         events: EventLog,
         *,
         open_name: str | None,
@@ -68,7 +68,7 @@ class JoinState:
         self.founded = folder.is_fresh(self.fingerprint)
         """Whether this node founded its cluster, and nobody was ever let in or met there."""
         self.left = folder.left()
-        self.told = Told()
+        self.told = LogOnce()
         self.join_port = 0
         self._public_key = proven_public_key(identity)
         self._about = about
@@ -94,10 +94,10 @@ class JoinState:
         finally:
             self._deed = ""
 
-    def own(self) -> Party:
+    def own(self) -> PeerIdentity:
         """As this node describes itself on one connection."""
         about = self._about()
-        return Party(
+        return PeerIdentity(
             node=self.node,
             public_key=self._public_key,
             cluster=self.fingerprint,
@@ -117,7 +117,7 @@ class JoinState:
         assert self.open_name is not None, "an open node has a name"
         return SameName(role, said, self.open_name, secrets.token_bytes(SECRET_BYTES))
 
-    def unfit(self, other: Party) -> Refusal | None:
+    def unfit(self, other: PeerIdentity) -> Refusal | None:
         if other.protocol != PROTOCOL:
             about = self._about()
             return Refusal(
@@ -128,7 +128,7 @@ class JoinState:
             )
         return Refusal("duplicate", duplicate(other.node)) if other.node == self.node else None
 
-    def met(self, other: Party, address: str) -> None:
+    def met(self, other: PeerIdentity, address: str) -> None:
         if other.fresh or not self.told.is_new(other.cluster, other.node):
             return
         log.info(
@@ -149,7 +149,7 @@ class JoinState:
 
 
 @asynccontextmanager
-async def refusals_told(line: Line) -> AsyncGenerator[None]:
+async def refusals_told(line: JoinConnection) -> AsyncGenerator[None]:
     """What this side refuses is the last thing that the other one hears."""
     try:
         yield
@@ -170,7 +170,7 @@ async def refusals_told(line: Line) -> AsyncGenerator[None]:
 
 
 async def prove_digits(
-    line: Line,
+    line: JoinConnection,
     role: Role,
     transcript: bytes,
     code: str,

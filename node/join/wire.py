@@ -31,7 +31,7 @@ from ..trust.certificates import (
     vouched_cluster,
 )
 from ..trust.keys import ClusterKey, parse_cluster_key
-from .handshake import NONCE_BYTES, Party, Reason
+from .handshake import NONCE_BYTES, PeerIdentity, Reason
 
 FRAME_BYTES: Final = 16 * 1024
 CONNECT_S: Final = 5.0
@@ -95,7 +95,7 @@ def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext
     return contexts
 
 
-class Line:
+class JoinConnection:
     """A connection after its handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,7 +191,7 @@ class Line:
 
 
 @asynccontextmanager
-async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[Line]:
+async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[JoinConnection]:
     """A connection to a join port. Raises PeerLost and Untrusted."""
     host, port = split(address)
     try:
@@ -203,7 +203,7 @@ async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[Lin
     except (OSError, TimeoutError) as fault:
         raise _gone(address) from fault
     try:
-        line = Line(reader, writer)
+        line = JoinConnection(reader, writer)
     except Untrusted:
         writer.transport.abort()
         raise
@@ -236,7 +236,7 @@ async def ask_for_hint(address: str) -> JoinHint | None:
     return None if certificate is None else join_hint(certificate)
 
 
-def hello(own: Party, cluster: ClusterKey) -> pb.JoinFrame:
+def hello(own: PeerIdentity, cluster: ClusterKey) -> pb.JoinFrame:
     """This side's first frame; `cluster` proves which one it is of."""
     authority, voucher = vouch(cluster, own.public_key)
     return pb.JoinFrame(
@@ -257,7 +257,7 @@ def hello(own: Party, cluster: ClusterKey) -> pb.JoinFrame:
     )
 
 
-def party_of(said: pb.JoinHello, proven: Proven) -> Party:
+def party_of(said: pb.JoinHello, proven: Proven) -> PeerIdentity:
     """The other side; its texts are bounded and printable. Raises Untrusted."""
     texts = (said.name, said.chip, said.version)
     plain = all(text.isprintable() and len(text.encode()) <= 128 for text in texts)
@@ -265,7 +265,7 @@ def party_of(said: pb.JoinHello, proven: Proven) -> Party:
         raise Untrusted(f"node {proven.node} describes itself in a way that exo-node does not")
     if vouched_cluster(said.authority, said.voucher, proven.public_key) != said.cluster:
         raise Untrusted(f"node {proven.node} does not prove that it is of cluster {said.cluster!r}")
-    return Party(
+    return PeerIdentity(
         node=proven.node,
         public_key=proven.public_key,
         cluster=said.cluster,
@@ -281,7 +281,7 @@ def party_of(said: pb.JoinHello, proven: Proven) -> Party:
     )
 
 
-def key_of(approver: Party, text: str) -> ClusterKey:
+def key_of(approver: PeerIdentity, text: str) -> ClusterKey:
     """The key, which must be that of the cluster that was asked. Raises Untrusted."""
     wrong = Untrusted(f"{approver.name} sent a key that is not its cluster's")
     try:

@@ -17,7 +17,7 @@ from ..machine.tasks import Loops
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
 from .layer_profiles import LayerProfiles
-from .paths import Way, fastest, nearest, ways
+from .paths import LinkPath, fastest, nearest, ways
 from .prober import LinkProber, Peer
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def _node(facts: pb.NodeFacts) -> dict[str, Any]:
     }
 
 
-def _link(way: Way, chosen: bool) -> dict[str, Any]:
+def _link(way: LinkPath, chosen: bool) -> dict[str, Any]:
     return {
         "nodes": [way.a, way.b],
         "addresses": [way.a_address, way.b_address],

@@ -16,7 +16,7 @@ _FASTEST: Final = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LinkPath:
     """One pair of addresses between two nodes; the same in both directions."""
 
     a: NodeId
@@ -42,7 +42,7 @@ class Way:
         return self.a_address if node == self.a else self.b_address
 
 
-def ways(members: Sequence[pb.NodeFacts]) -> list[Way]:
+def ways(members: Sequence[pb.NodeFacts]) -> list[LinkPath]:
     """Every usable report of the members about each other, by the names of its ends."""
     ids = {facts.id for facts in members}
     found = [
@@ -54,7 +54,7 @@ def ways(members: Sequence[pb.NodeFacts]) -> list[Way]:
     return sorted(found, key=lambda way: (way.a, way.b, way.seconds, way.b_address))
 
 
-def fastest(known: Iterable[Way], a: NodeId, b: NodeId) -> Way | None:
+def fastest(known: Iterable[LinkPath], a: NodeId, b: NodeId) -> LinkPath | None:
     """The quickest way between two nodes, None where none was measured."""
     between = (way for way in known if {way.a, way.b} == {a, b})
     return min(between, key=lambda way: (way.seconds, way.a_address, way.b_address), default=None)
@@ -92,10 +92,10 @@ def nearest(
     return ready
 
 
-def _way(sender: NodeId, report: pb.LinkReport) -> Way:
+def _way(sender: NodeId, report: pb.LinkReport) -> LinkPath:
     measured = [rate for rate in (report.bandwidth_out, report.bandwidth_in) if rate > 0]
     smallest = report.echoes[0]
-    return Way(
+    return LinkPath(
         a=sender,
         b=NodeId(report.peer),
         a_address=report.from_address,

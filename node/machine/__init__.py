@@ -1,11 +1,11 @@
 """This machine and process: settings, log, hardware, files, tasks. Imports no other room.
 
+data_dir_lock.py: one node for each data folder, and how commands find it
 events.py: the log of what happened, one line each
 hardware.py: chip, backend, memory, bandwidth
 interfaces.py: addresses that peers may use
 log.py: log lines
 open_files.py: the limit of open files
-presence.py: one node for each data folder, and how commands find it
 private_files.py: files that only their owner may read, created and replaced whole
 setting_values.py: the texts of settings as values
 settings.py: every flag and environment variable

@@ -1,18 +1,18 @@
 """Placements on their head: planned, loaded, restored, and given to answers.
 
 claims.py: which answers run on a placement, and who holds one
-failures.py: when to stop trying to load
 handover.py: placements as the next head learns them
+loaded_placement.py: one placement and its state
 loading.py: a placement's first load
 local_model.py: one model by name or folder, for commands that load it without a node
+maintenance.py: spares, moves off leaving nodes, stray stages, and better places for moved ones
 memory_ledger.py: memory promised to placements, from plan to unload; pure
 placements.py: placements by model: planned, loaded, connected, replaced
 planner_view.py: what the planner sees of the live nodes
 reconcile.py: stages that end, move, are adopted, or belong to nobody
-record.py: one placement and its state
-restoring.py: puts spares and fresh runners in the place of lost stages
+restart_backoff.py: when to stop trying to load
+stage_recovery.py: puts spares and fresh runners in the place of lost stages
 stage_runners.py: the runners of stages, on this node and others
 stages.py: what a stage's runner is told and asked
 turns.py: which answer runs and which waits
-upkeep.py: spares, moves off leaving nodes, stray stages, and better places for moved ones
 """

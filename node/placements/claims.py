@@ -17,8 +17,8 @@ from ...placement.errors import HeadGone, PlacementNotFound
 from ...placement.ids import ModelId, PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
+from .loaded_placement import LoadedPlacement, placed_of
 from .placements import Placements
-from .record import Record, placed_of
 from .stages import Facts
 from .turns import Turn, Turns
 
@@ -148,7 +148,7 @@ class Claims:
                 yield event
 
     async def _held(
-        self, record: Record, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
+        self, record: LoadedPlacement, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
     ) -> Acquired:
         record.begin()
         try:
@@ -176,7 +176,7 @@ class Claims:
             attempt=lost.attempt,
         )
 
-    def _placed(self, record: Record, asked: pb.AcquireRequest) -> pb.Placed:
+    def _placed(self, record: LoadedPlacement, asked: pb.AcquireRequest) -> pb.Placed:
         settings = self._facts.stage_settings(record.generator.node, record.card)
         drafting = self._drafting(record.card, record, asked, adaptive=settings.adaptive_draft)
         placed = placed_of(record)
@@ -189,7 +189,7 @@ class Claims:
     def _drafting(
         self,
         card: ModelCard,
-        record: Record | None,
+        record: LoadedPlacement | None,
         asked: pb.AcquireRequest,
         *,
         adaptive: bool = False,

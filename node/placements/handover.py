@@ -7,20 +7,20 @@ from ...placement.cluster import StageAssignment
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
-from ..cluster.desired import Wish, wish_from_wire, wish_to_wire
+from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
 from ..runners.runner_client import Endpoint
-from .record import Record, Spare
+from .loaded_placement import LoadedPlacement, Spare
 
 Near = Callable[[Endpoint], Endpoint]
 """A runner that another node was told of, at the address that is quickest from here."""
 
 
-def held_of(records: Iterable[Record]) -> list[pb.HeldPlacement]:
+def held_of(records: Iterable[LoadedPlacement]) -> list[pb.HeldPlacement]:
     """What another head needs to go on with placements that are loaded."""
     return [_held(record) for record in records if record.status in ("ready", "restoring")]
 
 
-def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> Record | None:
+def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlacement | None:
     """The placement on its next head; None where what was told makes none."""
     stages = tuple(
         StageAssignment(NodeId(each.node), each.spec.first_layer, each.spec.end_layer)
@@ -40,9 +40,9 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> Record | N
         context_length=held.stages[0].spec.context_length,
         mtp_off_reason=held.mtp_off_reason,
     )
-    wish = wish_from_wire(held.wish)
-    record = Record(
-        PlacementId(held.placement), card, plan, wish.options, spares_wanted=wish.spares
+    desired = desired_from_wire(held.desired)
+    record = LoadedPlacement(
+        PlacementId(held.placement), card, plan, desired.options, spares_wanted=desired.spares
     )
     record.specs = [each.spec for each in held.stages]
     record.head_asked_for = record.specs[0].native_mtp
@@ -56,13 +56,13 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> Record | N
     return record
 
 
-def _spare(held: pb.HeldSpare, record: Record, near: Near) -> Spare:
+def _spare(held: pb.HeldSpare, record: LoadedPlacement, near: Near) -> Spare:
     node = NodeId(held.node)
     leader = record.endpoints[held.stage] if held.follows else None
     return Spare(held.stage, node, near(Endpoint(node, held.ready)), leader=leader)
 
 
-def _held(record: Record) -> pb.HeldPlacement:
+def _held(record: LoadedPlacement) -> pb.HeldPlacement:
     return pb.HeldPlacement(
         placement=record.id,
         model=record.card.id,
@@ -80,7 +80,9 @@ def _held(record: Record) -> pb.HeldPlacement:
             for spare in record.spares
             if spare.endpoint is not None
         ],
-        wish=wish_to_wire(record.card.id, Wish(record.options, record.spares_wanted)),
+        desired=desired_to_wire(
+            record.card.id, DesiredPlacement(record.options, record.spares_wanted)
+        ),
         connections=record.connections,
         chips={str(node): chip for node, chip in record.chips.items()},
         reason=record.plan.reason,

@@ -8,12 +8,12 @@ from ...placement.errors import ExoNodeError, LoadFailed, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .record import Record
+from .loaded_placement import LoadedPlacement
 from .stages import Facts, Stages, specs_of
 
 
 async def load(
-    record: Record, stages: Stages, facts: Facts, fingerprint: str, dead: set[NodeId]
+    record: LoadedPlacement, stages: Stages, facts: Facts, fingerprint: str, dead: set[NodeId]
 ) -> None:
     """Raises the first stage's error; nodes that were lost meanwhile join `dead`."""
     record.specs = specs_of(record, facts, fingerprint)
@@ -41,7 +41,7 @@ async def load(
             raise outcome
 
 
-def finish(record: Record, started: float) -> float:
+def finish(record: LoadedPlacement, started: float) -> float:
     """Its stages are loaded and connected; the seconds that it took.
 
     Raises LoadFailed where a stage was lost while others were still loading.

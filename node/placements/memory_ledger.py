@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 
 from ...placement.cost import stage_bytes
 from ...placement.ids import ModelId, NodeId
-from .record import Record
+from .loaded_placement import LoadedPlacement
 
 Promised = Mapping[NodeId, Mapping[ModelId, int]]
 """Bytes by node and model, headroom included."""
 
 
-def promised(records: Iterable[Record]) -> Promised:
+def promised(records: Iterable[LoadedPlacement]) -> Promised:
     """What the records' stages and spares may take, wherever they are or are being loaded."""
     found: dict[NodeId, dict[ModelId, int]] = {}
     for record in records:
@@ -36,12 +36,12 @@ def left(memory: int, promises: Mapping[ModelId, int], used: Mapping[ModelId, in
     return max(0, memory - taken)
 
 
-def _holders(record: Record) -> list[tuple[NodeId, int]]:
+def _holders(record: LoadedPlacement) -> list[tuple[NodeId, int]]:
     stages = [(stage.node, number) for number, stage in enumerate(record.plan.stages)]
     return stages + [(s.node, s.stage) for s in record.spares if s.status != "failed"]
 
 
-def _bytes(record: Record, number: int) -> int:
+def _bytes(record: LoadedPlacement, number: int) -> int:
     stage = record.plan.stages[number]
     mtp = record.specs[0].native_mtp if record.specs else not record.plan.mtp_off_reason
     context = record.plan.context_length

@@ -10,18 +10,26 @@ from typing import Any
 from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import PlanOptions, plan
-from ..cluster.desired import Wish, Wishes
+from ..cluster.desired import DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.log import apart
 from ..runners.runner_client import Endpoint
-from .failures import MAX_FAILURES, Failures
+from .loaded_placement import LoadedPlacement, Status
 from .loading import finish, load
-from .record import Record, Status
-from .restoring import Restorer, without
+from .maintenance import Maintenance, may_settle, settles
+from .restart_backoff import MAX_FAILURES, RestartBackoff
+from .stage_recovery import StageRecovery, without
 from .stages import Facts, Stages, StageSettings
-from .upkeep import Upkeep, may_settle, settles
 
-__all__ = ["Endpoint", "Facts", "Placements", "Record", "StageSettings", "Stages", "Status"]
+__all__ = [
+    "Endpoint",
+    "Facts",
+    "LoadedPlacement",
+    "Placements",
+    "StageSettings",
+    "Stages",
+    "Status",
+]
 
 log = logging.getLogger(__name__)
 
@@ -36,29 +44,29 @@ class Placements:
         stages: Stages,
         facts: Facts,
         events: EventLog | None = None,
-        wishes: Wishes | None = None,
+        desired: DesiredPlacements | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`events` hears of what a person should know; `wishes` of what a person asked for.
+        """`events` hears of what a person should know; `desired` of what a person asked for.
 
         `changed` is called when there is something new for the other nodes.
         """
         self._stages = stages
         self._facts = facts
         self._events = EventLog() if events is None else events
-        self._restorer = Restorer(stages, facts)
-        self._upkeep = Upkeep(stages, self._restorer, self._left)
-        self._wishes = Wishes() if wishes is None else wishes
-        self._records: dict[ModelId, Record] = {}
-        self._loading: dict[ModelId, asyncio.Task[Record]] = {}
-        self._failures = Failures()
+        self._recovery = StageRecovery(stages, facts)
+        self._maintenance = Maintenance(stages, self._recovery, self._left)
+        self._desired = DesiredPlacements() if desired is None else desired
+        self._records: dict[ModelId, LoadedPlacement] = {}
+        self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
+        self._failures = RestartBackoff()
         self._changed = changed
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[LoadedPlacement]:
         return list(self._records.values())
 
-    async def ensure(self, model: ModelId) -> Record:
+    async def ensure(self, model: ModelId) -> LoadedPlacement:
         """The model's placement, loaded on first use; requests that come meanwhile share the load.
 
         Raises what planning and loading raise.
@@ -79,7 +87,7 @@ class Placements:
         # A client that goes away must not stop the load that others wait for.
         return await asyncio.shield(loading)
 
-    async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> Record:
+    async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> LoadedPlacement:
         """Plans and loads, replacing the model's placement after its requests have drained.
 
         `spares` of each stage are loaded afterwards, where live nodes have room.
@@ -87,9 +95,9 @@ class Placements:
         self._failures.forget(model)
         while (loading := self._loading.get(model)) is not None:
             _ = await asyncio.wait([loading])
-        wish = Wish(options, spares)
-        placed = await asyncio.shield(self._start(model, wish))
-        self._wishes.note(model, wish)
+        desired = DesiredPlacement(options, spares)
+        placed = await asyncio.shield(self._start(model, desired))
+        self._desired.note(model, desired)
         return placed
 
     async def remove(self, placement: PlacementId) -> None:
@@ -97,12 +105,12 @@ class Placements:
         for model, record in self._records.items():
             if record.id == placement:
                 self._failures.forget(model)
-                self._wishes.forget(model)
+                self._desired.forget(model)
                 await self._drain(model)
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
 
-    def find(self, placement: PlacementId) -> Record | None:
+    def find(self, placement: PlacementId) -> LoadedPlacement | None:
         return next((record for record in self.records if record.id == placement), None)
 
     def broke(
@@ -118,7 +126,7 @@ class Placements:
             record.gone.update(stage for stage in gone if stage in stages)
             self.lost(placement, None, why)
 
-    def adopt(self, record: Record) -> bool:
+    def adopt(self, record: LoadedPlacement) -> bool:
         """Goes on with what another head held, unless the model has another placement here."""
         model = record.card.id
         if (own := self._records.get(model)) is not None or model in self._loading:
@@ -128,7 +136,7 @@ class Placements:
         record.stepped_at = time.monotonic()
         text = f"goes on with {record.id} of {model}, which the last head placed"
         self._events.add("adopted", text, model=model, placement=record.id)
-        self._upkeep.look_over(record, self._silent)
+        self._maintenance.look_over(record, self._silent)
         return True
 
     async def let_go(self) -> None:
@@ -175,15 +183,15 @@ class Placements:
 
     def tend(self) -> None:
         """Tries again, now and then, for spares that are missing, and for a better place."""
-        self._upkeep.tend(self.records)
+        self._maintenance.tend(self.records)
         for record in filter(may_settle, self.records):
             self._settle(record)
 
     def move_off(self, node: NodeId) -> None:
         """The node is about to leave: its stages go to others first, if those have room."""
-        self._upkeep.move_off(self.records, node)
+        self._maintenance.move_off(self.records, node)
 
-    def succeeded(self, record: Record) -> None:
+    def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
         self._failures.forget(record.card.id)
 
@@ -201,39 +209,39 @@ class Placements:
 
     async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
         """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses."""
-        await self._upkeep.sweep(self.records, held)
+        await self._maintenance.sweep(self.records, held)
 
     async def close(self) -> None:
         """Leaves what other nodes hold to the next head."""
         await self._cancel(self.records)
 
-    async def _cancel(self, records: Sequence[Record]) -> None:
+    async def _cancel(self, records: Sequence[LoadedPlacement]) -> None:
         restoring = [r.restoring for r in records if r.restoring is not None]
         tasks: list[asyncio.Task[Any]] = [*self._loading.values(), *restoring]
         for task in tasks:
             task.cancel()
-        _ = await asyncio.gather(*tasks, self._upkeep.close(), return_exceptions=True)
+        _ = await asyncio.gather(*tasks, self._maintenance.close(), return_exceptions=True)
 
-    def _start(self, model: ModelId, wish: Wish) -> "asyncio.Task[Record]":
-        task = asyncio.create_task(self._replace(model, wish), context=apart())
+    def _start(self, model: ModelId, desired: DesiredPlacement) -> "asyncio.Task[LoadedPlacement]":
+        task = asyncio.create_task(self._replace(model, desired), context=apart())
         self._loading[model] = task
         task.add_done_callback(lambda done: self._loaded(model, done))
         return task
 
-    def _loaded(self, model: ModelId, done: "asyncio.Task[Record]") -> None:
+    def _loaded(self, model: ModelId, done: "asyncio.Task[LoadedPlacement]") -> None:
         if self._loading.get(model) is done:
             del self._loading[model]
         if not done.cancelled() and (fault := done.exception()) is not None:
             self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
 
     async def _replace(
-        self, model: ModelId, wish: Wish, lost: frozenset[NodeId] = frozenset()
-    ) -> Record:
+        self, model: ModelId, desired: DesiredPlacement, lost: frozenset[NodeId] = frozenset()
+    ) -> LoadedPlacement:
         """`lost`: nodes that count as alive and were found to be gone."""
         card, fingerprint = await self._facts.card(model)
         view = without(self._facts.view(model), lost)
         refusal = self._facts.split_refusal(model)
-        options = wish.within(view)
+        options = desired.within(view)
         planned = plan(card, view, options, pipeline_refusal=refusal)
         if model in self._records:
             await self._drain(model)
@@ -241,47 +249,51 @@ class Placements:
             view = without(self._facts.view(model), lost)
             planned = plan(card, view, options, pipeline_refusal=refusal)
         placement = PlacementId(f"p-{secrets.token_hex(4)}")
-        record = Record(placement, card, planned, wish.options, spares_wanted=wish.spares)
+        record = LoadedPlacement(
+            placement, card, planned, desired.options, spares_wanted=desired.spares
+        )
         record.see(view)
-        if options != wish.options:
+        if options != desired.options:
             record.note_move("fewer nodes are here than were asked for")
         self._records[model] = record
         dead: set[NodeId] = set()
         started = time.monotonic()
         try:
             await load(record, self._stages, self._facts, fingerprint, dead)
-            await self._restorer.connect(record)
+            await self._recovery.connect(record)
             took = finish(record, started)
         except ExoNodeError as fault:
             record.status, record.error = "failed", fault.message
-            await self._restorer.unload(record)
+            await self._recovery.unload(record)
             if dead:
                 log.warning("%s is planned anew: %s", model, fault)
-                return await self._replace(model, wish, lost | dead)
+                return await self._replace(model, desired, lost | dead)
             self._failures.note(model)
             if self._facts.split_refusal(model) != refusal:
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
-                return await self._replace(model, wish)
+                return await self._replace(model, desired)
             raise
         except asyncio.CancelledError:
-            await self._restorer.unload(record)
+            await self._recovery.unload(record)
             raise
         self._changed()
         text = f"placed {model} as {record.id} in {took:.1f} s: {record.plan.reason}"
         seconds = round(took, 3)
         self._events.add("placed", text, model=model, placement=record.id, seconds=seconds)
-        self._upkeep.fill(record)
+        self._maintenance.fill(record)
         return record
 
-    def _outdated(self, record: Record) -> bool:
+    def _outdated(self, record: LoadedPlacement) -> bool:
         """The head was left out because of a switch that is on now: load again, with it."""
         mtp = record.card.native_mtp
         if mtp is None or record.plan.mtp_off_reason or record.head_asked_for:
             return False
         return self._facts.mtp_switch(record.generator.node).enabled
 
-    def _lost_on(self, record: Record, node: NodeId, why: str, stage: int | None = None) -> None:
+    def _lost_on(
+        self, record: LoadedPlacement, node: NodeId, why: str, stage: int | None = None
+    ) -> None:
         spares = [s for s in record.spares if s.node == node and stage in (None, s.stage)]
         for spare in spares:
             record.spares.remove(spare)
@@ -289,12 +301,12 @@ class Placements:
             if endpoint.node == node and stage in (None, number):
                 self.lost(record.id, number, why)
         if spares and record.status == "ready":
-            self._upkeep.fill(record)
+            self._maintenance.fill(record)
 
-    async def _restore(self, model: ModelId, record: Record, *, planned: bool) -> None:
+    async def _restore(self, model: ModelId, record: LoadedPlacement, *, planned: bool) -> None:
         if not planned:
-            record.gone.update(await self._restorer.lost_stages(record))
-            covered = bool(record.gone) and self._restorer.has_spares(record, record.gone)
+            record.gone.update(await self._recovery.lost_stages(record))
+            covered = bool(record.gone) and self._recovery.has_spares(record, record.gone)
             self._failures.note(model, covered=covered)
         try:
             if not planned and self._failures.too_many(model):
@@ -306,13 +318,13 @@ class Placements:
                     model=model,
                     placement=record.id,
                 )
-                await self._restorer.unload(record)
+                await self._recovery.unload(record)
                 return
-            if not planned and not self._restorer.has_spares(record, record.gone):
+            if not planned and not self._recovery.has_spares(record, record.gone):
                 await asyncio.sleep(self._failures.pause_s(model))
             begun, why = time.monotonic(), record.error
             before = record.plan.stages
-            replaced = await self._restorer.restore(record)
+            replaced = await self._recovery.restore(record)
             record.status, record.error, record.progress = "ready", "", ""
             self._changed()
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
@@ -329,14 +341,14 @@ class Placements:
                 placement=record.id,
             )
             record.status, record.error = "failed", fault.message
-            await self._restorer.unload(record)
+            await self._recovery.unload(record)
         finally:
             record.restoring = None
         if record.status == "ready":
-            self._upkeep.fill(record)
+            self._maintenance.fill(record)
 
     def _tell_restored(
-        self, record: Record, replaced: Sequence[int], seconds: float, why: str
+        self, record: LoadedPlacement, replaced: Sequence[int], seconds: float, why: str
     ) -> None:
         nodes = (
             ", ".join(f"stage {i} on {record.endpoints[i].node}" for i in replaced)
@@ -350,12 +362,12 @@ class Placements:
             seconds=round(seconds, 3),
         )
 
-    def _settle(self, record: Record) -> None:
+    def _settle(self, record: LoadedPlacement) -> None:
         model = record.card.id
-        wish = record.wish
+        desired = record.desired
         view, refusal = self._facts.view(model), self._facts.split_refusal(model)
         try:
-            planned = plan(record.card, view, wish.within(view), pipeline_refusal=refusal)
+            planned = plan(record.card, view, desired.within(view), pipeline_refusal=refusal)
             why = settles(record, planned, view)
         except ExoNodeError as fault:
             # What runs goes on, and is looked at again later.
@@ -364,18 +376,18 @@ class Placements:
         if why and model not in self._loading:
             text = f"{record.id} of {model} is placed anew: {why}"
             self._events.add("replanned", text, model=model, placement=record.id)
-            _ = self._start(model, wish)
+            _ = self._start(model, desired)
 
-    def _silent(self, record: Record, stages: Sequence[int]) -> None:
+    def _silent(self, record: LoadedPlacement, stages: Sequence[int]) -> None:
         record.gone.update(stages)
         self.lost(record.id, None, f"stage {stages[0]} was lost with the last head")
 
-    def _left(self, record: Record, stage: int, node: NodeId) -> None:
+    def _left(self, record: LoadedPlacement, stage: int, node: NodeId) -> None:
         self.lost(record.id, stage, f"node {node} is leaving", planned=True)
 
-    def _wish(self, model: ModelId) -> Wish:
+    def _wish(self, model: ModelId) -> DesiredPlacement:
         record = self._records.get(model)
-        return self._wishes.of(model) if record is None else record.wish
+        return self._desired.of(model) if record is None else record.desired
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]
@@ -386,7 +398,7 @@ class Placements:
         if self._records.get(model) is record:
             del self._records[model]
             self._changed()
-        await self._restorer.unload(record)
+        await self._recovery.unload(record)
         text = f"unloaded {record.id} of {model}"
         self._events.add("unloaded", text, model=model, placement=record.id)
 

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
-from ...placement.correction import AtWork, corrected
+from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
 from ...placement.dtype import resolve_dtype
 from ...placement.ids import ModelId, NodeId
@@ -132,7 +132,7 @@ def _at_work(member: MemberFacts, node: NodeFacts, placing: ModelId) -> NodeFact
     if times is None or node.profile is None:
         return node
     means = {
-        mean.rows: AtWork(mean.seconds, mean.age_s)
+        mean.rows: ObservedTime(mean.seconds, mean.age_s)
         for mean in times.corrected
         if 0 < mean.seconds < NO_TIME_S
     }

@@ -12,8 +12,8 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.cluster import Cluster
-from ..cluster.desired import Wishes, wish_from_wire
-from ..cluster.held import Held, Told
+from ..cluster.desired import DesiredPlacements, desired_from_wire
+from ..cluster.held import HeadReport, Held
 from ..machine.events import EventLog
 from .claims import Claims
 from .handover import Near, record_of
@@ -27,7 +27,7 @@ PAUSED_S = 3.0
 """A process that did not look for longer was stopped, and may be the head no longer."""
 
 
-class StageWatch:
+class StageReconciler:
     """Compares what heartbeats say of stages with what placements expect of them."""
 
     def __init__(
@@ -36,7 +36,7 @@ class StageWatch:
         placements: Placements,
         claims: Claims,
         held: Held,
-        wishes: Wishes,
+        desired: DesiredPlacements,
         facts: Facts,
         events: EventLog,
         near: Near,
@@ -45,7 +45,7 @@ class StageWatch:
         self._placements = placements
         self._claims = claims
         self._held = held
-        self._wishes = wishes
+        self._desired = desired
         self._facts = facts
         self._events = events
         self._near = near
@@ -74,16 +74,16 @@ class StageWatch:
             self._claims.let_go()
             await self._placements.let_go()
 
-    async def _take_over(self, told: Told) -> None:
+    async def _take_over(self, told: HeadReport) -> None:
         """The next head goes on with what that one held. Of two placements of a model, as after a
         partition, this node's stays; the other's answers run to their end."""
         for held in told.placements:
             await self._adopt(held)
-        for asked in told.wishes:
-            model, wish = ModelId(asked.model), wish_from_wire(asked)
-            if not self._wishes.asked(model):
-                self._wishes.note(model, wish)
-            elif self._wishes.of(model).options != wish.options:
+        for asked in told.desired:
+            model, desired = ModelId(asked.model), desired_from_wire(asked)
+            if not self._desired.asked(model):
+                self._desired.note(model, desired)
+            elif self._desired.of(model).options != desired.options:
                 text = f"what was asked of {model} at a head that is none now does not hold here"
                 self._tell_superseded(str(model), f"{text}; ask again if it should", model=model)
 

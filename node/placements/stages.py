@@ -11,7 +11,7 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.split_refusal import SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .record import Record
+from .loaded_placement import LoadedPlacement
 
 PREFILL_CHUNK = 512
 LEASE_S = 10
@@ -93,7 +93,7 @@ class Facts(Protocol):
         ...
 
 
-def specs_of(record: Record, facts: Facts, fingerprint: str) -> list[pb.StageSpec]:
+def specs_of(record: LoadedPlacement, facts: Facts, fingerprint: str) -> list[pb.StageSpec]:
     """What each stage's runner is told. A runner that takes a stage's place is told the same."""
     card, stages = record.card, record.plan.stages
     settings = facts.stage_settings(stages[0].node, card)

@@ -268,7 +268,7 @@ class Supervisor:
         runners, self._runners = list(self._runners.values()), {}
         _ = await asyncio.gather(*(runner.stop() for runner in runners))
 
-    def states(self) -> list[pb.PlacementState]:
+    def states(self) -> list[pb.StageState]:
         """What the heartbeat tells the other nodes."""
         return [_placement_state(runner) for runner in self._runners.values()]
 
@@ -305,9 +305,9 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return b"(an overlong line was dropped)\n"
 
 
-def _placement_state(runner: RunnerProcess) -> pb.PlacementState:
+def _placement_state(runner: RunnerProcess) -> pb.StageState:
     spec, state, ready = runner.spec, runner.state, runner.ready
-    return pb.PlacementState(
+    return pb.StageState(
         placement=spec.placement,
         model=spec.model,
         stage=spec.stage,

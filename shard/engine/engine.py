@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.chooser import Chooser
 from ...mtp.costs import RoundCosts
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.drafters import NativeDrafter, NoDrafter
@@ -18,15 +17,16 @@ from ...mtp.fixed_rows import FixedRows
 from ...mtp.head import DraftHead
 from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ...mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
-from ...mtp.seams import Drafter, Ending, Verifier, Wait
+from ...mtp.sampler import Sampler
+from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ...placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error, parked
 from ..model.stage_model import StageModel
 from ..pipeline.request_state import RequestState
-from ..pipeline.state_sender import Copier
-from ..pipeline.state_store import Copies
+from ..pipeline.state_sender import StateSender
+from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
 from ..text.codec import TextCodec
 from .attempts import Kept, Running
@@ -81,8 +81,8 @@ class TextEngine:
         fixed_rows: int = 0,
         draft_vocabulary: int = 0,
         profile: Profile | None = None,
-        copier: Copier | None = None,
-        copies: Copies | None = None,
+        state_sender: StateSender | None = None,
+        copies: StateStore | None = None,
         kernels: tuple[str, ...] = (),
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
@@ -90,7 +90,8 @@ class TextEngine:
         `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
         `draft_vocabulary`: only ids below it are drafted; 0: all.
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
-        `copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was sent.
+        `state_sender`: what a spare of this stage is sent.
+        `copies`: what this one, a spare, was sent.
         `kernels`: those of our own under the model, for the stats.
         """
         self._codec = codec
@@ -109,7 +110,7 @@ class TextEngine:
         self.token_bytes = codec.token_bytes
         self._special_tokens = codec.special_tokens
         self._link = link
-        self._copier = copier
+        self._state_sender = state_sender
         self._copies = copies
         self._kernels = kernels
         self._clock = clock
@@ -197,7 +198,7 @@ class TextEngine:
 
         def make_drafter(depth: int) -> Drafter:
             asked = EngineRequest("costs", 1, prompt, Sampling(), 1, (), depth, "")
-            return self._drafter(Chooser(Sampling(), 1), asked)
+            return self._drafter(Sampler(Sampling(), 1), asked)
 
         forward, caches = self._target.forward, self._stage.make_caches
         return measure_costs(forward, caches, make_drafter, prompt, k, repeats, self._clock)
@@ -260,13 +261,13 @@ class TextEngine:
             if isinstance(event, Delta):
                 ids += event.round.tokens
             yield event
-            if self._copier is None or isinstance(event, Wait):
+            if self._state_sender is None or isinstance(event, Wait):
                 continue
             if isinstance(running.verifier, PipelineVerifier):
-                self._copier.offer(request.request, request.attempt, running.verifier.state)
-            elif self._copier.due(request.request):
+                self._state_sender.offer(request.request, request.attempt, running.verifier.state)
+            elif self._state_sender.due(request.request):
                 state = running.copied(ids)
-                self._copier.offer(request.request, request.attempt, state)
+                self._state_sender.offer(request.request, request.attempt, state)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest."""
@@ -282,13 +283,13 @@ class TextEngine:
                 param="request",
             )
 
-    def _start(self, request: EngineRequest, ending: Ending) -> Running:
-        chooser = Chooser(
+    def _start(self, request: EngineRequest, ending: StopCondition) -> Running:
+        sampler = Sampler(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
         taken = self._taken_up(request) if self._link is None else None
         verifier = self._verifier(request, taken)
-        drafter = self._drafter(chooser, request)
+        drafter = self._drafter(sampler, request)
         if taken is not None and taken.drafter is not None and isinstance(drafter, NativeDrafter):
             drafter.take_up(taken.drafter, request.ids)
         task = Task(
@@ -303,7 +304,7 @@ class TextEngine:
             task,
             FixedRows(verifier, self._fixed_rows) if padded else verifier,
             drafter,
-            chooser,
+            sampler,
             ending,
             self._depth(request),
             self._clock,
@@ -334,8 +335,8 @@ class TextEngine:
     def _release(self, request: str, attempt: int) -> None:
         if self._link is not None:
             self._link.release(request, attempt)
-        if self._copier is not None:
-            self._copier.release(request)
+        if self._state_sender is not None:
+            self._state_sender.release(request)
 
     @property
     def live_requests(self) -> int:
@@ -408,7 +409,7 @@ class TextEngine:
             return FixedDepth(request.k)
         return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
 
-    def _drafter(self, chooser: Chooser, request: EngineRequest) -> Drafter:
+    def _drafter(self, sampler: Sampler, request: EngineRequest) -> Drafter:
         if request.k == 0:
             return NoDrafter()
         overlap = request.async_draft_eval
@@ -417,7 +418,7 @@ class TextEngine:
             self._head,
             self._family.embed,
             draft_logits(self._family, self._head, self._draft_vocabulary),
-            chooser,
+            sampler,
             request.k,
             overlap=self._async_draft_eval if overlap is None else overlap,
         )

@@ -1,8 +1,8 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
 file_limit.py: imports mlx-lm where few files may be open
-layer_meter.py: seconds of a layer at work
 layer_probe.py: seconds of a layer, measured at load
+layer_timer.py: seconds of a layer at work
 layer_view.py: some layers in the place of a model's all
 load.py: loads what a stage's specification asks for
 numeric.py: whether numbers are finite, and what is said where they are not

@@ -28,7 +28,7 @@ from ...mtp.rollback import takes_tapes, with_tapes
 from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
-from .layer_meter import LayerMeter
+from .layer_timer import LayerTimer
 from .layer_view import Handing, Notes, Slot, noted, view, watched
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
@@ -67,7 +67,7 @@ class StageModel:
         self._owner, self._key, self._layers = _find_layers(model)
         self.num_layers = len(cast(Any, model).layers)
         self._takes_tapes = takes_tapes(model)
-        self.meter = LayerMeter()
+        self.meter = LayerTimer()
         """What its forwards take: nothing, unless a runner puts one that measures here."""
         self._slot = Slot()
 

@@ -16,7 +16,7 @@ TRAIL_BYTES = 64 << 20
 """Of one request on one stage. Of a longer trail the oldest blocks are dropped."""
 
 
-class Trail:
+class ReplayBuffer:
     """Blocks without a gap, in order. Written on the compute thread, read on the event loop."""
 
     def __init__(self, limit: int = TRAIL_BYTES) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .frames import HiddenBlock
-from .replay_buffer import Trail
+from .replay_buffer import ReplayBuffer
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class RequestState:
     position: int = 0
     last_rows: int = 0
     """Of the last forward: how far it goes back."""
-    trail: Trail = field(default_factory=Trail)
+    replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
     answer: HiddenBlock | None = None
     """On the last stage: the row behind the prompt, as it was sent back."""
     lowest: int = 0
@@ -47,7 +47,7 @@ class RequestState:
         rollback(own, self.position - position)
         self.position, self.last_rows = position, 0
         self.lowest = min(self.lowest, position)
-        self.trail.roll_back(position)
+        self.replay_buffer.roll_back(position)
 
 
 def digest_of(ids: Sequence[int]) -> bytes:

@@ -20,8 +20,8 @@ from ..model.stage_model import StageModel
 from ..model.tensors import from_bytes, to_bytes
 from .frames import HiddenBlock
 from .request_state import RequestState
-from .state_sender import Copier
-from .state_store import Copies
+from .state_sender import StateSender
+from .state_store import StateStore
 
 MAX_WAITING = 16
 """Blocks that may wait for rows before them; a generator that asks for answers sends one."""
@@ -60,14 +60,14 @@ class StageWorker:
         model: StageModel,
         expected: StageLimits,
         clock: Callable[[], float],
-        copier: Copier | None = None,
-        copies: Copies | None = None,
+        state_sender: StateSender | None = None,
+        copies: StateStore | None = None,
     ) -> None:
-        """`copier`: what a spare of this stage is sent; `copies`: what this one, a spare, was."""
+        """`state_sender`: what a spare is sent; `copies`: what this one, a spare, was sent."""
         self._model = model
         self._expected = expected
         self._clock = clock
-        self._copier = copier
+        self._state_sender = state_sender
         self._copies = copies
         self._sessions: dict[str, Session] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
@@ -126,11 +126,11 @@ class StageWorker:
             self._model.meter.add(block.position, block.rows, begun)
         sends = [] if leaving is None else [leaving]
         if not self._is_last:
-            state.trail.add(sends[0])
+            state.replay_buffer.add(sends[0])
             if block.rebuilds:
-                sends = state.trail.unsent(session.attempt)
-        if self._copier is not None:
-            self._copier.offer(block.request, session.attempt, state)
+                sends = state.replay_buffer.unsent(session.attempt)
+        if self._state_sender is not None:
+            self._state_sender.offer(block.request, session.attempt, state)
         return sends
 
     def adopt(self, request: str, attempt: int, position: int, *, answer: bool = False) -> Adopted:
@@ -157,9 +157,9 @@ class StageWorker:
         was too much to keep.
         """
         session = self._session(request, attempt, opens=False)
-        trail = session.state.trail
-        trail.want(held, position, answer=session.answer)
-        return trail.unsent(attempt)
+        replay_buffer = session.state.replay_buffer
+        replay_buffer.want(held, position, answer=session.answer)
+        return replay_buffer.unsent(attempt)
 
     def _held(
         self, request: str, attempt: int, position: int, *, answer: bool
@@ -201,8 +201,8 @@ class StageWorker:
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
             del self._sessions[request]
-            if self._copier is not None:
-                self._copier.release(request)
+            if self._state_sender is not None:
+                self._state_sender.release(request)
             mx.clear_cache()
 
     def renew(self, request: str, attempt: int) -> None:

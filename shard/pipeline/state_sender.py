@@ -30,7 +30,7 @@ MAX_COPY = 512 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Copier:
+class StateSender:
     """Decides when a spare is sent what. All methods run on the compute thread.
 
     `names`, the requests that the spare has something of, may be read anywhere: the compute thread
@@ -117,8 +117,8 @@ class Copier:
         arrays += _hiddens(state.drafter) if state.drafter else []
         if any(array is None or array.dtype not in _NAMES for array in arrays):
             return "its state has arrays of another kind than floating point"
-        trail = sum(len(block.data) for block in state.trail.after(begin))
-        size = trail + sum(_bytes_since(cache, begin) for cache in own)
+        replay_buffer = sum(len(block.data) for block in state.replay_buffer.after(begin))
+        size = replay_buffer + sum(_bytes_since(cache, begin) for cache in own)
         if (drafter := state.drafter) is not None:
             size += sum(hidden.nbytes for hidden in _hiddens(drafter))
             size += _bytes_since(drafter.cache, min(begin, drafter.rows)) if drafter.rows else 0
@@ -126,7 +126,7 @@ class Copier:
 
     def _copy(self, request: str, attempt: int, state: RequestState, begin: int) -> pb.StateCopy:
         own = self._model.own_caches(state.caches)
-        trail = state.trail.after(begin)
+        replay_buffer = state.replay_buffer.after(begin)
         return pb.StateCopy(
             placement=self._expected.placement,
             request=request,
@@ -134,8 +134,8 @@ class Copier:
             begin=begin,
             position=state.position,
             layers=[_layer(cache, begin) for cache in own],
-            trail=self._frames(trail),
-            trail_begins=state.trail.begins,
+            replay_buffer=self._frames(replay_buffer),
+            replay_begins=state.replay_buffer.begins,
             answer=self._frames([] if state.answer is None else [state.answer]),
             drafter=None if state.drafter is None else _drafter(state, state.drafter, begin),
             ids=state.ids,

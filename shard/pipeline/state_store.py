@@ -24,7 +24,7 @@ from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..model.tensors import ITEM_BYTES, WIRE, from_bytes
 from .frames import REQUEST_NAME, Assembler, HiddenBlock
-from .replay_buffer import Trail
+from .replay_buffer import ReplayBuffer
 from .request_state import RequestState, digest_of
 
 log = logging.getLogger(__name__)
@@ -118,21 +118,21 @@ class _Kept:
     """The last two: a stage may be a row ahead of what was handed out."""
     rows: dict[int, tuple[_Rows, _Rows]] = field(default_factory=dict[int, tuple[_Rows, _Rows]])
     """Keys and values, by layer; a drafter's by `_DRAFTER`."""
-    trail: Trail = field(default_factory=Trail)
+    replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
 
     @property
     def bytes(self) -> int:
         attention = sum(len(keys) + len(values) for keys, values in self.rows.values())
         states = sum(mark.bytes for mark in self.marks)
-        return attention + states + self.trail.bytes
+        return attention + states + self.replay_buffer.bytes
 
     def cut_back(self, position: int) -> None:
         """The rows from `position` on were taken back, and are sent anew."""
         self.marks = [mark for mark in self.marks if mark.position <= position]
-        self.trail.roll_back(position)
+        self.replay_buffer.roll_back(position)
 
 
-class Copies:
+class StateStore:
     """On a spare: what it was sent, by request. Any thread keeps, the compute thread takes.
 
     Of two rows a request's state is known: where the later one is ahead of what the answer's reader
@@ -168,16 +168,19 @@ class Copies:
             kept = self._kept.pop(copy.request, None)
             if kept is None or begin == 0:
                 kept = _Kept(int(copy.attempt))
-                kept.trail.begins = int(copy.trail_begins)
+                kept.replay_buffer.begins = int(copy.replay_begins)
             self._check(copy, kept)
-            answer, blocks = next(self._blocks(copy.answer), None), list(self._blocks(copy.trail))
+            answer, blocks = (
+                next(self._blocks(copy.answer), None),
+                list(self._blocks(copy.replay_buffer)),
+            )
             kept.cut_back(begin)
             layers = tuple(self._layer(kept, n, begin, each) for n, each in enumerate(copy.layers))
             drafter = _without_rows(kept, copy.drafter) if copy.HasField("drafter") else None
             mark = _Mark(int(copy.position), layers, answer, drafter, copy.ids)
             kept.marks = [*kept.marks[-1:], mark]
             for block in blocks:
-                kept.trail.add(block)
+                kept.replay_buffer.add(block)
             kept.attempt, kept.renewed = int(copy.attempt), self._clock()
             self._kept[copy.request] = kept
 
@@ -237,13 +240,13 @@ class Copies:
                 continue
             cache.keys, cache.values = (rows.array(layer.room) for rows in kept.rows.pop(number))
             cache.offset = mark.position
-        kept.trail.roll_back(mark.position)
+        kept.replay_buffer.roll_back(mark.position)
         mx.eval(cache_arrays(own))
         return RequestState(
             caches,
             position=mark.position,
             answer=mark.answer,
-            trail=kept.trail,
+            replay_buffer=kept.replay_buffer,
             drafter=_drafter(kept, mark.drafter) if mark.drafter else None,
         )
 
@@ -261,7 +264,7 @@ class Copies:
                 f"above begin and at most {e.context_length}",
             ),
             ("layers", len(copy.layers) == len(self._template), f"{len(self._template)}"),
-            ("trail_begins", copy.trail_begins <= copy.position, "at most position"),
+            ("replay_begins", copy.replay_begins <= copy.position, "at most position"),
         )
         for name, good, wanted in checks:
             if not good:

@@ -13,7 +13,7 @@ from ...placement.errors import ExoNodeError, PeerLost, StateLost, from_code
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from .frames import HiddenBlock, cut
-from .replay_buffer import Trail
+from .replay_buffer import ReplayBuffer
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Ring:
         self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
-        self._trails: dict[tuple[str, int], tuple[Trail, bool]] = {}
+        self._trails: dict[tuple[str, int], tuple[ReplayBuffer, bool]] = {}
         """Of attempts that go on with what stages hold; and whether the prompt's end is awaited."""
         self._behind: set[tuple[str, int]] = set()
         """Requests with blocks under way that get no answer: the next answer waits for them."""
@@ -172,14 +172,20 @@ class Ring:
         self._tell(request, attempt, rollback=pb.Rollback(position=position))
 
     def adopt(
-        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+        self,
+        request: str,
+        attempt: int,
+        position: int,
+        replay_buffer: ReplayBuffer,
+        *,
+        answer: bool,
     ) -> "Future[HiddenBlock] | None":
         key = (request, attempt)
         if self._lost is not None:
             raise PeerLost(self._lost)
         self._active.add(key)
         self._behind.add(key)  # the first answer waits for what is rebuilt
-        self._trails[key] = (trail, answer)
+        self._trails[key] = (replay_buffer, answer)
         future: Future[HiddenBlock] | None = None
         if answer:
             future = self._waiting[key] = Future()
@@ -216,9 +222,9 @@ class Ring:
         known = self._trails.get(key)
         if known is None:
             return  # of an attempt that is over
-        trail, answer = known
+        replay_buffer, answer = known
         try:
-            trail.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
+            replay_buffer.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
         except StateLost as fault:
             self._fail(key, fault)
             return

@@ -14,7 +14,7 @@ from ..model.numeric import require_finite
 from ..model.stage_model import StageModel
 from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
 from .frames import HiddenBlock
-from .replay_buffer import Trail
+from .replay_buffer import ReplayBuffer
 from .request_state import RequestState
 from .stage import forwards
 
@@ -41,7 +41,13 @@ class Link(Protocol):
         ...
 
     def adopt(
-        self, request: str, attempt: int, position: int, trail: Trail, *, answer: bool
+        self,
+        request: str,
+        attempt: int,
+        position: int,
+        replay_buffer: ReplayBuffer,
+        *,
+        answer: bool,
     ) -> "Future[HiddenBlock] | None":
         """Tells every stage that an attempt goes on behind `position` rows with what they hold.
 
@@ -103,7 +109,7 @@ class PipelineVerifier:
         """
         self._rebuilt_to = rows
         self._behind_prompt = self._link.adopt(
-            self._request, self._attempt, rows, self.state.trail, answer=answer
+            self._request, self._attempt, rows, self.state.replay_buffer, answer=answer
         )
 
     def take_up(self, attempt: int, rows: int) -> bool:
@@ -169,7 +175,7 @@ class PipelineVerifier:
             schedule=tuple(schedule),
         )
         self.state.wrote(schedule or (block.rows,))
-        self.state.trail.add(block)
+        self.state.replay_buffer.add(block)
         if self.position > self._rebuilt_to:
             return self._link.send(block)
         self._link.relay(self._request, self._attempt)

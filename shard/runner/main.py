@@ -35,19 +35,19 @@ from ...proto.bound_server import BoundNumbers
 from ..engine.compute import ComputeThread
 from ..engine.draft_profile import Profile, ProfileKey
 from ..engine.engine import TextEngine
-from ..model.layer_meter import LayerMeter
 from ..model.layer_probe import probe_layers, probed_rows
+from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
 from ..model.stage_model import MODEL_FAULTS, said
 from ..model.tensors import DTYPES
 from ..pipeline.stage import StageWorker
-from ..pipeline.state_sender import Copier
-from ..pipeline.state_store import Copies
+from ..pipeline.state_sender import StateSender
+from ..pipeline.state_store import StateStore
 from ..pipeline.streams import SERVER_OPTIONS, Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
 from .stage_service import NextStage, RunnerService, StageService
-from .standby_service import Follower, StandbyService
+from .standby_service import StateReplicator, StandbyService
 
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
@@ -100,7 +100,7 @@ class Runner:
         self._parent = parent
         self._compute = ComputeThread(died=self._died)
         self._rows = probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk)
-        self._meter = LayerMeter(
+        self._meter = LayerTimer(
             self._spec.end_layer - self._spec.first_layer,
             (1, self._rows.verify, self._rows.prefill),
             time.perf_counter,
@@ -154,7 +154,7 @@ class Runner:
             self._start.authority, self._start.private_key, self._start.certificate
         )
         following = NextStage(credentials)
-        follower = Follower(loaded.model, loaded.expected, self._compute, credentials)
+        follower = StateReplicator(loaded.model, loaded.expected, self._compute, credentials)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
         watch = await self._serve(server, loaded, following, follower)
         service = RunnerService(self._spec, self._current_state)
@@ -183,14 +183,16 @@ class Runner:
         server: grpc.aio.Server,
         loaded: Loaded,
         following: NextStage,
-        follower: Follower,
+        follower: StateReplicator,
     ) -> TextEngine | StageWorker:
         spec, expected = self._spec, loaded.expected
-        copies = Copies(loaded.model, expected, time.monotonic)
+        copies = StateStore(loaded.model, expected, time.monotonic)
         standby = StandbyService(expected, follower, copies)
         peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
-            worker = StageWorker(loaded.model, expected, time.monotonic, follower.copier, copies)
+            worker = StageWorker(
+                loaded.model, expected, time.monotonic, follower.state_sender, copies
+            )
             self._stage = StageService(spec, expected, self._compute, following, worker, None)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker
@@ -200,14 +202,14 @@ class Runner:
             self._stage = StageService(spec, expected, self._compute, following, None, ring)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(
-            self._compute.submit(lambda: self._engine(loaded, ring, follower.copier, copies))
+            self._compute.submit(lambda: self._engine(loaded, ring, follower.state_sender, copies))
         )
         generator = GeneratorService(expected, engine, self._compute, self._prompts)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 
     def _engine(
-        self, loaded: Loaded, ring: Ring | None, copier: Copier, copies: Copies
+        self, loaded: Loaded, ring: Ring | None, state_sender: StateSender, copies: StateStore
     ) -> TextEngine:
         assert loaded.codec is not None
         engine = TextEngine(
@@ -225,7 +227,7 @@ class Runner:
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,
             profile=self._profile(loaded) if loaded.head is not None else None,
-            copier=copier,
+            state_sender=state_sender,
             copies=copies,
             kernels=used(loaded.kernels),
         )

@@ -18,8 +18,8 @@ from ..engine.compute import ComputeThread
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..pipeline.frames import MAX_DATA
-from ..pipeline.state_sender import MAX_COPY, Copier
-from ..pipeline.state_store import Copies
+from ..pipeline.state_sender import MAX_COPY, StateSender
+from ..pipeline.state_store import StateStore
 from ..pipeline.streams import CHANNEL_OPTIONS, RENEW_S, Address
 from .stage_service import Context, refuse
 
@@ -29,7 +29,7 @@ KEEP_TIMEOUT_S = 30.0
 HOLD_TIMEOUT_S = 5.0
 
 
-class Follower:
+class StateReplicator:
     """Sends a spare what the copier has for it. Made and closed on the event loop."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Follower:
         self._tasks: list[asyncio.Task[None]] = []
         self._reached = False
         """Whether the spare answers; while it does not, nothing is copied for it."""
-        self.copier = Copier(
+        self.state_sender = StateSender(
             model,
             expected,
             time.monotonic,
@@ -91,11 +91,11 @@ class Follower:
             except grpc.aio.AioRpcError as fault:
                 log.info("the spare did not keep a copy: %s", fault.details())
                 if fault.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    self._tell(partial(self.copier.refused, copy.request))
+                    self._tell(partial(self.state_sender.refused, copy.request))
                 else:
                     self._follows(reached=False)
                 continue
-            self._tell(partial(self.copier.delivered, time.monotonic() - begun))
+            self._tell(partial(self.state_sender.delivered, time.monotonic() - begun))
 
     async def _hold(self, stub: "peer_pb2_grpc.StandbyStub") -> None:
         """Says which requests live: at once where one ended, else now and then."""
@@ -103,7 +103,7 @@ class Follower:
             try:
                 names = await asyncio.wait_for(self._held.get(), RENEW_S)
             except TimeoutError:
-                names = self.copier.names
+                names = self.state_sender.names
             request = pb.HoldRequest(placement=self._placement, requests=names)
             try:
                 _ = await stub.Hold(request, timeout=HOLD_TIMEOUT_S)
@@ -115,7 +115,7 @@ class Follower:
 
     def _follows(self, *, reached: bool) -> None:
         self._reached = reached
-        self._tell(partial(self.copier.follow, following=reached))
+        self._tell(partial(self.state_sender.follow, following=reached))
 
     def _tell(self, job: Callable[[], None]) -> None:
         """The copier belongs to the compute thread, and nobody waits for it: it may be busy."""
@@ -136,7 +136,7 @@ def _pieces(copy: pb.StateCopy) -> Iterator[pb.CopyPiece]:
 class StandbyService(peer_pb2_grpc.StandbyServicer):
     """Both sides: a runner at work follows instructions, a spare keeps what it is sent."""
 
-    def __init__(self, expected: StageLimits, follower: Follower, copies: Copies) -> None:
+    def __init__(self, expected: StageLimits, follower: StateReplicator, copies: StateStore) -> None:
         self._expected = expected
         self._follower = follower
         self._copies = copies

@@ -9,15 +9,15 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ...mtp.chooser import Chooser
 from ...mtp.drafters import NativeDrafter
 from ...mtp.probe import FixedRowsCheck
+from ...mtp.sampler import Sampler
 from ...mtp.sampling import Noise, TargetDistribution
 from ...mtp.seams import as_row
 from ...mtp.types import Round, Sampling
-from .numbers import Chain
+from .numbers import ReferenceRun
 from .report import Check, Finding
-from .subject import Subject, answer, forward, ids_of
+from .subject import ModelUnderTest, answer, forward, ids_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,7 +52,12 @@ class Compared:
 
 
 def check_greedy(
-    subject: Subject, prompts: Sequence[Sequence[int]], tokens: int, tau: float, *, bitwise: bool
+    subject: ModelUnderTest,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    tau: float,
+    *,
+    bitwise: bool,
 ) -> Check:
     """Every K must give the answers of K=0, but for near ties where blocks are not bitwise.
 
@@ -86,7 +91,7 @@ def check_greedy(
 
 
 def _compared(
-    subject: Subject,
+    subject: ModelUnderTest,
     prompts: Sequence[Sequence[int]],
     plain: Sequence[Sequence[Round]],
     k: int,
@@ -124,7 +129,7 @@ def _course(at: Sequence[int]) -> str:
 
 
 def check_strict(
-    subject: Subject, prompts: Sequence[Sequence[int]], tokens: int, fixed: FixedRowsCheck
+    subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, fixed: FixedRowsCheck
 ) -> Check:
     """In strict mode nothing may differ at all."""
     if subject.make_drafter is None:
@@ -147,7 +152,7 @@ def check_strict(
 
 
 def check_seeded(
-    subject: Subject, prompts: Sequence[Sequence[int]], tokens: int, *, bitwise: bool
+    subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, *, bitwise: bool
 ) -> Check:
     """A seed gives the same sampled tokens at every K."""
     if subject.make_drafter is None:
@@ -184,7 +189,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None
 
 
-def check_marginals(subject: Subject, chain: Chain, samples: int) -> Check:
+def check_marginals(subject: ModelUnderTest, chain: ReferenceRun, samples: int) -> Check:
     """Tokens that drafting and acceptance give against the model's own distribution.
 
     The model's least certain rows stand for a round's K + 1, drafts come from the head's
@@ -225,10 +230,10 @@ def _uncertain(logits: mx.array, rows: int) -> mx.array:
     return logits[mx.argsort(-entropy)[:rows]]
 
 
-def _head_rows(subject: Subject, prompt: Sequence[int]) -> mx.array:
+def _head_rows(subject: ModelUnderTest, prompt: Sequence[int]) -> mx.array:
     """The head's own log-probabilities behind the prompt, (max_k, V')."""
     assert subject.make_drafter is not None
-    drafter = subject.make_drafter(Chooser(SAMPLINGS[0], 3), subject.max_k)
+    drafter = subject.make_drafter(Sampler(SAMPLINGS[0], 3), subject.max_k)
     block = forward(subject.verifier(), prompt, "last")
     assert block.hidden is not None
     following = as_row([*prompt[1:], 0])
@@ -250,10 +255,10 @@ def _sampled(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.
         return q[hidden[0, :, 0]][None]
 
     for number in range(samples):
-        chooser = Chooser(sampling, number)
-        drafter = NativeDrafter(_next_row, _as_is, row_of, chooser, k, overlap=True)
+        sampler = Sampler(sampling, number)
+        drafter = NativeDrafter(_next_row, _as_is, row_of, sampler, k, overlap=True)
         drafter.observe(mx.array([[[-1]]]), as_row([0]))
-        verdict = chooser.judge(p, drafter.draft(k, 1), 1)
+        verdict = sampler.judge(p, drafter.draft(k, 1), 1)
         drawn.append(mx.concatenate([verdict.accepted[None], verdict.tokens]))
         if number % 64 == 63:
             mx.eval(drawn)

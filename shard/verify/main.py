@@ -28,7 +28,7 @@ from .report import Check, Report, as_json, as_text
 if TYPE_CHECKING:
     from ..model.load import Loaded
     from ..text.codec import TextCodec
-    from .subject import Subject
+    from .subject import ModelUnderTest
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 STDOUT: Final = "-"
@@ -104,7 +104,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
 
 
 def run_checks(
-    subject: "Subject", prompts: Sequence[Sequence[int]], effort: Effort, note: Note
+    subject: "ModelUnderTest", prompts: Sequence[Sequence[int]], effort: Effort, note: Note
 ) -> Iterator[Check]:
     """Every check, the cheap and sharp ones first."""
     from . import answers, numbers

@@ -7,15 +7,15 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ...mtp.chooser import Chooser
 from ...mtp.drafters import NativeDrafter
 from ...mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
+from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_token
 from ...mtp.seams import Drafts, as_ids
 from ...mtp.types import Sampling
 from ..engine.local import LocalVerifier
 from .report import Check, Finding, finite
-from .subject import Subject, answer, forward
+from .subject import ModelUnderTest, answer, forward
 
 NOISE = 8
 """Rounding that a whole model may add up, in units of the dtype's."""
@@ -25,7 +25,7 @@ PRIMING_CHUNK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ReferenceRun:
     """Single steps behind a prompt: what every other schedule must come to."""
 
     prompt: tuple[int, ...]
@@ -94,14 +94,16 @@ def floats(row: mx.array) -> list[float]:
     return cast("list[float]", row.tolist())
 
 
-def chain_of(subject: Subject, prompt: Sequence[int], ids: Sequence[int]) -> Chain:
+def chain_of(subject: ModelUnderTest, prompt: Sequence[int], ids: Sequence[int]) -> ReferenceRun:
     verifier = subject.verifier()
     _ = forward(verifier, prompt, "last")
     rows = [forward(verifier, [token]).logits for token in ids]
-    return Chain(tuple(prompt), tuple(ids), mx.concatenate(rows))
+    return ReferenceRun(tuple(prompt), tuple(ids), mx.concatenate(rows))
 
 
-def check_blocks(subject: Subject, chain: Chain) -> tuple[Check, tuple[Difference, ...]]:
+def check_blocks(
+    subject: ModelUnderTest, chain: ReferenceRun
+) -> tuple[Check, tuple[Difference, ...]]:
     """Forwards of K + 1 rows against single steps, and the differences for each K."""
     found: list[Difference] = []
     for k in subject.depths:
@@ -129,7 +131,7 @@ def check_blocks(subject: Subject, chain: Chain) -> tuple[Check, tuple[Differenc
     return Check("blocks", finding, summary, numbers), tuple(found)
 
 
-def check_fixed_rows(subject: Subject) -> tuple[Check, FixedRowsCheck]:
+def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
     """Whether strict mode holds here."""
     rows = subject.max_k + 1
     found = fixed_rows_identity(
@@ -142,7 +144,7 @@ def check_fixed_rows(subject: Subject) -> tuple[Check, FixedRowsCheck]:
     return Check("fixed_rows", "ok" if found.holds else "differs", summary, numbers), found
 
 
-def check_rollback(subject: Subject, chain: Chain, *, fixed_rows_hold: bool) -> Check:
+def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_hold: bool) -> Check:
     """What is left after a rollback must not depend on what the dropped rows held.
 
     Two runs reject different drafts. Where a row's numbers do not depend on its neighbours, they
@@ -168,7 +170,7 @@ def check_rollback(subject: Subject, chain: Chain, *, fixed_rows_hold: bool) -> 
     return Check("rollback", "defect", summary, numbers)
 
 
-def _rolled_back(subject: Subject, chain: Chain, k: int) -> dict[str, Any]:
+def _rolled_back(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[str, Any]:
     """Blocks of K + 1 rows of which K + 1, K, … 1 are kept, then one row; two ways to be wrong."""
     runs: list[list[mx.array]] = []
     held: list[list[mx.array]] = []
@@ -233,7 +235,7 @@ class _Watched:
         return self.inner.arrays()
 
 
-def check_priming(subject: Subject, prompt: Sequence[int], tokens: int) -> Check:
+def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -> Check:
     """The head's cache after chunks and rounds against one that got its rows one by one."""
     if subject.make_drafter is None:
         return Check("priming", "skipped", subject.no_drafts, {})
@@ -247,7 +249,7 @@ def check_priming(subject: Subject, prompt: Sequence[int], tokens: int) -> Check
     _ = answer(small, prompt, subject.max_k, tokens, watch=watch)
     once = watched[0]
     _ = once.draft(1, once.committed + 1)
-    stepwise = subject.make_drafter(Chooser(Sampling(), 0), subject.max_k)
+    stepwise = subject.make_drafter(Sampler(Sampling(), 0), subject.max_k)
     for hidden, ids in once.shown:
         for i in range(ids.shape[0]):
             stepwise.observe(hidden[:, i : i + 1], ids[i : i + 1])
@@ -258,7 +260,7 @@ def check_priming(subject: Subject, prompt: Sequence[int], tokens: int) -> Check
 
 
 def _primed(
-    subject: Subject, rows: int, wrong_lengths: int, a: mx.array | None, b: mx.array | None
+    subject: ModelUnderTest, rows: int, wrong_lengths: int, a: mx.array | None, b: mx.array | None
 ) -> Check:
     numbers: dict[str, Any] = {"rows": rows, "rounds_of_wrong_length": wrong_lengths}
     if wrong_lengths or a is None or b is None:

@@ -6,24 +6,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.chooser import Chooser
 from ...mtp.drafters import NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.fixed_rows import FixedRows
 from ...mtp.loop import Generation, Task
 from ...mtp.rollback import fixed_kinds
+from ...mtp.sampler import Sampler
 from ...mtp.seams import Block, Drafter, Verifier, Want, as_row
 from ...mtp.types import FinishReason, Round, Sampling
 from ..engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from ..model.load import Loaded
 
-MakeDrafter = Callable[[Chooser, int], NativeDrafter]
+MakeDrafter = Callable[[Sampler, int], NativeDrafter]
 HEADLESS_K = 3
 """Blocks are measured up to here where the model drafts nothing itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ModelUnderTest:
     """`max_k` is the most drafts to check; `make_drafter` is None because of `no_drafts`."""
 
     target: Target
@@ -52,14 +52,14 @@ class Subject:
 
 
 class _Endless:
-    """The `Ending` of an answer that only its budget ends."""
+    """The `StopCondition` of an answer that only its budget ends."""
 
     def push(self, token: int) -> FinishReason | None:
         del token
         return None
 
 
-def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Subject:
+def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> ModelUnderTest:
     """`max_k` 0: as far as the model drafts nothing, HEADLESS_K."""
     head, stage = loaded.head, loaded.model
     family = family_of(stage.model, None if head is None else head.hidden_kind)
@@ -67,11 +67,11 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Subje
     if family is not None and head is not None and max_k:
         embed, logits = family.embed, draft_logits(family, head)
 
-        def made(chooser: Chooser, k: int) -> NativeDrafter:
-            return NativeDrafter(head, embed, logits, chooser, k, overlap=True)
+        def made(sampler: Sampler, k: int) -> NativeDrafter:
+            return NativeDrafter(head, embed, logits, sampler, k, overlap=True)
 
         make_drafter = made
-    return Subject(
+    return ModelUnderTest(
         target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
         make_caches=stage.make_caches,
         vocabulary=loaded.vocabulary,
@@ -96,7 +96,7 @@ def forward(verifier: Verifier, ids: Sequence[int], want: Want = "all") -> Block
 
 
 def answer(
-    subject: Subject,
+    subject: ModelUnderTest,
     prompt: Sequence[int],
     k: int,
     tokens: int,
@@ -110,14 +110,14 @@ def answer(
 
     `watch` may wrap the drafter; `top` as in `Task.top_logprobs`.
     """
-    chooser = Chooser(sampling or Sampling(), 1, subject.special_tokens, prompt)
+    sampler = Sampler(sampling or Sampling(), 1, subject.special_tokens, prompt)
     drafter: Drafter = NoDrafter()
     if k:
         assert subject.make_drafter is not None
-        drafter = watch(subject.make_drafter(chooser, k))
+        drafter = watch(subject.make_drafter(sampler, k))
     task = Task(prompt, tokens, subject.chunk, top_logprobs=top)
     verifier = subject.verifier(fixed_rows)
-    steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()
+    steps = Generation(task, verifier, drafter, sampler, _Endless()).steps()
     return tuple(step for step in steps if isinstance(step, Round))
 
 

@@ -14,7 +14,7 @@ FAILURES_WITHIN_S = 600.0
 MAX_PAUSE_S = 30.0
 
 
-class Failures:
+class RestartBackoff:
     """Counts by model; `clock` gives monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,7 +13,7 @@ from ...placement.ids import NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
-from ..cluster.desired import Wish
+from ..cluster.desired import DesiredPlacement
 from ..runners.runner_client import Endpoint
 
 Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
@@ -41,7 +41,7 @@ class Spare:
 
 
 @dataclass(slots=True)
-class Record:
+class LoadedPlacement:
     """A placement on its head."""
 
     id: PlacementId
@@ -95,9 +95,9 @@ class Record:
         self.as_planned = self.plan.stages
 
     @property
-    def wish(self) -> Wish:
+    def desired(self) -> DesiredPlacement:
         """What is asked of a placement that takes its place."""
-        return Wish(self.options, self.spares_wanted, flexible=True)
+        return DesiredPlacement(self.options, self.spares_wanted, flexible=True)
 
     @property
     def generator(self) -> Endpoint:
@@ -161,7 +161,7 @@ class Record:
         return stages | {(spare.node, spare.stage) for spare in self.spares}
 
 
-def placed_of(record: Record) -> pb.Placed:
+def placed_of(record: LoadedPlacement) -> pb.Placed:
     """What the node that drives an answer is told of the placement it runs on."""
     stages = [
         pb.PlacedStage(

@@ -12,7 +12,7 @@ DRAIN_S: Final = 30.0
 _POLL_S: Final = 0.1
 
 
-class Leaving:
+class Drain:
     """Counts the requests that do something, and refuses them once `begin` was called.
 
     What only reads (GET) is answered to the end, so that a person can watch it.

@@ -11,7 +11,7 @@ from ...placement.ids import NodeId
 from ...placement.spares import spare_node
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
-from .record import Record, Spare
+from .loaded_placement import LoadedPlacement, Spare
 from .stages import Facts, Stages
 
 log = logging.getLogger(__name__)
@@ -20,14 +20,14 @@ ROUNDS = 3
 """How often another stage may be lost while one is replaced."""
 
 
-class Restorer:
+class StageRecovery:
     """Works on one record at a time for each placement; the caller sees to that."""
 
     def __init__(self, stages: Stages, facts: Facts) -> None:
         self._stages = stages
         self._facts = facts
 
-    async def restore(self, record: Record) -> list[int]:
+    async def restore(self, record: LoadedPlacement) -> list[int]:
         """Every stage answers and is connected afterwards; which ones were replaced.
 
         Raises InsufficientMemory where no live node has room for a lost stage, and what loading
@@ -49,7 +49,7 @@ class Restorer:
             return sorted(replaced)
         raise PeerLost(f"placement {record.id} lost stages faster than they could be replaced")
 
-    async def connect(self, record: Record) -> None:
+    async def connect(self, record: LoadedPlacement) -> None:
         """Each stage to the next, the last one to the generator. Raises PeerLost."""
         if len(record.endpoints) == 1:
             record.connections += 1
@@ -65,7 +65,7 @@ class Restorer:
                 raise fault
         record.connections += 1
 
-    async def lost_stages(self, record: Record) -> list[int]:
+    async def lost_stages(self, record: LoadedPlacement) -> list[int]:
         """Those that are known to be gone or do not answer within a second."""
         asked = [i for i in range(len(record.endpoints)) if i not in record.gone]
         answers = await asyncio.gather(
@@ -74,7 +74,7 @@ class Restorer:
         silent = [i for i, fault in zip(asked, answers, strict=True) if fault is not None]
         return sorted({*record.gone, *silent})
 
-    async def refill(self, record: Record) -> None:
+    async def refill(self, record: LoadedPlacement) -> None:
         """Loads the spares that are missing; what cannot be had is noted, and no error."""
         record.spares = [spare for spare in record.spares if spare.status != "failed"]
         record.spares_missing = ""
@@ -84,7 +84,7 @@ class Restorer:
                 if not await self._add_spare(record, stage):
                     return
 
-    async def follow(self, record: Record) -> None:
+    async def follow(self, record: LoadedPlacement) -> None:
         """Has every stage send copies of what it holds to its spare, so that it can go on at once.
 
         To the first spare of a stage: the one that takes its place. What fails is tried again.
@@ -100,29 +100,29 @@ class Restorer:
             if spare.why_not:
                 log.info("no copies of stage %d of %s: %s", spare.stage, record.id, spare.why_not)
 
-    def all_follow(self, record: Record) -> bool:
+    def all_follow(self, record: LoadedPlacement) -> bool:
         """Whether `follow` has nothing to do."""
         return not self._strangers(record)
 
-    def _strangers(self, record: Record) -> list[tuple[Endpoint, Spare]]:
+    def _strangers(self, record: LoadedPlacement) -> list[tuple[Endpoint, Spare]]:
         """Stages' runners and their spares that were not told of each other."""
         firsts = ((e, self._ready_spare(record, i)) for i, e in enumerate(record.endpoints))
         return [(e, spare) for e, spare in firsts if spare is not None and spare.leader is not e]
 
-    async def ensure_spare(self, record: Record, stage: int) -> bool:
+    async def ensure_spare(self, record: LoadedPlacement, stage: int) -> bool:
         """Whether the stage has a warm spare now; one is loaded where it had none."""
         return self._ready_spare(record, stage) is not None or await self._add_spare(record, stage)
 
-    def has_spares(self, record: Record, stages: Iterable[int]) -> bool:
+    def has_spares(self, record: LoadedPlacement, stages: Iterable[int]) -> bool:
         """Whether each of the stages has a warm spare, so that nothing has to be loaded."""
         return all(self._ready_spare(record, stage) is not None for stage in stages)
 
-    async def drop_spares(self, record: Record) -> None:
+    async def drop_spares(self, record: LoadedPlacement) -> None:
         spares, record.spares = record.spares, []
         for spare in spares:
             await self._end(record, spare.stage, spare.node, spare.endpoint)
 
-    async def _replace(self, record: Record, stage: int, dead: set[NodeId]) -> None:
+    async def _replace(self, record: LoadedPlacement, stage: int, dead: set[NodeId]) -> None:
         lost = record.endpoints[stage]
         while (spare := self._ready_spare(record, stage)) is not None:
             record.spares.remove(spare)
@@ -139,17 +139,17 @@ class Restorer:
         await self._end(record, stage, lost.node, lost, kill=True)
         await self._load_anew(record, stage, dead)
 
-    async def retire(self, record: Record) -> None:
+    async def retire(self, record: LoadedPlacement) -> None:
         """Ends the runners whose place a spare took: they may be stopped and not gone."""
         while record.retired:
             stage, endpoint = record.retired.pop()
             await self._end(record, stage, endpoint.node, endpoint, kill=True)
 
-    def _ready_spare(self, record: Record, stage: int) -> Spare | None:
+    def _ready_spare(self, record: LoadedPlacement, stage: int) -> Spare | None:
         ready = [s for s in record.spares if s.stage == stage and s.status == "ready"]
         return ready[0] if ready else None
 
-    async def _load_anew(self, record: Record, stage: int, dead: set[NodeId]) -> None:
+    async def _load_anew(self, record: LoadedPlacement, stage: int, dead: set[NodeId]) -> None:
         """On one node after another: one that is lost may still count as alive for a while.
 
         Those join `dead`, the nodes that this restoring has found to be so.
@@ -163,7 +163,7 @@ class Restorer:
                 log.warning("stage %d of %s: %s", stage, record.id, fault.message)
                 dead.add(node)
 
-    def _node_for(self, record: Record, stage: int, dead: set[NodeId]) -> NodeId:
+    def _node_for(self, record: LoadedPlacement, stage: int, dead: set[NodeId]) -> NodeId:
         held = record.holders() - {(record.plan.stages[stage].node, stage)}
         view = without(self._facts.view(record.card.id), dead)
         mtp = record.specs[0].native_mtp
@@ -176,7 +176,7 @@ class Restorer:
             )
         return node
 
-    async def _load_on(self, node: NodeId, record: Record, stage: int) -> None:
+    async def _load_on(self, node: NodeId, record: LoadedPlacement, stage: int) -> None:
         stages = record.plan.stages
         record.plan = replace(record.plan, stages=_with_node(stages, stage, node))
 
@@ -186,7 +186,7 @@ class Restorer:
         ready = await self._stages.load(node, record.specs[stage], progress)
         record.move(stage, Endpoint(node, ready))
 
-    async def _add_spare(self, record: Record, stage: int) -> bool:
+    async def _add_spare(self, record: LoadedPlacement, stage: int) -> bool:
         view = self._facts.view(record.card.id)
         mtp = record.specs[0].native_mtp
         plan = record.plan
@@ -214,7 +214,7 @@ class Restorer:
         await self.follow(record)
         return True
 
-    async def unload(self, record: Record) -> None:
+    async def unload(self, record: LoadedPlacement) -> None:
         """Ends every runner of the placement, as far as its nodes are live."""
         try:
             await self.drop_spares(record)
@@ -231,7 +231,7 @@ class Restorer:
 
     async def _end(
         self,
-        record: Record,
+        record: LoadedPlacement,
         stage: int,
         node: NodeId,
         endpoint: Endpoint | None,

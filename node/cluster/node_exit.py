@@ -14,7 +14,7 @@ EXIT_DUPLICATE: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rekeyed:
+class RestartWithKey:
     """The cluster key on disk is another one: the node has to be built anew with it."""
 
     how: Literal["approved", "given", "left", "rekeyed"]
@@ -22,11 +22,11 @@ class Rekeyed:
     """host:port to dial then."""
 
 
-Outcome = Rekeyed | int
+Outcome = RestartWithKey | int
 """To be built anew with another key, or to exit with that status."""
 
 
-class Ending:
+class NodeExit:
     """Decided once; made on the node's event loop."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Ending:
         """Another node takes this process for the member with its id."""
         self._is_member = True
 
-    def rekeyed(self, news: Rekeyed) -> None:
+    def rekeyed(self, news: RestartWithKey) -> None:
         self._decide(news)
 
     def give_up(self, fault: DuplicateIdentity) -> None:

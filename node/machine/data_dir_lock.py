@@ -34,7 +34,7 @@ class Running:
     version: str | None = None
 
 
-class Presence:
+class DataDirLock:
     """This process's hold on its data folder, from `acquire` to `close`."""
 
     def __init__(self, data_dir: Path, descriptor: int) -> None:
@@ -43,7 +43,7 @@ class Presence:
         self._descriptor: int | None = descriptor
 
     @classmethod
-    def acquire(cls, data_dir: Path) -> "Presence":
+    def acquire(cls, data_dir: Path) -> "DataDirLock":
         """Lock the folder, making it (mode 0700) if need be.
 
         Raises InvalidSettings if another process holds it or it cannot be written.
@@ -76,7 +76,7 @@ class Presence:
         os.close(self._descriptor)  # The lock file stays: removing it would race with a start.
         self._descriptor = None
 
-    def __enter__(self) -> "Presence":
+    def __enter__(self) -> "DataDirLock":
         return self
 
     def __exit__(

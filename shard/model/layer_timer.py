@@ -25,7 +25,7 @@ CHUNK_ROWS = 128
 single rows, and of a prompt two at most have a short context."""
 
 
-class LayerMeter:
+class LayerTimer:
     """Means of the forwards of some numbers of rows; on the compute thread, as its stage is."""
 
     def __init__(

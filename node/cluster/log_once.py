@@ -5,7 +5,7 @@ from typing import Final
 _MOST: Final = 256
 
 
-class Told:
+class LogOnce:
     """Remembers the last 256 pairs; an older one may be told again."""
 
     def __init__(self) -> None:

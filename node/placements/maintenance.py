@@ -10,8 +10,8 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId, PlacementId
 from ...placement.plan import Placement, seconds_now
 from ..machine.tasks import background
-from .record import Record
-from .restoring import Restorer
+from .loaded_placement import LoadedPlacement
+from .stage_recovery import StageRecovery
 from .stages import Stages
 
 log = logging.getLogger(__name__)
@@ -28,32 +28,37 @@ ORPHAN_S = 5.0
 """A stage on a live node that belongs to no placement for this long is unloaded."""
 
 
-class Upkeep:
+class Maintenance:
     """Works beside the answers; `close` ends what it began."""
 
     def __init__(
-        self, stages: Stages, restorer: Restorer, left: Callable[[Record, int, NodeId], None]
+        self,
+        stages: Stages,
+        recovery: StageRecovery,
+        left: Callable[[LoadedPlacement, int, NodeId], None],
     ) -> None:
         """`left(record, stage, node)`: the stage has a spare now and may go off that node."""
         self._stages = stages
-        self._restorer = restorer
+        self._recovery = recovery
         self._left = left
         self._moving: set[tuple[PlacementId, NodeId]] = set()
         self._orphans: dict[tuple[NodeId, str, int], float] = {}
         # The loop holds tasks weakly; these must live to their end.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def look_over(self, record: Record, silent: Callable[[Record, Sequence[int]], None]) -> None:
+    def look_over(
+        self, record: LoadedPlacement, silent: Callable[[LoadedPlacement, Sequence[int]], None]
+    ) -> None:
         """Asks every stage of an adopted placement for a sign; `silent` hears of those without."""
         self._keep(self._look_over(record, silent))
 
-    def fill(self, record: Record) -> None:
+    def fill(self, record: LoadedPlacement) -> None:
         """Ends what was replaced and loads the spares that are missing, after what is urgent."""
         if record.retired or record.spares_wanted:
             record.filled_at = time.monotonic()
             self._keep(self._fill(record))
 
-    def tend(self, records: Iterable[Record]) -> None:
+    def tend(self, records: Iterable[LoadedPlacement]) -> None:
         """Tries again, now and then, for spares that are missing: what was in the way may go."""
         now = time.monotonic()
         for record in records:
@@ -63,11 +68,11 @@ class Upkeep:
             if (
                 record.status == "ready"
                 and due
-                and (short or not self._restorer.all_follow(record))
+                and (short or not self._recovery.all_follow(record))
             ):
                 self.fill(record)
 
-    def move_off(self, records: Iterable[Record], node: NodeId) -> None:
+    def move_off(self, records: Iterable[LoadedPlacement], node: NodeId) -> None:
         """The node is about to leave: its stages are loaded elsewhere, then changed over to.
 
         Answers go on as after a loss, without waiting for a load. Where no other node has room they
@@ -80,7 +85,7 @@ class Upkeep:
                 self._keep(self._move(record, stages, node))
 
     async def sweep(
-        self, records: Iterable[Record], held: Iterable[tuple[NodeId, str, int]]
+        self, records: Iterable[LoadedPlacement], held: Iterable[tuple[NodeId, str, int]]
     ) -> None:
         """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses.
 
@@ -105,24 +110,24 @@ class Upkeep:
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look_over(
-        self, record: Record, silent: Callable[[Record, Sequence[int]], None]
+        self, record: LoadedPlacement, silent: Callable[[LoadedPlacement, Sequence[int]], None]
     ) -> None:
         lost: Sequence[int] = ()
         # Twice: an election is no quiet time, and a restoring interrupts the answers.
         for _ in range(2):
-            lost = await self._restorer.lost_stages(record)
+            lost = await self._recovery.lost_stages(record)
             if record.status != "ready" or not lost:
                 return
         silent(record, lost)
 
-    async def _fill(self, record: Record) -> None:
-        await self._restorer.retire(record)
-        await self._restorer.follow(record)
+    async def _fill(self, record: LoadedPlacement) -> None:
+        await self._recovery.retire(record)
+        await self._recovery.follow(record)
         await self._caught_up(record)
         if record.status == "ready":
-            await self._restorer.refill(record)
+            await self._recovery.refill(record)
 
-    async def _caught_up(self, record: Record) -> None:
+    async def _caught_up(self, record: LoadedPlacement) -> None:
         """A load takes the cores that answers in progress need to catch up: they go first."""
         begun = time.monotonic()
         await asyncio.sleep(ANSWERS_RETURN_S)
@@ -133,10 +138,10 @@ class Upkeep:
         ):
             await asyncio.sleep(REFILL_POLL_S)
 
-    async def _move(self, record: Record, stages: Sequence[int], node: NodeId) -> None:
+    async def _move(self, record: LoadedPlacement, stages: Sequence[int], node: NodeId) -> None:
         record.spares = [spare for spare in record.spares if spare.node != node]
         for stage in stages:
-            if not await self._restorer.ensure_spare(record, stage):
+            if not await self._recovery.ensure_spare(record, stage):
                 log.warning("stage %d of %s stays: %s", stage, record.id, record.spares_missing)
                 return
         for stage in stages:
@@ -154,7 +159,7 @@ WORTHWHILE = 0.9
 """Of the present seconds a token: what is hardly faster is not worth a load."""
 
 
-def may_settle(record: Record, clock: Callable[[], float] = time.monotonic) -> bool:
+def may_settle(record: LoadedPlacement, clock: Callable[[], float] = time.monotonic) -> bool:
     """Whether it is time to look for a better place. Notes the look."""
     now = clock()
     quiet = now - max(record.moved_at, record.stepped_at) >= SETTLE_AFTER_S
@@ -164,7 +169,7 @@ def may_settle(record: Record, clock: Callable[[], float] = time.monotonic) -> b
     return True
 
 
-def settles(record: Record, planned: Placement, view: ClusterView) -> str:
+def settles(record: LoadedPlacement, planned: Placement, view: ClusterView) -> str:
     """Why the placement is better made anew as `planned`; empty where it is not."""
     if not {stage.node for stage in record.plan.stages} <= {node.id for node in view.nodes}:
         return ""  # about to be lost, or to come back

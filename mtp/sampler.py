@@ -5,7 +5,7 @@ from typing import assert_never
 
 import mlx.core as mx
 
-from .accept import Verdict, accept_by_block, accept_by_ratio, accept_matching
+from .accept import VerifyResult, accept_by_block, accept_by_ratio, accept_matching
 from .finite import finite_rows, tokens_of, with_finite_rows
 from .processors import Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
@@ -13,7 +13,7 @@ from .seams import Drafts
 from .types import Sampling
 
 
-class Chooser:
+class Sampler:
     """One request's way of choosing. `entropy` seeds requests that gave no seed of their own.
 
     With a seed, a token is drawn with the noise of its position, whether drafted or not. Without
@@ -57,10 +57,10 @@ class Chooser:
         noise = self._noise.of_round(position - len(before))
         return Drafts(draw(q, noise, position), q.log_p, q.ids, finite)
 
-    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> Verdict:
+    def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> VerifyResult:
         """The verdict over logits (K+1, V); `position` is that of the first draft."""
         if drafts is None:
-            return Verdict(mx.array(0, dtype=mx.int32), self.token(logits, position))
+            return VerifyResult(mx.array(0, dtype=mx.int32), self.token(logits, position))
         logits = self._processors.apply(logits, drafts.tokens)
         match rule := self._sampling.rule_of(drafts.tokens.shape[0]):
             case "greedy" | "coupled":
@@ -73,7 +73,7 @@ class Chooser:
                 q = Distribution(drafts.log_probabilities, drafts.support)
                 accept = accept_by_ratio if rule == "ratio" else accept_by_block
                 verdict = accept(p, q, drafts.tokens, self._noise.of_round(position), position)
-                return Verdict(verdict.accepted, tokens_of(finite, verdict.tokens))
+                return VerifyResult(verdict.accepted, tokens_of(finite, verdict.tokens))
             case _:
                 assert_never(rule)
 
