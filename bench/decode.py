@@ -32,6 +32,7 @@ from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.load import load
 from exo_node.shard.model.tensors import DTYPES
 
@@ -215,6 +216,7 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
         prefill_chunk=512,
         context_length=4096,
         native_mtp=True,
+        async_draft_eval=True,
         max_draft_tokens=3,
         mtp_hidden="post_norm",
         path=str(folder),
@@ -224,15 +226,9 @@ def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
     engine = TextEngine(
         loaded.codec,
         loaded.model,
-        dtype=dtype,
-        vocabulary=loaded.vocabulary,
-        context_length=4096,
-        prefill_chunk=512,
-        async_draft_eval=True,
+        loaded.vocabulary,
+        EngineOptions.of(spec),
         head=loaded.head,
-        max_k=3,
-        link=None,
-        clock=time.perf_counter,
     )
     engine.probe()  # as a runner does: adaptive drafting starts from its costs
     return engine, 3 if loaded.head is not None else 0

@@ -23,6 +23,7 @@ from mlx_lm.generate import generate_step
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.engine import Delta, EngineRequest, TextEngine
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
 
@@ -112,15 +113,8 @@ def _engine(stage: StageModel) -> TextEngine:
     return TextEngine(
         TextCodec.load(DEMO),
         stage,
-        dtype="float32",
-        vocabulary=VOCABULARY,
-        context_length=4096,
-        prefill_chunk=512,
-        async_draft_eval=True,
-        head=None,
-        max_k=0,
-        link=None,
-        clock=time.perf_counter,
+        VOCABULARY,
+        EngineOptions("float32", 4096),
     )
 
 

@@ -53,6 +53,17 @@ def greedy_identity(
     return "bitwise" if same else "near_tie"
 
 
+def warm_up(
+    forward: Forward, make_caches: Callable[[], list[Any]], vocabulary: int, k: int
+) -> None:
+    """Runs what answers run: a prompt, blocks of each width up to K + 1, and their rollback."""
+    caches = make_caches()
+    mx.eval(forward(as_row(_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
+    for rows in range(1, k + 2):
+        mx.eval(forward(as_row(_ids(vocabulary, 0, rows)), caches, want="all").logits)
+        rollback(caches, rows)
+
+
 def _ids(vocabulary: int, first: int, end: int) -> list[int]:
     return [(7 * i + 3) % vocabulary for i in range(first, end)]
 

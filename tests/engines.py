@@ -14,6 +14,7 @@ from loopback import LoopbackLink
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.pipeline.stage import StageWorker
 
@@ -74,17 +75,10 @@ def engine_of(
     return TextEngine(
         loaded.codec,
         loaded.model,
-        dtype=wanted.dtype,
-        vocabulary=loaded.vocabulary,
-        context_length=wanted.context_length,
-        prefill_chunk=wanted.prefill_chunk,
-        async_draft_eval=wanted.async_draft_eval,
+        loaded.vocabulary,
+        EngineOptions.of(wanted),
         head=loaded.head,
-        max_k=wanted.max_draft_tokens,
         link=link,
-        clock=time.perf_counter,
-        fixed_rows=wanted.fixed_rows,
-        draft_vocabulary=wanted.draft_vocabulary,
         **parts,
     )
 

@@ -26,6 +26,7 @@ from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.draft_profile import Profile, ProfileKey
 from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.options import EngineOptions
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
 STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
@@ -48,14 +49,9 @@ def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> Text
     return TextEngine(
         loaded.codec,
         loaded.model,
-        dtype="float32",
-        vocabulary=loaded.vocabulary,
-        context_length=4096,
-        prefill_chunk=256,
-        async_draft_eval=True,
+        loaded.vocabulary,
+        EngineOptions.of(wanted),
         head=loaded.head,
-        max_k=3,
-        link=None,
         clock=lambda: next(clock),
         profile=profile,
     )

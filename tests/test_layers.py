@@ -24,7 +24,7 @@ ROOMS: dict[str, str] = {
     "shard/text": "placement mtp shard/checkpoint",
     "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
     "shard/pipeline": "placement proto mtp shard/model",
-    "shard/engine": "placement mtp shard/pipeline shard/model shard/text",
+    "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text",
     "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
     "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
     "shard/runner": (

@@ -1,4 +1,4 @@
-"""DataDirLock: one node a data folder, and a run file that is believed only while its lock is held."""
+"""DataDirLock: one node a data folder; a run file is believed only while its lock is held."""
 
 import fcntl
 import json

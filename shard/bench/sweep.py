@@ -15,6 +15,7 @@ from ...mtp.types import GenerationStats, Sampling
 from ...placement.errors import LoadFailed
 from ...proto import peer_pb2 as pb
 from ..engine.engine import Delta, Done, EngineRequest, TextEngine
+from ..engine.options import EngineOptions
 from ..model.load import Loaded, load
 from ..model.tensors import DTYPES
 from .report import ADAPTIVE, MLX_LM, OFF, Arm, Run, StepCosts
@@ -72,16 +73,9 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
     engine = TextEngine(
         loaded.codec,
         loaded.model,
-        dtype=spec.dtype,
-        vocabulary=loaded.vocabulary,
-        context_length=spec.context_length,
-        prefill_chunk=spec.prefill_chunk,
-        async_draft_eval=spec.async_draft_eval,
+        loaded.vocabulary,
+        EngineOptions.of(spec),
         head=loaded.head,
-        max_k=spec.max_draft_tokens,
-        link=None,
-        clock=time.perf_counter,
-        fixed_rows=spec.fixed_rows,
     )
     engine.probe()
     return loaded, engine

@@ -2,8 +2,10 @@
 
 attempts.py: what an attempt leaves for the next one, and a running one gives to a spare
 compute.py: the one thread that owns MLX
-draft_profile.py: costs and acceptance of a model on this machine, kept over restarts
+draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
 engine.py: one answer: prefill, rounds, text, stats
 local.py: the Verifier of a model that is here whole
+options.py: what a stage's specification says of its engine
+probing.py: what is measured before the first request
 request.py: what the engine is asked
 """

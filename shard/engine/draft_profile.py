@@ -1,7 +1,8 @@
-"""What adaptive drafting learned of a model on this machine, kept over restarts as one small file.
+"""What was measured of a model on this machine, kept over restarts as one small file.
 
-A profile belongs to what decides speeds: the device, the checkpoint, dtype, kernels (MLX's version)
-and the rows of strict mode. It holds no text and no token.
+Costs and acceptance for adaptive drafting, and `greedy_identity`. A profile belongs to what decides
+them: the device, the checkpoint, dtype, kernels (versions of MLX and mlx-lm) and the rows of strict
+mode. It holds no text and no token.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...mtp.costs import LONGEST_S, RECENT, RoundCosts
 from ...mtp.depth import Prior
+from ...mtp.probe import Identity
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,16 @@ class _Cell(BaseModel):
     seconds: list[_Seconds] = Field(max_length=RECENT)
 
 
+class MeasuredIdentity(BaseModel):
+    """`greedy_identity` of drafts up to `k` within that context."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    value: Identity
+    k: int = Field(ge=1, le=8)
+    context_length: int = Field(ge=1)
+
+
 class _Stored(BaseModel):
     """The file; anything that does not fit is no profile."""
 
@@ -63,6 +75,7 @@ class _Stored(BaseModel):
     cells: list[_Cell] = Field(max_length=33 * 9)
     seen: list[_Count] = Field(max_length=8)
     accepted: list[_Count] = Field(max_length=8)
+    identity: MeasuredIdentity | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +87,7 @@ class Profile:
     clock: Callable[[], float]
     costs: RoundCosts = field(default_factory=RoundCosts)
     prior: Prior = field(default_factory=Prior)
+    identity: MeasuredIdentity | None = None
     _saved_at: float | None = None
 
     @classmethod
@@ -94,6 +108,7 @@ class Profile:
         cells = {(cell.bucket, cell.k): cell.seconds for cell in stored.cells}
         profile.costs = RoundCosts(stored.probed, cells)
         profile.prior = Prior(stored.seen, stored.accepted)
+        profile.identity = stored.identity
         return profile
 
     def save(self) -> None:
@@ -116,6 +131,7 @@ class Profile:
             cells=[_Cell(bucket=b, k=k, seconds=list(s)) for b, k, s in self.costs.cells()],
             seen=self.prior.seen,
             accepted=self.prior.accepted,
+            identity=self.identity,
         )
 
 

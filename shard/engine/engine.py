@@ -2,13 +2,13 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.costs import RoundCosts
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.drafters import NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
@@ -16,7 +16,7 @@ from ...mtp.finite import NotFinite
 from ...mtp.fixed_rows import FixedRows
 from ...mtp.head import DraftHead
 from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
-from ...mtp.probe import PROMPT_ROWS, Costs, fixed_rows_identity, greedy_identity, measure_costs
+from ...mtp.probe import Costs
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
@@ -32,11 +32,12 @@ from ..text.codec import TextCodec
 from .attempts import Kept, Running
 from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from .options import EngineOptions
+from .probing import Subject, probe_costs, probe_fixed_rows, probe_identity
 from .request import EngineRequest
 
 log = logging.getLogger(__name__)
 
-PROBE_REPEATS = 3
 NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
 
 
@@ -68,18 +69,12 @@ class TextEngine:
         self,
         codec: TextCodec,
         stage: StageModel,
-        *,
-        dtype: str,
         vocabulary: int,
-        context_length: int,
-        prefill_chunk: int,
-        async_draft_eval: bool,
-        head: DraftHead | None,
-        max_k: int,
-        link: Link | None,
-        clock: Callable[[], float],
-        fixed_rows: int = 0,
-        draft_vocabulary: int = 0,
+        options: EngineOptions,
+        *,
+        head: DraftHead | None = None,
+        link: Link | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         profile: Profile | None = None,
         state_sender: StateSender | None = None,
         copies: StateStore | None = None,
@@ -87,8 +82,6 @@ class TextEngine:
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
-        `fixed_rows`: strict mode, the rows of every decode forward; 0: as many as there are.
-        `draft_vocabulary`: only ids below it are drafted; 0: all.
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
         `state_sender`: what a spare of this stage is sent.
         `copies`: what this one, a spare, was sent.
@@ -96,16 +89,14 @@ class TextEngine:
         """
         self._codec = codec
         self._stage = stage
-        self._dtype = dtype
+        self._options = options
         self._vocabulary = vocabulary
-        self._context_length = context_length
-        self._prefill_chunk = prefill_chunk
-        self._async_draft_eval = async_draft_eval
         self._head = head
-        self._max_k = max_k if head is not None else 0
+        self._max_k = options.max_draft_tokens if head is not None else 0
         # A card may name more ids than this checkpoint has: then all of them are drafted.
-        self._draft_vocabulary = draft_vocabulary if draft_vocabulary < vocabulary else 0
-        self._fixed_rows = fixed_rows if link is None else 0
+        drafted = options.draft_vocabulary
+        self._draft_vocabulary = drafted if drafted < vocabulary else 0
+        self._fixed_rows = options.fixed_rows if link is None else 0
         self._profile = profile or Profile.open("", NO_PROFILE, clock)
         self.token_bytes = codec.token_bytes
         self._special_tokens = codec.special_tokens
@@ -139,12 +130,12 @@ class TextEngine:
         """
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", param="messages")
-        room = self._context_length - prompt_tokens
+        room = self._options.context_length - prompt_tokens
         if room < 1 or max_tokens > room:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_tokens} tokens and max_tokens asks for {max_tokens}, but "
-                f"this model's context holds {self._context_length}; shorten the messages or lower "
-                "max_tokens",
+                f"this model's context holds {self._options.context_length}; shorten the messages "
+                "or lower max_tokens",
                 param="messages" if room < 1 else "max_tokens",
             )
         return max_tokens or room
@@ -160,48 +151,41 @@ class TextEngine:
         return sampling
 
     def probe(self) -> None:
-        """Measures `identity` for the largest K, which also warms the kernels up.
+        """Measures `identity` for the largest K and what rounds cost, or finds both in the profile.
 
-        Where no profile tells, costs of rounds are measured as well.
+        Warms the kernels up as well.
         """
         if not self._max_k:
             return
-        forward, caches = self._target.forward, self._stage.make_caches
-        if not self._hold_rows():
-            return
-        if not self._fixed_rows:
-            self.identity = greedy_identity(
-                forward, caches, self._vocabulary, self._max_k, self._context_length
-            )
-        if not self._profile.costs.probed:
-            ids = [(11 * i + 5) % self._vocabulary for i in range(PROMPT_ROWS)]
-            costs = self.measure_costs(ids, self._max_k, PROBE_REPEATS)
-            # In strict mode a plain step has as many rows as the largest verify.
-            verify = [costs.verify[-1]] * len(costs.verify) if self._fixed_rows else costs.verify
-            rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]
-            self._profile.costs = RoundCosts(rounds)
-
-    def _hold_rows(self) -> bool:
-        """In strict mode: whether fixed rows give what they are for; drafts are off if not."""
-        if not self._fixed_rows:
-            return True
-        forward, caches = self._target.forward, self._stage.make_caches
-        check = fixed_rows_identity(forward, caches, self._vocabulary, self._fixed_rows)
-        if check.holds:
+        subject = self._subject()
+        if self._fixed_rows:
+            self.head_off = probe_fixed_rows(subject, self._fixed_rows)
+            if self.head_off:
+                self._max_k = self._fixed_rows = 0
+                return
             self.identity = "bitwise"
         else:
-            self._max_k, self._fixed_rows, self.head_off = 0, 0, check.reason
-        return check.holds
+            self.identity = probe_identity(subject, self._max_k, self._profile)
+        probe_costs(subject, self._max_k, self._fixed_rows, self._profile)
+        self._profile.save()
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
+        return self._subject().costs(prompt, k, repeats)
 
-        def make_drafter(depth: int) -> Drafter:
+    def _subject(self) -> Subject:
+        def make_drafter(depth: int, prompt: Sequence[int]) -> Drafter:
             asked = EngineRequest("costs", 1, prompt, Sampling(), 1, (), depth, "")
             return self._drafter(Sampler(Sampling(), 1), asked)
 
-        forward, caches = self._target.forward, self._stage.make_caches
-        return measure_costs(forward, caches, make_drafter, prompt, k, repeats, self._clock)
+        return Subject(
+            self._target.forward,
+            self._stage.make_caches,
+            make_drafter,
+            self._vocabulary,
+            self._options.context_length,
+            self._clock,
+        )
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
@@ -236,7 +220,9 @@ class TextEngine:
             lost = True
             raise
         except NotFinite as fault:
-            raise numeric_error(fault.position, self._dtype, alone=self._link is None) from fault
+            raise numeric_error(
+                fault.position, self._options.dtype, alone=self._link is None
+            ) from fault
         finally:
             self._end(request, running.verifier, lost=lost)
 
@@ -295,7 +281,7 @@ class TextEngine:
         task = Task(
             request.prompt,
             request.max_tokens,
-            self._prefill_chunk,
+            self._options.prefill_chunk,
             request.replay,
             request.top_logprobs,
         )
@@ -377,11 +363,11 @@ class TextEngine:
             verifier is not None
             and request.keeps
             and verifier.take_up(request.attempt, request.committed)
-            and request.ends_a_forward(verifier.position, self._prefill_chunk)
+            and request.ends_a_forward(verifier.position, self._options.prefill_chunk)
         ):
             return verifier
         return PipelineVerifier(
-            self._stage, self._link, request.request, request.attempt, self._dtype
+            self._stage, self._link, request.request, request.attempt, self._options.dtype
         )
 
     def _taken_up(self, request: EngineRequest) -> RequestState | None:
@@ -391,7 +377,7 @@ class TextEngine:
         # Behind the prompt's last row nobody would know its first token.
         rows = request.committed if request.replay else len(request.prompt) - 1
         state = self._copies.take(request.request, request.attempt, rows, request.ids)
-        if state is None or not request.ends_a_forward(state.position, self._prefill_chunk):
+        if state is None or not request.ends_a_forward(state.position, self._options.prefill_chunk):
             return None
         return None if request.k and state.drafter is None else state
 
@@ -402,7 +388,7 @@ class TextEngine:
         state = copies.take(name, attempt, request.committed) if copies else None
         if state is None or self._link is None:
             return None
-        return PipelineVerifier(self._stage, self._link, name, attempt, self._dtype, state)
+        return PipelineVerifier(self._stage, self._link, name, attempt, self._options.dtype, state)
 
     def _depth(self, request: EngineRequest) -> DepthPolicy:
         if not request.adaptive or request.k == 0:
@@ -420,7 +406,7 @@ class TextEngine:
             draft_logits(self._family, self._head, self._draft_vocabulary),
             sampler,
             request.k,
-            overlap=self._async_draft_eval if overlap is None else overlap,
+            overlap=self._options.async_draft_eval if overlap is None else overlap,
         )
 
 

@@ -35,6 +35,7 @@ from ...proto.bound_server import BoundNumbers
 from ..engine.compute import ComputeThread
 from ..engine.draft_profile import Profile, ProfileKey
 from ..engine.engine import TextEngine
+from ..engine.options import EngineOptions
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
@@ -47,7 +48,7 @@ from ..pipeline.streams import SERVER_OPTIONS, Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
 from .stage_service import NextStage, RunnerService, StageService
-from .standby_service import StateReplicator, StandbyService
+from .standby_service import StandbyService, StateReplicator
 
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
@@ -215,17 +216,10 @@ class Runner:
         engine = TextEngine(
             loaded.codec,
             loaded.model,
-            dtype=self._spec.dtype,
-            vocabulary=loaded.vocabulary,
-            context_length=self._spec.context_length,
-            prefill_chunk=self._spec.prefill_chunk,
-            async_draft_eval=self._spec.async_draft_eval,
+            loaded.vocabulary,
+            EngineOptions.of(self._spec),
             head=loaded.head,
-            max_k=self._spec.max_draft_tokens,
             link=ring,
-            clock=time.perf_counter,
-            fixed_rows=self._spec.fixed_rows,
-            draft_vocabulary=self._spec.draft_vocabulary,
             profile=self._profile(loaded) if loaded.head is not None else None,
             state_sender=state_sender,
             copies=copies,
@@ -241,7 +235,7 @@ class Runner:
             device=str(info.get("device_name", mx.default_device())),
             checkpoint=loaded.fingerprint,
             dtype=self._spec.dtype,
-            mlx=" ".join((version("mlx"), *used(loaded.kernels))),
+            mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,
         )

@@ -136,7 +136,9 @@ def _pieces(copy: pb.StateCopy) -> Iterator[pb.CopyPiece]:
 class StandbyService(peer_pb2_grpc.StandbyServicer):
     """Both sides: a runner at work follows instructions, a spare keeps what it is sent."""
 
-    def __init__(self, expected: StageLimits, follower: StateReplicator, copies: StateStore) -> None:
+    def __init__(
+        self, expected: StageLimits, follower: StateReplicator, copies: StateStore
+    ) -> None:
         self._expected = expected
         self._follower = follower
         self._copies = copies

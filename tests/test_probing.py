@@ -1,0 +1,66 @@
+"""What a load measures is remembered where nothing that decides it changed, and only there."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from test_probe import forward_of
+from tiny import VOCABULARY, taped_qwen
+
+from exo_node.mtp.rollback import with_tapes
+from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
+from exo_node.shard.engine.probing import Subject, probe_identity
+
+KEY = ProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return taped_qwen(dtype="float32")
+
+
+def subject_of(model: Any, context: int = 64) -> Subject:
+    def make_caches() -> list[Any]:
+        return with_tapes(model.make_cache())
+
+    forward = forward_of(model)
+    return Subject(forward, make_caches, cast(Any, None), VOCABULARY, context, lambda: 0.0)
+
+
+def profile_in(folder: Path) -> Profile:
+    return Profile.open(str(folder), KEY, lambda: 100.0)
+
+
+def test_an_identity_is_measured_once_and_outlives_the_process(model: Any, tmp_path: Path) -> None:
+    first = profile_in(tmp_path)
+    assert probe_identity(subject_of(model), 2, first) == "bitwise"
+    # Another value than would be measured now, so that a second measurement would show.
+    first.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
+    first.save()
+    again = profile_in(tmp_path)
+    assert probe_identity(subject_of(model), 2, again) == "near_tie"
+
+
+@pytest.mark.parametrize(("k", "context"), [(3, 64), (1, 64), (2, 128)])
+def test_another_k_or_context_is_measured_anew(
+    model: Any, tmp_path: Path, k: int, context: int
+) -> None:
+    profile = profile_in(tmp_path)
+    profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
+    assert probe_identity(subject_of(model, context), k, profile) == "bitwise"
+    assert profile.identity == MeasuredIdentity(value="bitwise", k=k, context_length=context)
+
+
+def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: Path) -> None:
+    rows: list[int] = []
+    subject = subject_of(model)
+
+    def counted(tokens: Any, caches: Any, *, want: Any) -> Any:
+        rows.append(int(tokens.size))
+        return subject.forward(tokens, caches, want=want)
+
+    profile = profile_in(tmp_path)
+    profile.identity = MeasuredIdentity(value="bitwise", k=3, context_length=64)
+    watched = Subject(counted, subject.make_caches, subject.make_drafter, VOCABULARY, 64, float)
+    assert probe_identity(watched, 3, profile) == "bitwise"
+    assert rows[1:] == [1, 2, 3, 4]
