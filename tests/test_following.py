@@ -1,6 +1,6 @@
 """A spare that was sent copies goes on with little to compute, and with the numbers of before.
 
-Three stages on the demo checkpoint, perturbed by their rows. What is read or rebuilt by whom is
+Three stages of a small model, perturbed by their rows. What is read or rebuilt by whom is
 counted in forwards.
 """
 

@@ -1,0 +1,74 @@
+"""A tiny random model that tells a token in a sixth of the demo's time, and whose head fits it.
+
+For claims that hold whatever the weights are. The embedding of the last token decides most of the
+next one: a head that sees it alone drafts right about every second time.
+"""
+
+# mlx's stubs leave the types of load and save_safetensors partly unknown.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from engines import engine_of, load_quietly, spec
+from models import make_checkpoint
+
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.engine import TextEngine
+
+LAYERS = 6
+CONTEXT = 0.5
+"""The scale of what layers add to an embedding. Near 0 answers go in circles; at 2 no draft is right."""
+
+
+def small_spec(**changes: Any) -> pb.StageSpec:
+    """Of the whole model."""
+    return spec(small_checkpoint(), 0, LAYERS, num_layers=LAYERS, **changes)
+
+
+def small_engine(**changes: Any) -> TextEngine:
+    """Whole, with the head."""
+    wanted = small_spec(**({"native_mtp": True} | changes))
+    return engine_of(load_quietly(wanted), wanted)
+
+
+@functools.cache
+def small_checkpoint() -> Path:
+    """Once a process, with the demo's tokenizer; the folder goes with the process."""
+    parent = _KEPT.name
+    folder = make_checkpoint(
+        Path(parent) / "small",
+        "qwen3_5",
+        dtype="float32",
+        layers=LAYERS,
+        vocab=4096,
+        raw=False,
+        seed=7,
+    )
+    file = folder / "model.safetensors"
+    stored = cast("dict[str, mx.array]", mx.load(str(file)))
+    weights = {name: _agreeing(name, value) for name, value in stored.items()}
+    norm = weights["language_model.model.norm.weight"]
+    weights["language_model.mtp.norm.weight"] = norm
+    mx.eval(weights)
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    return folder
+
+
+def _agreeing(name: str, value: mx.array) -> mx.array:
+    if name.endswith("mtp.fc.weight"):  # the embedding as it is, and nothing of the hidden state
+        rows = value.shape[0]
+        return mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
+    if name.endswith("pre_fc_norm_embedding.weight"):
+        return mx.ones_like(value)
+    if "embed_tokens" in name:
+        return value * 8  # of 1 in the mean square, which is what the head's norm makes of it
+    if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+        return value * CONTEXT
+    return mx.array(value)
+
+
+_KEPT = tempfile.TemporaryDirectory(prefix="exo-small-")
