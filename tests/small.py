@@ -21,7 +21,7 @@ from exo_node.shard.engine.engine import TextEngine
 
 LAYERS = 6
 CONTEXT = 0.5
-"""What layers add to an embedding is scaled so. Near 0 answers go in circles; at 2 no draft fits."""
+"""Scales what layers add to an embedding. Near 0 answers go in circles; at 2 no draft fits."""
 
 
 def small_spec(**changes: Any) -> pb.StageSpec:
