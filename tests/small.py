@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from engines import engine_of, load_quietly, spec
+from engines import ORACLE, engine_of, load_quietly, spec
 from models import make_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
 
+PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 LAYERS = 6
 CONTEXT = 0.5
 """Scales what layers add to an embedding. Near 0 answers go in circles; at 2 no draft fits."""
@@ -36,14 +37,13 @@ def small_engine(**changes: Any) -> TextEngine:
 
 
 @functools.cache
-def small_checkpoint() -> Path:
+def small_checkpoint(layers: int = LAYERS) -> Path:
     """Once a process, with the demo's tokenizer; the folder goes with the process."""
-    parent = _KEPT.name
     folder = make_checkpoint(
-        Path(parent) / "small",
+        Path(_KEPT.name) / f"small-{layers}",
         "qwen3_5",
         dtype="float32",
-        layers=LAYERS,
+        layers=layers,
         vocab=4096,
         raw=False,
         seed=7,

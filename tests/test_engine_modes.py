@@ -1,4 +1,4 @@
-"""The engine's modes on the demo: adaptive depth, strict rows, log-probabilities."""
+"""The engine's modes on the small model: adaptive depth, strict rows, log-probabilities."""
 
 import dataclasses
 import functools
@@ -7,18 +7,10 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
-from engines import (
-    DEMO,
-    ORACLE,
-    Answer,
-    answer,
-    engine_of,
-    load_quietly,
-    request,
-    spec,
-    whole_engine,
-)
+from engines import Answer, answer, engine_of, load_quietly, request
+from long_runs import watched_heads
 from shims import Key, by_contents, by_rows, perturb
+from small import PROMPT, small_engine, small_spec
 
 from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
@@ -29,17 +21,21 @@ from exo_node.shard.engine.engine import Delta, TextEngine
 from exo_node.shard.engine.options import EngineOptions
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
-STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
 
 
 @pytest.fixture(scope="module")
 def engine() -> TextEngine:
-    return whole_engine(DEMO)
+    return small_engine()
+
+
+@functools.cache
+def plain_ids(engine: TextEngine) -> tuple[int, ...]:
+    return answer(engine, request(PROMPT, 0, 60)).ids
 
 
 def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> TextEngine:
     """An engine that believes rounds cost so many seconds, on a clock that says nothing else."""
-    wanted = spec(native_mtp=True)
+    wanted = small_spec(native_mtp=True)
     loaded = load_quietly(wanted)
     assert loaded.codec is not None
     clock = itertools.count(0.0, 1e-9)  # far less than `probed`, so the estimates stay
@@ -62,13 +58,11 @@ def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> Text
 
 @pytest.mark.parametrize(("probed", "parked"), [((1, 9, 9, 9), True), ((1, 1.1, 1.2, 1.3), False)])
 def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
-    probed: tuple[float, ...], parked: bool
+    engine: TextEngine, probed: tuple[float, ...], parked: bool
 ) -> None:
-    got = answer(
-        with_costs(*probed, seen=90, accepted=81),
-        request(STORY["prompt_ids"], 3, 300, adaptive=True),
-    )
-    assert list(got.ids) == STORY["greedy_ids"]
+    adapted = with_costs(*probed, seen=90, accepted=81)
+    got = answer(adapted, request(PROMPT, 3, 60, adaptive=True))
+    assert got.ids == plain_ids(engine)
     plain, *drafted = got.stats.draft_k_histogram
     assert (plain > sum(drafted)) is parked
     assert got.stats.draft_policy == "adaptive"
@@ -76,7 +70,7 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
 
 
 def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
-    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(STORY["prompt_ids"], 2, 40))
+    got = answer(with_costs(1, 9, 9, 9, seen=90, accepted=1), request(PROMPT, 2, 40))
     assert got.stats.draft_policy == "fixed"
     *rounds, _ = got.rounds[1:]  # the last may have less budget
     assert len(rounds) > 8
@@ -86,26 +80,27 @@ def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
 def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
     """Rows that plain decoding commits reach the head's cache before it drafts again."""
     engine = with_costs(1, 9, 9, 9, seen=90, accepted=1)
-    wanted = request(STORY["prompt_ids"], 1, 200, adaptive=True, ignore_end=True)
-    got = answer(engine, wanted)
+    wanted = request(PROMPT, 1, 150, adaptive=True, ignore_end=True)
+    with watched_heads() as seen:
+        got = answer(engine, wanted)
     looks = [r for r in got.rounds if r.drafted]
-    assert looks
-    assert sum(r.accepted for r in looks) > len(looks) / 2
+    assert 2 < len(looks) == len(seen) < len(got.rounds) / 2
+    assert [held for held, _ in seen] == [committed for _, committed in seen]
 
 
 def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
     sampling = Sampling(temperature=0.9, seed=11)
-    plain = answer(engine, request(STORY["prompt_ids"], 0, 32, sampling=sampling, ignore_end=True))
+    plain = answer(engine, request(PROMPT, 0, 32, sampling=sampling, ignore_end=True))
     other = with_costs(1, 1.5, 1.2, 9, seen=90, accepted=60)
-    wanted = request(STORY["prompt_ids"], 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
+    wanted = request(PROMPT, 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
     assert answer(other, wanted).ids == plain.ids
 
 
-def test_loading_measures_what_rounds_cost() -> None:
-    engine = whole_engine(DEMO)
-    engine.probe()
-    got = answer(engine, request(STORY["prompt_ids"], 2, 40, adaptive=True))
-    assert list(got.ids) == STORY["greedy_ids"][:40]
+def test_loading_measures_what_rounds_cost(engine: TextEngine) -> None:
+    probed = small_engine()
+    probed.probe()
+    got = answer(probed, request(PROMPT, 2, 40, adaptive=True))
+    assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1
 
 
@@ -113,7 +108,7 @@ def test_loading_measures_what_rounds_cost() -> None:
 
 
 def strict_engine(shim: Key) -> TextEngine:
-    wanted = spec(native_mtp=True, fixed_rows=4)
+    wanted = small_spec(native_mtp=True, fixed_rows=4)
     loaded = load_quietly(wanted)
     assert perturb(loaded.model.model, shim)
     engine = engine_of(loaded, wanted)
@@ -124,7 +119,7 @@ def strict_engine(shim: Key) -> TextEngine:
 def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
     """The ids of an answer while its memory is asked for between all of its events."""
     ids: list[int] = []
-    for event in engine.generate(request(STORY["prompt_ids"], k, 24, ignore_end=True)):
+    for event in engine.generate(request(PROMPT, k, 24, ignore_end=True)):
         _ = engine.cache_bytes()
         if isinstance(event, Delta):
             ids += event.round.tokens
@@ -152,13 +147,13 @@ def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
 @functools.cache
 def with_log_probabilities(engine: TextEngine) -> Answer:
     """By plain decoding."""
-    return answer(engine, request(STORY["prompt_ids"], 0, 24, top_logprobs=3))
+    return answer(engine, request(PROMPT, 0, 24, top_logprobs=3))
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int) -> None:
     plain = with_log_probabilities(engine)
-    got = answer(engine, request(STORY["prompt_ids"], k, 24, top_logprobs=3))
+    got = answer(engine, request(PROMPT, k, 24, top_logprobs=3))
     assert got.ids == plain.ids
     assert k == 0 or got.stats.accepted_draft_tokens > 0
     entries = [entry for r in got.rounds for entry in r.logprobs]
@@ -174,10 +169,10 @@ def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int
 
 def test_log_probabilities_follow_penalties(engine: TextEngine) -> None:
     biased = Sampling()
-    first = answer(engine, request(STORY["prompt_ids"], 0, 1)).ids[0]
+    first = answer(engine, request(PROMPT, 0, 1)).ids[0]
     penalties = dataclasses.replace(biased.penalties, logit_bias=((first, -100.0),))
     sampling = dataclasses.replace(biased, penalties=penalties)
-    got = answer(engine, request(STORY["prompt_ids"], 2, 8, sampling=sampling, top_logprobs=2))
+    got = answer(engine, request(PROMPT, 2, 8, sampling=sampling, top_logprobs=2))
     entries = [entry for r in got.rounds for entry in r.logprobs]
     assert got.ids[0] != first
     assert all(first not in dict(entry.top) for entry in entries)
@@ -188,7 +183,7 @@ def test_unasked_for_there_are_none_and_zero_gives_the_tokens_own(
     engine: TextEngine, k: int
 ) -> None:
     def all_rounds(top: int | None) -> Iterator[int]:
-        got = answer(engine, request(STORY["prompt_ids"], k, 12, top_logprobs=top))
+        got = answer(engine, request(PROMPT, k, 12, top_logprobs=top))
         for r in got.rounds:
             assert all(entry.top == () for entry in r.logprobs)
             yield len(r.logprobs)
@@ -198,7 +193,7 @@ def test_unasked_for_there_are_none_and_zero_gives_the_tokens_own(
 
 
 def test_they_are_those_of_the_whole_vocabulary(engine: TextEngine) -> None:
-    got = answer(engine, request(STORY["prompt_ids"], 0, 1, top_logprobs=4096))
+    got = answer(engine, request(PROMPT, 0, 1, top_logprobs=4096))
     entry = got.rounds[0].logprobs[0]
     total = mx.logsumexp(mx.array([value for _, value in entry.top])).item()
     assert total == pytest.approx(0.0, abs=1e-4)

@@ -6,7 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engines import ORACLE, answer, request, split_engine, whole_engine
+from engines import answer, request, split_engine
+from small import PROMPT as IDS
+from small import small_checkpoint, small_engine
 from tables import PROMPT, Logits, random_table, tell
 
 from exo_node.mtp.finite import NotFinite
@@ -16,8 +18,6 @@ from exo_node.shard.engine.engine import Delta, TextEngine
 from exo_node.shard.model.numeric import last_row_is_finite
 from exo_node.shard.model.tensors import DTYPES, to_bytes
 
-STORY = max(ORACLE, key=lambda entry: len(entry["greedy_ids"]))
-IDS: list[int] = STORY["prompt_ids"]
 V = 8
 TARGET = random_table(V, seed=1)
 SAMPLINGS = {
@@ -76,11 +76,11 @@ def test_a_head_without_a_distribution_is_asked_no_more(name: str, k: int, overl
     assert all(r.drafted == 0 for r in rounds[len(ends) + 1 :])
 
 
-# ---------------------------------------------------------------- the demo
+# ---------------------------------------------------------------- an engine
 
 
 def broken_head() -> TextEngine:
-    engine = whole_engine()
+    engine = small_engine()
     head: Any = engine._head  # pyright: ignore[reportPrivateUsage]
     weight = head.fc.weight
     weight[0, 0] = float("nan")
@@ -90,7 +90,7 @@ def broken_head() -> TextEngine:
 
 @pytest.fixture(scope="module")
 def plain() -> TextEngine:
-    return whole_engine()
+    return small_engine()
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -98,8 +98,8 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
     plain: TextEngine, k: int
 ) -> None:
     engine = broken_head()
-    wanted = answer(plain, request(IDS, 0, 24, ignore_end=True))
-    first = answer(engine, request(IDS, k, 24, ignore_end=True))
+    wanted = answer(plain, request(IDS, 0, 12, ignore_end=True))
+    first = answer(engine, request(IDS, k, 12, ignore_end=True))
     assert first.ids == wanted.ids
     stats = first.stats
     assert (stats.drafter_kind, stats.spec_decode_rounds, stats.head_parked) == (
@@ -108,7 +108,7 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
         True,
     )
     assert f"not finite at position {len(IDS) + 1}" in stats.drafting_reason
-    second = answer(engine, request(IDS, k, 24, ignore_end=True))
+    second = answer(engine, request(IDS, k, 12, ignore_end=True))
     assert second.ids == wanted.ids
     assert (second.stats.drafter_kind, second.stats.spec_decode_rounds) == ("none", 0)
     assert second.stats.drafting_reason == stats.drafting_reason
@@ -130,7 +130,7 @@ def fails(engine: TextEngine, **changes: Any) -> NumericError:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) -> None:
-    engine = whole_engine()
+    engine = small_engine()
     poisoned(engine._family._body.norm)  # pyright: ignore
     fault = fails(engine, k=k)
     assert fault.code == "numeric_error"
@@ -143,15 +143,15 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
-        (1, "stage 0 (layers [0, 4)) gave hidden states"),
-        (5, "stage 1 (layers [4, 12)) gave hidden states"),
-        (15, "stage 2 (layers [12, 16)) gave hidden states"),
+        (1, "stage 0 (layers [0, 2)) gave hidden states"),
+        (2, "stage 1 (layers [2, 4)) gave hidden states"),
+        (5, "stage 2 (layers [4, 6)) gave hidden states"),
         (None, "stage 0 (its norm and lm_head, behind the last stage) gave logits"),
     ],
 )
 def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, told: str) -> None:
-    engine, workers, loaded = split_engine([0, 4, 12, 16])
-    number = 0 if layer is None else (0, 4, 12, 16).index(max(b for b in (0, 4, 12) if b <= layer))
+    engine, workers, loaded = split_engine([0, 2, 4, 6], folder=small_checkpoint())
+    number = 0 if layer is None else layer // 2
     body: Any = loaded[number].model.model
     model = body.language_model.model
     poisoned(model.norm if layer is None else model.layers[layer].input_layernorm)

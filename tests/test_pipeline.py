@@ -5,24 +5,36 @@ from typing import Any
 
 import pytest
 from engines import DEMO, ORACLE, answer, load_quietly, request, spec, split_engine
+from small import PROMPT, small_checkpoint, small_engine
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import Delta
-
-STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+from exo_node.shard.engine.engine import Delta, TextEngine
 
 
-@pytest.mark.parametrize("bounds", [(0, 8, 16), (0, 3, 16), (0, 1, 6, 15, 16)], ids=str)
-def test_stages_give_the_oracles_ids(bounds: tuple[int, ...]) -> None:
-    engine, _, _ = split_engine(bounds)
+def test_stages_give_the_oracles_ids() -> None:
+    engine, _, _ = split_engine((0, 1, 6, 15, 16))
     for row in ORACLE[:2]:
         assert list(answer(engine, request(row["prompt_ids"])).ids) == row["greedy_ids"]
 
 
-def test_prefill_in_chunks_over_stages_gives_the_same_ids() -> None:
-    engine, _, _ = split_engine((0, 5, 11, 16), prefill_chunk=4)
-    assert list(answer(engine, request(STORY["prompt_ids"])).ids) == STORY["greedy_ids"]
+@pytest.fixture(scope="module")
+def whole() -> TextEngine:
+    return small_engine()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "chunk"), [((0, 3, 6), 256), ((0, 1, 6), 256), ((0, 2, 5, 6), 4)], ids=str
+)
+def test_stages_give_the_whole_models_ids(
+    whole: TextEngine, bounds: tuple[int, ...], chunk: int
+) -> None:
+    engine, _, _ = split_engine(bounds, folder=small_checkpoint(), prefill_chunk=chunk)
+    wanted = request(PROMPT, 0, 50, top_logprobs=0)
+    got, expected = answer(engine, wanted), answer(whole, wanted)
+    assert got.ids == expected.ids
+    logprobs = [[r.logprobs for r in each.rounds] for each in (got, expected)]
+    assert logprobs[0] == logprobs[1]
 
 
 def test_each_stage_reads_and_holds_only_its_own_layers() -> None:
@@ -37,8 +49,8 @@ def test_each_stage_reads_and_holds_only_its_own_layers() -> None:
 
 
 def test_release_frees_every_stage() -> None:
-    engine, workers, _ = split_engine((0, 8, 12, 16))
-    steps = engine.generate(request(STORY["prompt_ids"]))
+    engine, workers, _ = split_engine((0, 2, 4, 6), folder=small_checkpoint())
+    steps = engine.generate(request(PROMPT))
     while not isinstance(next(steps), Delta):
         pass
     assert [worker.live_requests for worker in workers] == [1, 1]
@@ -48,13 +60,11 @@ def test_release_frees_every_stage() -> None:
     assert [worker.cache_bytes() for worker in workers] == [0, 0]
 
 
-def test_requests_in_turn_do_not_mix() -> None:
-    engine, _, _ = split_engine((0, 8, 16))
-    rows = ORACLE[:3]
-    running: list[Generator[Any] | None] = [
-        engine.generate(request(row["prompt_ids"], request=f"r{i}")) for i, row in enumerate(rows)
-    ]
-    ids: list[list[int]] = [[] for _ in rows]
+def test_requests_in_turn_do_not_mix(whole: TextEngine) -> None:
+    engine, _, _ = split_engine((0, 3, 6), folder=small_checkpoint())
+    asked = [request(row["prompt_ids"], 0, 10 * i) for i, row in enumerate(ORACLE[:3], 1)]
+    running: list[Generator[Any] | None] = [engine.generate(each) for each in asked]
+    ids: list[list[int]] = [[] for _ in asked]
     while any(running):
         for i, steps in enumerate(running):
             if steps is None:
@@ -64,17 +74,19 @@ def test_requests_in_turn_do_not_mix() -> None:
                 running[i] = None
             elif isinstance(event, Delta):
                 ids[i] += event.round.tokens
-    assert ids == [row["greedy_ids"] for row in rows]
+    assert ids == [list(answer(whole, each).ids) for each in asked]
 
 
 def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:
     replies: list[int] = []
     engine, _, _ = split_engine(
-        (0, 8, 16), lambda frame: replies.append(frame.hidden.reply), prefill_chunk=4
+        (0, 3, 6),
+        lambda frame: replies.append(frame.hidden.reply),
+        small_checkpoint(),
+        prefill_chunk=4,
     )
-    prompt = STORY["prompt_ids"]
-    assert len(prompt) == 13
-    _ = answer(engine, request(prompt, max_tokens=2))
+    assert len(PROMPT) == 13
+    _ = answer(engine, request(PROMPT, max_tokens=2))
     assert replies == [pb.REPLY_NONE] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
 
 
