@@ -14,6 +14,7 @@ from .machine.hardware import Hardware
 from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
 from .machine.settings import Settings
 from .machine.switches import Switches
+from .machine.timing import LinkTiming
 from .models.library import ModelLibrary
 from .rpc.link_rpc import LinkClient
 from .trust.keyring import Keyring
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 class LocalNode:
     """What a node is before it meets another one."""
 
-    def __init__(self, settings: Settings, hardware: Hardware) -> None:
+    def __init__(self, settings: Settings, hardware: Hardware, timing: LinkTiming) -> None:
         """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
         self._settings = settings
         self._hardware = hardware
@@ -37,7 +38,7 @@ class LocalNode:
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
-        self.profiling = self._build_profiling(addresses)
+        self.profiling = self._build_profiling(addresses, timing)
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """Those that are wanted; whoever listens puts the real ones in their place."""
 
@@ -81,7 +82,7 @@ class LocalNode:
         for model, fault in self.library.broken.items():
             log.warning("model %s cannot be used: %s", model, fault)
 
-    def _build_profiling(self, addresses: Sequence[str]) -> Profiling:
+    def _build_profiling(self, addresses: Sequence[str], timing: LinkTiming) -> Profiling:
         return build_profiling(
             self.id,
             addresses,
@@ -90,6 +91,7 @@ class LocalNode:
             mlx=installed_version("mlx"),
             client=LinkClient(self.keyring.credentials, time.perf_counter),
             clock=time.monotonic,
+            timing=timing,
         )
 
 

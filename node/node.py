@@ -18,6 +18,7 @@ from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
 from .machine.tasks import Loops
+from .machine.timing import PROFILES, RunnerTiming
 from .node_api import NodeApi
 from .peer_service import PeerService
 from .peering import PeerWiring
@@ -44,31 +45,42 @@ class Node:
         Raises InvalidSettings.
         """
         self._settings = settings
+        self._timing = timing = PROFILES[settings.timing]
         self._peers = list(dict.fromkeys([*settings.peers, *peers]))
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
-        self._leaving = Drain()
+        self._leaving = Drain(timing.serving)
         self._events = events = EventLog()
-        self._loops = loops = Loops(events)
-        self._local = local = LocalNode(settings, hardware)
-        host = _runner_host(local, settings.load_timeout)
+        self._loops = loops = Loops(events, timing.loops)
+        self._local = local = LocalNode(settings, hardware, timing.links)
+        host = _runner_host(local, settings.load_timeout, timing.runners)
         self._supervisor = Supervisor(host, self._runner_ended)
         self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
         desired, held, states = DesiredPlacements(), Held(), self._supervisor.states
         self._peering = PeerWiring(
-            settings, local, states, self._node_lost, events, desired, loops, held
+            settings, local, states, self._node_lost, events, desired, loops, held, timing
         )
         cluster, facts, stages = (
             self._peering.cluster,
             self._planner_facts(),
             self._cluster_stages(),
         )
-        self._placements = Placements(stages, facts, events, desired, cluster.speak_up)
+        self._placements = Placements(
+            stages, facts, timing.placements, events, desired, cluster.speak_up
+        )
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
-        self._claims = Claims(self._placements, facts, events)
+        self._claims = Claims(self._placements, facts, events, timing.placements)
         self._watch = StageReconciler(
-            cluster, self._placements, self._claims, held, desired, facts, events, stages.near
+            cluster,
+            self._placements,
+            self._claims,
+            held,
+            desired,
+            facts,
+            events,
+            stages.near,
+            timing.placements,
         )
         head = ClusterHead(cluster, self._peering.client, self._claims)
         self._api = NodeApi(
@@ -82,6 +94,7 @@ class Node:
             self._leaving,
             events,
             loops,
+            timing,
         )
 
     @property
@@ -165,7 +178,12 @@ class Node:
     def _cluster_stages(self) -> ClusterStages:
         peering = self._peering
         return ClusterStages(
-            self._stages, peering.cluster, peering.client, peering.runners, self._local.profiling
+            self._stages,
+            peering.cluster,
+            peering.client,
+            peering.runners,
+            self._local.profiling,
+            self._timing.placements,
         )
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
@@ -183,11 +201,12 @@ class Node:
         _ = await asyncio.gather(*self._background, return_exceptions=True)
 
 
-def _runner_host(local: LocalNode, load_timeout_s: float) -> RunnerHost:
+def _runner_host(local: LocalNode, load_timeout_s: float, timing: RunnerTiming) -> RunnerHost:
     return RunnerHost(
         node=local.id,
         host=local.host,
         credentials=local.keyring.for_runner,
         environment=runner_environment(environment()),
+        timing=timing,
         load_timeout_s=load_timeout_s,
     )

@@ -25,6 +25,7 @@ from .machine.open_files import connections_within, soft_limit
 from .machine.setting_values import is_loopback
 from .machine.settings import Settings
 from .machine.tasks import Loops
+from .machine.timing import Timing
 from .operations import NodeOperations
 from .peering import PeerWiring
 from .placements.placements import Placements
@@ -34,8 +35,6 @@ from .trust.certificates import clock_trouble
 from .trust.local_token import TOKEN_HEADER, LocalToken
 
 CONNECTIONS = 256
-GRACE_S = 10
-"""How long answers in progress go on once the API closes."""
 
 
 class NodeApi:
@@ -53,6 +52,7 @@ class NodeApi:
         leaving: Drain,
         events: EventLog,
         loops: Loops,
+        timing: Timing,
     ) -> None:
         self._settings = settings
         self._local = local
@@ -64,10 +64,11 @@ class NodeApi:
         self._leaving = leaving
         self._events = events
         self._loops = loops
+        self._timing = timing
         self._token = LocalToken.load(settings.data_dir)
         self._app = self._build()
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
-        self._server = HttpServer(self._app, limits=limits, grace_s=GRACE_S)
+        self._server = HttpServer(self._app, limits=limits, grace_s=timing.serving.grace_s)
 
     async def start(self) -> int:
         """Returns the port. Raises InvalidSettings where it is in use."""
@@ -75,7 +76,7 @@ class NodeApi:
         return self._server.port
 
     async def close(self) -> None:
-        """Lets answers in progress go on for GRACE_S."""
+        """Lets answers in progress go on for a while."""
         await self._server.close()
 
     def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
@@ -97,11 +98,12 @@ class NodeApi:
     def _build(self) -> ASGIApp:
         totals = Totals()
         metrics = Metrics(totals)
-        chat = ChatService(self._head, self._stages, totals, metrics)
+        chat = ChatService(self._head, self._stages, totals, metrics, self._timing.chat)
         return build_app(
             chat,
             self._operations(totals, metrics),
             static=asset,
+            timing=self._timing.serving,
             allowed_hosts=_host_names(self._settings.host),
             api_key=self._api_key,
             token=self._token,
@@ -115,7 +117,7 @@ class NodeApi:
         return NodeOperations(
             self._local.library,
             self._placements,
-            Readiness(self._placements, self._stages),
+            Readiness(self._placements, self._stages, self._timing.chat),
             self._peering.cluster,
             self._facts,
             self._local.switches,

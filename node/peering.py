@@ -21,11 +21,9 @@ from .local_node import LocalNode
 from .machine.events import EventLog
 from .machine.settings import Settings
 from .machine.tasks import Loops
+from .machine.timing import ClusterTiming, DiscoveryTiming, Timing
 from .rpc.channels import Channels
 from .runners.runner_client import RunnerClient
-
-HEAD_WAIT_S = 1.0
-"""How long a node that may have peers looks for their head before it leads by itself."""
 
 
 class PeerWiring:
@@ -41,6 +39,7 @@ class PeerWiring:
         desired: DesiredPlacements,
         loops: Loops,
         held: Held,
+        timing: Timing,
     ) -> None:
         """See `Cluster` for `states`, `on_lost`, `desired` and `held`.
 
@@ -48,11 +47,11 @@ class PeerWiring:
         """
         self._local = local
         self._desk = PendingRequests()
-        keys, cluster_state = local.keyring, _cluster_state(settings, local.id)
+        keys, cluster_state = local.keyring, _cluster_state(settings, local.id, timing.cluster)
         self.channels = Channels(keys.credentials)
         self.ending = NodeExit()
         self.client = WatchedClient(
-            self.channels, local.id, cluster_state.boot_id, self._facts, self.ending
+            self.channels, local.id, cluster_state.boot_id, self._facts, self.ending, timing
         )
         self.runners = RunnerClient(self.channels)
         self.cluster = Cluster(
@@ -66,6 +65,7 @@ class PeerWiring:
             desired,
             loops,
             held,
+            timing.cluster,
         )
         state = JoinState(
             keys.identity,
@@ -75,10 +75,13 @@ class PeerWiring:
             self.cluster,
             self.ending,
             events,
+            timing.join,
             open_name=settings.open,
         )
         self.joining = Joining(state, self.client, self._desk, loops)
-        self.search = PeerSearch(settings, local, self.cluster, self.joining, loops)
+        self.search = PeerSearch(
+            settings, local, self.cluster, self.joining, loops, timing.discovery
+        )
 
     async def close(self) -> None:
         await self.joining.close()
@@ -92,7 +95,7 @@ class PeerWiring:
         return facts
 
 
-def _cluster_state(settings: Settings, node: NodeId) -> ClusterState:
+def _cluster_state(settings: Settings, node: NodeId, timing: ClusterTiming) -> ClusterState:
     """A node that cannot have peers leads at once."""
     may_have_peers = settings.mdns or bool(settings.peers)
     return ClusterState(
@@ -100,7 +103,8 @@ def _cluster_state(settings: Settings, node: NodeId) -> ClusterState:
         boot_id=time.time_ns() // 1000,
         store=TermFile(settings.data_dir),
         now=time.monotonic(),
-        wait_s=HEAD_WAIT_S if may_have_peers else 0.0,
+        timing=timing,
+        wait_s=timing.head_wait_s if may_have_peers else 0.0,
     )
 
 
@@ -114,12 +118,14 @@ class PeerSearch:
         cluster: Cluster,
         joining: Joining,
         loops: Loops,
+        timing: DiscoveryTiming,
     ) -> None:
         self._settings = settings
         self._local = local
         self._cluster = cluster
         self._joining = joining
         self._loops = loops
+        self._timing = timing
         self._discovery: Discovery | None = None
 
     def start(self, addresses: Iterable[str]) -> None:
@@ -128,7 +134,7 @@ class PeerSearch:
             self._cluster.dial(address)
         if self._settings.mdns:
             interfaces = None if self._settings.interface is None else [self._local.host]
-            self._discovery = Discovery(self._announcement(), interfaces, self._found)
+            self._discovery = Discovery(self._announcement(), interfaces, self._found, self._timing)
             self._discovery.start(self._loops)
 
     async def close(self) -> None:

@@ -15,12 +15,10 @@ from .machine.hardware import Hardware, detect_hardware
 from .machine.log import configure
 from .machine.open_files import quiet_accepts, raise_limit
 from .machine.settings import Settings, check_mlx_extras, installed_distributions
+from .machine.timing import PROFILES
 from .node import Node
 
 log = logging.getLogger(__name__)
-
-PORTS_FREE_S = 10.0
-"""How long a node that is built anew waits for its own ports."""
 
 
 def run_node(settings: Settings, warnings: Sequence[str]) -> int:
@@ -72,7 +70,7 @@ async def _started(
 ) -> Node:
     """A node that serves, closed with the stack; the ports of one that just ended may take a
     moment to be free `again`. Raises InvalidSettings."""
-    deadline = time.monotonic() + (PORTS_FREE_S if again else 0)
+    deadline = time.monotonic() + (PROFILES[settings.timing].serving.ports_free_s if again else 0)
     while True:
         node = Node(settings, hardware, peers)
         try:

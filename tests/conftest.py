@@ -1,6 +1,10 @@
-"""The order of files: the longest first, so that no core idles at the end while another has one."""
+"""The nodes' timing; and the order of files, longest first, so that no core idles at the end."""
+
+import os
 
 import pytest
+
+_ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
 
 LONGEST_FIRST = (
     "test_kills",

@@ -17,6 +17,7 @@ from exo_node.node.chat.requests import (
 )
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.switches import SwitchName
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
@@ -269,7 +270,7 @@ class OneHead:
     """`claim.Heads` of a cluster with one node, whose claims these are."""
 
     def __init__(self, placements: Placements, facts: FakeFacts) -> None:
-        self.claims = Claims(placements, facts, EventLog(), leads=True)
+        self.claims = Claims(placements, facts, EventLog(), LOCAL.placements, leads=True)
 
     async def head(self) -> NodeId:
         return NODE

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from exo_node.node.api.connection_limits import ConnectionLimits
 from exo_node.node.api.server import HttpServer, StaticFiles, build_app
+from exo_node.node.machine.timing import LOCAL
 
 PATIENCE_S = 20.0
 """How long a test waits for what should happen at once."""
@@ -131,11 +132,13 @@ def serving_fakes(
     limits: ConnectionLimits | None = None,
     grace_s: int = 0,
     static: StaticFiles = no_files,
+    keep_alive_s: float = LOCAL.serving.keep_alive_s,
     **options: Any,
 ) -> Generator[Node]:
     """The whole app over fakes; `options` are `build_app`'s."""
     node = Node(0)
-    app = build_app(node.chat, node.operations, static=static, **options)
+    timing = replace(LOCAL.serving, keep_alive_s=keep_alive_s)
+    app = build_app(node.chat, node.operations, static=static, timing=timing, **options)
     with serving(app, limits=limits, grace_s=grace_s) as port:
         node.port = port
         yield node

@@ -20,6 +20,7 @@ from exo_node.node.join.state import About, JoinState
 from exo_node.node.join.wire import JoinConnection, connected, hello, party_of, tls_contexts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.certificates import (
     cluster_fingerprint,
     join_credentials,
@@ -159,7 +160,7 @@ async def joiner(
             folder.establish()
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), NodeExit(), EventLog()
-        loops = Loops(events)
+        loops = Loops(events, LOCAL.loops)
         state = JoinState(
             own,
             key,
@@ -168,6 +169,7 @@ async def joiner(
             cast(Cluster, company),
             ending,
             events,
+            LOCAL.join,
             open_name=open_name,
         )
         made = Joining(state, cast(WatchedClient, heartbeats), PendingRequests(), loops)
@@ -218,7 +220,7 @@ class Impostor:
         self, address: str, **changed: Any
     ) -> AsyncGenerator[tuple[JoinConnection, PeerIdentity, PeerIdentity]]:
         """(a connection after both hellos, this party, the other)."""
-        async with connected(address, self.client_tls) as line:
+        async with connected(address, self.client_tls, LOCAL.join) as line:
             own = self.party(**changed)
             await line.send(hello(own, self.key))
             yield line, own, party_of((await line.receive("hello")).hello, line.peer)
@@ -231,7 +233,7 @@ class Impostor:
         """The address of a join port where `attend` has each connection after both hellos."""
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            line = JoinConnection(reader, writer)
+            line = JoinConnection(reader, writer, LOCAL.join)
             try:
                 other = party_of((await line.receive("hello")).hello, line.peer)
                 own = self.party()

@@ -16,7 +16,7 @@ from typing import Any
 COMMAND = str(Path(sys.executable).parent / "exo-node")
 READY_WITHIN_S = 90.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING")
 
 Connect = Callable[[int, float], http.client.HTTPConnection]
 """A connection to a node's HTTP port, with a timeout in seconds."""

@@ -22,6 +22,7 @@ from typing import Any
 from engines import DEMO, spec
 
 from exo_node.node.machine.settings import runner_environment
+from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.placements import Endpoint
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import RunnerClient
@@ -52,6 +53,7 @@ def runner_host(key: ClusterKey = KEY) -> RunnerHost:
         host="127.0.0.1",
         credentials=lambda: runner_credentials(NODE, key),
         environment=runner_environment(os.environ),
+        timing=LAN.runners,
     )
 
 
@@ -75,7 +77,7 @@ class Placement:
     async def restart(self, stage: int) -> None:
         """A fresh process in the place of one that ended, connected like it."""
         ended = self.processes[stage]
-        process = self.processes[stage] = RunnerProcess(ended.spec, self.exited.append)
+        process = self.processes[stage] = RunnerProcess(ended.spec, self.exited.append, LAN.runners)
         await ended.stop()
         self.endpoints[stage] = Endpoint(NODE, await process.start(runner_host(), lambda _: None))
         await self.connect()
@@ -162,6 +164,7 @@ async def running(
         RunnerProcess(
             spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes),
             exited.append,
+            LAN.runners,
         )
         for i, (a, b) in enumerate(pairwise(bounds))
     ]

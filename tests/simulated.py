@@ -7,6 +7,7 @@ from itertools import combinations
 
 from exo_node.node.cluster.cluster_state import Change, ClusterState
 from exo_node.node.cluster.election import HeadChanged, TermRaised
+from exo_node.node.machine.timing import LAN
 from exo_node.placement.ids import NodeId, Term
 
 STEP_S = 0.25
@@ -67,7 +68,7 @@ class Simulated:
         self._lives += 1
         disk = self._disks.setdefault(node, self.disk())
         life = self._lives * 1000
-        self.up[node] = ClusterState(node, life, disk, self.now, wait_s=wait_s)
+        self.up[node] = ClusterState(node, life, disk, self.now, LAN.cluster, wait_s=wait_s)
         for other in self.up.keys() - {node}:  # nothing is known of the process before
             _ = self._troubled.pop(frozenset((node, other)), None)
         self._urgent.add(node)  # a fresh node dials at once

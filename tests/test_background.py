@@ -3,14 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.log import HumanFormatter, request_scope
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL
 
-STEADY_S = 0.2
+TIMING = replace(LOCAL.loops, steady_s=0.2)
 
 
 class Work:
@@ -48,7 +50,7 @@ async def ended(task: "asyncio.Task[None]") -> None:
 def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         events, work = EventLog(), Work()
-        loops = Loops(events, steady_s=STEADY_S)
+        loops = Loops(events, TIMING)
         with caplog.at_level(logging.ERROR):
             task = loops.keep(work.run, "the work")
             await until(lambda: work.begun >= 3)
@@ -67,7 +69,7 @@ def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) 
 
 def test_work_that_returns_is_done() -> None:
     async def story() -> None:
-        loops = Loops(EventLog())
+        loops = Loops(EventLog(), LOCAL.loops)
         await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 10)
         assert loops.trouble() == ""
 
@@ -85,7 +87,7 @@ def test_cancelling_ends_the_work_and_the_trouble() -> None:
                 closed.append(True)
 
         broken = Work()
-        loops = Loops(EventLog(), steady_s=STEADY_S)
+        loops = Loops(EventLog(), TIMING)
         tasks = [loops.keep(work, "one"), loops.keep(broken.run, "other")]
         await until(loops.trouble)
         for task in tasks:
@@ -106,7 +108,7 @@ def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
             lines.append(HumanFormatter().format(line))
 
         with request_scope("req_1"):
-            await Loops(EventLog()).keep(work, "it")
+            await Loops(EventLog(), LOCAL.loops).keep(work, "it")
             await work()
         return ["request=req_1" in line for line in lines]
 

@@ -22,6 +22,7 @@ from exo_node.node.cluster.heartbeats import checked
 from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.node.rpc import control_server
 from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import ExoNodeError, InvalidRequest, PeerLost
@@ -128,7 +129,7 @@ class Node:
     """`NodeSide` over a real Cluster; stages are noted."""
 
     def __init__(self, events: EventLog | None = None) -> None:
-        standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, wait_s=0.0)
+        standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, LAN.cluster, wait_s=0.0)
         client: Any = Nothing()
         events = EventLog() if events is None else events
         self.cluster_state = standing
@@ -141,8 +142,9 @@ class Node:
             "f",
             events,
             DesiredPlacements(),
-            Loops(events),
+            Loops(events, LOCAL.loops),
             Held(),
+            LOCAL.cluster,
         )
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:

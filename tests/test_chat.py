@@ -11,8 +11,6 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 
 from exo_node.mtp.types import GenerationStats, Sampling
-from exo_node.node.chat import chat as chat_module
-from exo_node.node.chat import resuming
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.requests import (
@@ -25,6 +23,7 @@ from exo_node.node.chat.requests import (
     TokenLogprob,
 )
 from exo_node.node.chat.totals import Totals
+from exo_node.node.machine.timing import LOCAL, ChatTiming
 from exo_node.node.placements.placements import Placements
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.drafting import DraftPolicy
@@ -55,8 +54,10 @@ def answered(
 
     async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
         facts, generators, totals = FakeFacts(adaptive), FakeGenerators(events=events), Totals()
-        placements = Placements(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals))
+        placements = Placements(FakeStages(), facts, LOCAL.placements)
+        chat = ChatService(
+            OneHead(placements, facts), generators, totals, Metrics(totals), LOCAL.chat
+        )
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -159,11 +160,12 @@ class Attempts(FakeStages):
 def resumed(
     *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
     request: GenerationRequest = REQUEST,
+    timing: ChatTiming = LOCAL.chat,
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
     async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
         facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
-        placements = Placements(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals))
+        placements = Placements(FakeStages(), facts, LOCAL.placements)
+        chat = ChatService(OneHead(placements, facts), generators, totals, Metrics(totals), timing)
         async with aclosing(chat.stream(request)) as stream:
             got = [event async for event in stream]
         await placements.close()
@@ -221,12 +223,10 @@ def test_an_answer_that_is_lost_again_and_again_ends_as_lost() -> None:
         _ = resumed(*[([STARTED, spoken("a", 1)], LOST)] * 9)
 
 
-def test_losses_between_which_the_answer_went_well_never_end_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resuming, "STEADY_S", 0.0)
+def test_losses_between_which_the_answer_went_well_never_end_it() -> None:
+    timing = replace(LOCAL.chat, steady_s=0.0)
     lost = [([STARTED, spoken("a", 1)], LOST)] * 9
-    events, _ = resumed(*lost, ([STARTED, ENDED], None))
+    events, _ = resumed(*lost, ([STARTED, ENDED], None), timing=timing)
     end = events[-1]
     assert isinstance(end, Finished)
     assert end.stats["resumes"] == 9
@@ -261,16 +261,16 @@ class LostTogether(Attempts):
         return pb.RunnerState()
 
 
-def test_a_loss_that_shows_in_two_ways_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_module, "QUIET_S", 0.01)
+def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
+    timing = replace(LOCAL.chat, quiet_s=0.01)
     complaints: list[object] = []
 
     async def scenario() -> list[Event]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         facts, both, totals = FakeFacts(True), LostTogether(), Totals()
-        placements = Placements(both, facts)
-        chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals))
+        placements = Placements(both, facts, LOCAL.placements)
+        chat = ChatService(OneHead(placements, facts), both, totals, Metrics(totals), timing)
         async with aclosing(chat.stream(REQUEST)) as stream:
             got = [event async for event in stream]
         await placements.close()

@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fakes import NODE, FakeFacts, FakeStages
 from test_restoring import A, B, Cluster
 
 from exo_node.mtp.types import Sampling
-from exo_node.node.chat import claim as claim_module
 from exo_node.node.chat.claim import Claim
 from exo_node.node.chat.requests import GenerationRequest
 from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.handover import held_of, record_of
 from exo_node.node.placements.loaded_placement import LoadedPlacement
@@ -59,9 +59,11 @@ class SlowStages(FakeStages):
 def run(scenario: Callable[[Claims, Placements], Awaitable[None]], stages: FakeStages) -> None:
     async def play() -> None:
         facts, events = FakeFacts(), EventLog()
-        placements = Placements(stages, facts, events)
+        placements = Placements(stages, facts, LOCAL.placements, events)
         async with asyncio.timeout(20):
-            await scenario(Claims(placements, facts, events, leads=True), placements)
+            await scenario(
+                Claims(placements, facts, events, LOCAL.placements, leads=True), placements
+            )
             await placements.close()
 
     asyncio.run(play())
@@ -198,7 +200,7 @@ async def acquired(claim: Claim, resumes: pb.Resumption | None = None) -> pb.Pla
 def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
     async def scenario() -> None:
         heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="p"))])
-        claim = Claim(heads, REQUEST)
+        claim = Claim(heads, REQUEST, LOCAL.chat)
         assert (await acquired(claim)).placement == "p"
         heads.lost.set()
         async with asyncio.timeout(10):
@@ -214,7 +216,7 @@ def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
 def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
     async def scenario() -> None:
         heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
-        claim = Claim(heads, REQUEST)
+        claim = Claim(heads, REQUEST, LOCAL.chat)
         _ = await acquired(claim)
         heads.lost.set()
         async with asyncio.timeout(10):
@@ -230,7 +232,7 @@ def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
     async def scenario() -> None:
         heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
         heads.lost.set()
-        claim = Claim(heads, REQUEST)
+        claim = Claim(heads, REQUEST, LOCAL.chat)
         lost = pb.Resumption(why="gone", attempt=2, broken="p", connections=1, gone=[1])
         assert (await acquired(claim, lost)).placement == "q"
         assert heads.asked[0].resumes == lost
@@ -239,14 +241,14 @@ def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_that_finds_no_head_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim_module, "FRESH_WITHIN_S", 0.0)
+def test_a_request_that_finds_no_head_is_told_so() -> None:
+    timing = replace(LOCAL.chat, fresh_within_s=0.0)
 
     async def scenario() -> None:
         heads = TwoHeads([HeadGone("not the head")])
         heads.lost.set()
         with pytest.raises(PeerLost, match="no head that answers") as raised:
-            _ = await acquired(Claim(heads, REQUEST))
+            _ = await acquired(Claim(heads, REQUEST, timing))
         assert raised.value.code == "peer_lost"
 
     asyncio.run(scenario())
@@ -266,7 +268,7 @@ def same(stage: Endpoint) -> Endpoint:
 def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
     async def scenario() -> None:
         stages = Cluster()
-        old = Placements(stages, stages)
+        old = Placements(stages, stages, LOCAL.placements)
         options = PlanOptions(min_nodes=3, max_nodes=3)
         record = await old.place(DEMO, options, spares=1)
         async with asyncio.timeout(5):
@@ -275,7 +277,7 @@ def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
         [told] = over_the_wire([record])
         await old.let_go()
         stages.calls.clear()
-        new = Placements(stages, stages)
+        new = Placements(stages, stages, LOCAL.placements)
         adopted = record_of(told, packaged_cards()[DEMO], same)
         assert adopted is not None
         assert new.adopt(adopted)
@@ -297,11 +299,11 @@ def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
 def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one() -> None:
     async def scenario() -> None:
         stages = Cluster()
-        old = Placements(stages, stages)
+        old = Placements(stages, stages, LOCAL.placements)
         record = await old.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
         [told] = over_the_wire([record])
         _ = stages.lose(record, 1)
-        new = Placements(stages, stages)
+        new = Placements(stages, stages, LOCAL.placements)
         adopted = record_of(told, packaged_cards()[DEMO], same)
         assert adopted is not None and new.adopt(adopted)
         async with asyncio.timeout(5):
@@ -323,7 +325,10 @@ def test_stages_with_a_gap_make_no_placement(first: int) -> None:
 def test_of_two_placements_of_a_model_the_heads_own_stays() -> None:
     async def scenario() -> None:
         stages = Cluster()
-        other, own = Placements(stages, stages), Placements(stages, stages)
+        other, own = (
+            Placements(stages, stages, LOCAL.placements),
+            Placements(stages, stages, LOCAL.placements),
+        )
         [told] = over_the_wire([await other.place(DEMO, PlanOptions())])
         kept = await own.place(DEMO, PlanOptions())
         loser = record_of(told, packaged_cards()[DEMO], same)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from exo_node.node.cluster.member import Member
+from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.stage_runners import ClusterStages
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.ids import NodeId, PlacementId
@@ -40,7 +41,7 @@ class Runners:
 def patience(node: NodeId, exchange_s: float) -> float:
     runners, unused = Runners(), cast(Any, None)
     cluster = cast(Any, Ways({THERE: exchange_s}))
-    stages = ClusterStages(unused, cluster, unused, cast(Any, runners), unused)
+    stages = ClusterStages(unused, cluster, unused, cast(Any, runners), unused, LAN.placements)
     _ = asyncio.run(stages.ping(Endpoint(node, pb.LoadReady()), PlacementId("p"), 0))
     [timeout_s] = runners.timeouts
     return timeout_s

@@ -23,6 +23,7 @@ from exo_node.node.cluster.discovery import (
 )
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL, DiscoveryTiming
 from exo_node.placement.ids import NodeId
 
 LOOPBACK = "127.0.0.1"
@@ -43,11 +44,12 @@ class Watcher:
 
     own: Announcement
     found: set[Candidate] = field(default_factory=set[Candidate])
+    timing: DiscoveryTiming = LOCAL.discovery
 
     def __post_init__(self) -> None:
         self.told: list[Candidate] = []
         self.news = asyncio.Event()
-        self.discovery = Discovery(self.own, [LOOPBACK], self._add)
+        self.discovery = Discovery(self.own, [LOOPBACK], self._add, self.timing)
 
     def _add(self, candidate: Candidate) -> None:
         self.told.append(candidate)
@@ -68,7 +70,7 @@ def announcement(cluster: str, port: int = 7001, node: NodeId | None = None) -> 
 @asynccontextmanager
 async def started(*watchers: Watcher) -> AsyncGenerator[None]:
     for watcher in watchers:
-        watcher.discovery.start(Loops(EventLog()))
+        watcher.discovery.start(Loops(EventLog(), LOCAL.loops))
     try:
         yield
     finally:
@@ -100,12 +102,13 @@ import asyncio, sys
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.cluster.discovery import Announcement, Discovery
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LOCAL
 
 async def main(node, cluster):
     found = asyncio.Queue()
     own = Announcement(node, cluster, "0.1.0", "127.0.0.1", 7102)
-    child = Discovery(own, ["127.0.0.1"], found.put_nowait)
-    child.start(Loops(EventLog()))
+    child = Discovery(own, ["127.0.0.1"], found.put_nowait, LOCAL.discovery)
+    child.start(Loops(EventLog(), LOCAL.loops))
     while (peer := await found.get()).cluster != cluster:
         pass
     print(peer.node, peer.address, flush=True)
@@ -228,7 +231,8 @@ def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
         return AsyncZeroconf(interfaces=[LOOPBACK])
 
     async def scenario() -> None:
-        late, other = Watcher(announcement(new_cluster())), Watcher(announcement(new_cluster()))
+        late = Watcher(announcement(new_cluster()), timing=replace(LOCAL.discovery, rescan_s=0.01))
+        other = Watcher(announcement(new_cluster()))
         async with started(other):
             assert await other.discovery.settled() is None
             monkeypatch.setattr(discovery, "AsyncZeroconf", unplugged)
@@ -238,7 +242,6 @@ def test_a_node_without_multicast_says_so_once_and_goes_on_trying(
                 await other.until(lambda found: candidate(late.own) in found)
         assert not faults
 
-    monkeypatch.setattr(discovery, "RESCAN_S", 0.01)
     asyncio.run(scenario())
     complaints = [r.message for r in caplog.records if "mDNS does not work" in r.message]
     assert complaints == [
@@ -259,12 +262,11 @@ def test_a_network_that_swallows_multicast_is_noticed(
         return opened
 
     async def scenario() -> str | None:
-        deaf = Watcher(announcement(new_cluster()))
+        deaf = Watcher(announcement(new_cluster()), timing=replace(LOCAL.discovery, echo_s=0.2))
         async with started(deaf):
             return await deaf.discovery.settled()
 
     monkeypatch.setattr(discovery, "AsyncZeroconf", swallowed)
-    monkeypatch.setattr(discovery, "ECHO_TIMEOUT_S", 0.2)
     assert asyncio.run(scenario()) == "this node does not hear its own multicast packets"
     assert any(r.levelno == logging.WARNING and "--peer" in r.message for r in caplog.records)
 
@@ -379,7 +381,7 @@ def test_a_node_announces_its_join_port() -> None:
     async def scenario() -> None:
         one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
         one.own = replace(one.own, join_port=7009)
-        one.discovery = Discovery(one.own, [LOOPBACK], one._add)  # pyright: ignore[reportPrivateUsage]
+        one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL.discovery)  # pyright: ignore[reportPrivateUsage]
         expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
         async with started(one, two):
             await two.until(lambda found: expected in found)

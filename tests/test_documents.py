@@ -28,6 +28,7 @@ from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
 from exo_node.node.machine import settings
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
@@ -237,6 +238,7 @@ def test_the_api_page_lists_every_endpoint() -> None:
         FakeChat(),
         FakeOperations(),
         static=no_files,
+        timing=LOCAL.serving,
         events=EventLog(),
         measurements=cast(Measurements, object()),
         joining=joining,

@@ -17,6 +17,7 @@ from simulated import Disk, Simulated, VolatileDisk
 
 from exo_node.node.cluster.election import Claimed, Election, HeadChanged, LeaderClaim, Tick
 from exo_node.node.cluster.membership import Died
+from exo_node.node.machine.timing import LAN
 from exo_node.placement.ids import NodeId, Term
 
 # Each line: what happens, or `SECONDS` that pass, or `NODES: HEAD TERM` that must hold.
@@ -339,7 +340,7 @@ def test_a_term_is_stored_before_anybody_can_hear_of_it() -> None:
             super().save(term)
 
     disk = Watched(7)
-    election = Election(NodeId("b"), disk, 0.0, wait_s=0.0)
+    election = Election(NodeId("b"), disk, 0.0, LAN.cluster, wait_s=0.0)
     _ = election.apply(Tick(), (), 0.0)
     assert seen == [(8, 7)]
     foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))

@@ -17,6 +17,7 @@ from exo_node.node.api.server import HttpServer, build_app
 from exo_node.node.api.sse import comment
 from exo_node.node.cli.events import line
 from exo_node.node.machine.events import BACKLOG, Event, EventLog
+from exo_node.node.machine.timing import LOCAL
 
 
 def log_of(count: int, capacity: int = 1000) -> EventLog:
@@ -212,7 +213,8 @@ def test_events_are_behind_the_key() -> None:
 async def served(log: EventLog) -> AsyncGenerator[asyncio.StreamReader]:
     """The bytes of `GET /v1/events` from a server in this loop."""
     server = HttpServer(
-        build_app(FakeChat(), FakeOperations(), static=no_files, events=log), grace_s=5
+        build_app(FakeChat(), FakeOperations(), static=no_files, timing=LOCAL.serving, events=log),
+        grace_s=5,
     )
     await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.api.server import build_app
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LOCAL
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -67,7 +68,14 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
         return HeadForwarder(app, heads)
 
     log = EventLog()
-    app = build_app(FakeChat(), FakeOperations(), static=no_files, between=forwarding, events=log)
+    app = build_app(
+        FakeChat(),
+        FakeOperations(),
+        static=no_files,
+        timing=LOCAL.serving,
+        between=forwarding,
+        events=log,
+    )
     with serving(app) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=10)
         body = b'{"a": 1}' if method == "POST" else None

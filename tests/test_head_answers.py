@@ -12,7 +12,7 @@ from nodes import Node, eventually
 from test_cluster import sees
 from test_head_change import Trio, agree, cluster
 
-from exo_node.node.placements.maintenance import ORPHAN_S
+from exo_node.node.machine.timing import LAN
 
 NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
 STORY = "Tell me a story."
@@ -133,7 +133,9 @@ def test_a_head_that_is_told_to_stop_leaves_long_answers_alone(
     del trio.nodes[head.data_dir.name]
     whole(answer, story)
     assert answer.stats.get("resumes", 0) == 0
-    assert answer.arrivals[-1] - at > ORPHAN_S, "the answer was too short to show anything"
+    assert answer.arrivals[-1] - at > LAN.placements.orphan_s, (
+        "the answer was too short to show anything"
+    )
 
 
 def test_a_stopped_head_wakes_as_a_follower_and_ends_nobodys_answer(

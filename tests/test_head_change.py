@@ -11,7 +11,7 @@ import pytest
 from nodes import Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
-from exo_node.node.cluster.member import HEARTBEAT_S
+from exo_node.node.machine.timing import LAN
 
 
 class Trio:
@@ -114,7 +114,7 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
     name, term = old.data_dir.name, cluster(old)["term"]
     asked = {"model": "demo", "min_nodes": 2, "max_nodes": 2}
     assert old.call("POST", "/v1/placements", asked).status == 200
-    time.sleep(2 * HEARTBEAT_S)  # what it was asked is told with its heartbeats
+    time.sleep(2 * LAN.cluster.heartbeat_s)  # what it was asked is told with its heartbeats
     trio.kill(old)
     killed = time.monotonic()
     survivors = list(trio.nodes.values())

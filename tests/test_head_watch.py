@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.cluster.held import Held
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LAN
 from exo_node.node.placements import reconcile
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -47,7 +48,7 @@ def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
     claims = SimpleNamespace(lead=lambda: None, let_go=lambda: None)
     watch = reconcile.StageReconciler(
         cast(Any, cluster), cast(Any, placements), cast(Any, claims), held, DesiredPlacements(),
-        cast(Any, SimpleNamespace(card=card)), events, cast(Any, None),
+        cast(Any, SimpleNamespace(card=card)), events, cast(Any, None), LAN.placements,
     )  # fmt: skip
     beat = pb.Heartbeat(held=[pb.HeldPlacement(placement="p-theirs", model="demo")])
 

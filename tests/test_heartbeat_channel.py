@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.control_client import ControlClient
 from exo_node.node.rpc.control_server import SERVER_OPTIONS
@@ -53,7 +54,7 @@ def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> No
         port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
         await server.start()
         channels = Channels(credentials)
-        client, address = ControlClient(channels), f"127.0.0.1:{port}"
+        client, address = ControlClient(channels, LAN.cluster), f"127.0.0.1:{port}"
 
         async def follow() -> None:
             async for _ in client.http(address, identity.node, pb.HttpRequest()):

@@ -17,6 +17,7 @@ from test_join_nodes import QUIET, asks_at, cluster, free_ports, joining, togeth
 
 from exo_node.node.join.port import MAX_CONNECTIONS
 from exo_node.node.join.wire import FRAME_BYTES, ask_for_hint
+from exo_node.node.machine.timing import LOCAL
 from exo_node.proto import peer_pb2 as pb
 
 HALF_OPEN = 300
@@ -33,7 +34,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def port(member: Node) -> int:
-    hint = asyncio.run(ask_for_hint(f"127.0.0.1:{member.itself()['port']}"))
+    hint = asyncio.run(ask_for_hint(f"127.0.0.1:{member.itself()['port']}", LOCAL.join))
     assert hint is not None
     return hint.join_port
 

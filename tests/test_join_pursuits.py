@@ -3,15 +3,16 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from exo_node.node.join import pursuits as join_pursuits
-from exo_node.node.join.pursuits import MAX_ADDRESSES, MAX_FAILURES, MAX_RETRY_S, Pursuits
+from exo_node.node.join.pursuits import MAX_ADDRESSES, MAX_FAILURES, Pursuits
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL, JoinTiming
 from exo_node.placement.errors import PeerLost, Untrusted
 
 
@@ -48,10 +49,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def run(scenario: Callable[[Ports, Pursuits], Coroutine[Any, Any, None]]) -> None:
+def run(
+    scenario: Callable[[Ports, Pursuits], Coroutine[Any, Any, None]],
+    timing: JoinTiming = LOCAL.join,
+) -> None:
     async def bounded() -> None:
         ports = Ports()
-        pursuits = Pursuits(ports.approach, Loops(EventLog()))
+        pursuits = Pursuits(ports.approach, Loops(EventLog(), LOCAL.loops), timing)
         async with asyncio.timeout(20):
             await scenario(ports, pursuits)
             await pursuits.close()
@@ -78,16 +82,15 @@ def test_an_address_is_called_once_however_often_it_is_seen() -> None:
     run(scenario)
 
 
-def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while() -> None:
     async def scenario(ports: Ports, pursuits: Pursuits) -> None:
         ports.answers["a:1"] = None
         for _ in range(5):
             pursuits.see("a:1")
             await turns()
         assert (len(pursuits), ports.calls["a:1"]) == (0, 1)
-        monkeypatch.setattr(join_pursuits, "QUIET_S", 0.0)
+
+    async def in_a_hurry(ports: Ports, pursuits: Pursuits) -> None:
         ports.answers["b:1"] = None
         for _ in range(5):
             pursuits.see("b:1")
@@ -95,6 +98,7 @@ def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while(
         assert ports.calls["b:1"] == 5
 
     run(scenario)
+    run(in_a_hurry, replace(LOCAL.join, quiet_s=0.0))
 
 
 @pytest.mark.parametrize("fault", [PeerLost("gone"), Untrusted("no certificate")])
@@ -107,7 +111,7 @@ def test_who_fails_is_called_ever_later_and_then_given_up(
         await turns(20 * MAX_FAILURES)
         assert (len(pursuits), ports.calls["a:1"]) == (0, MAX_FAILURES)
         assert waits == sorted(waits) and len(waits) == MAX_FAILURES - 1
-        assert waits[0] < MAX_RETRY_S == waits[-1]
+        assert waits[0] < LOCAL.join.max_retry_s == waits[-1]
 
     run(scenario)
 
@@ -123,7 +127,7 @@ def test_an_answer_makes_up_for_earlier_failures(waits: list[float]) -> None:
                 return answer
 
     async def scenario(_: Ports, __: Pursuits) -> None:
-        pursuits = Pursuits(approach, Loops(EventLog()))
+        pursuits = Pursuits(approach, Loops(EventLog(), LOCAL.loops), LOCAL.join)
         pursuits.see("a:1")
         await turns(50)
         assert len(pursuits) == 0

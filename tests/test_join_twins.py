@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.join.duplicates import FRESH_S, DuplicateNodeDetector
+from exo_node.node.join.duplicates import DuplicateNodeDetector
 from exo_node.placement.errors import DuplicateIdentity, PeerLost, Untrusted
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
+FRESH_S = 10.0
 OWN, OTHER = NodeId("a" * 20), NodeId("b" * 20)
 
 
@@ -23,7 +24,7 @@ class Lab:
         self.answers: dict[str, int] = {}
         self.gave_up: list[str] = []
         self.twins = DuplicateNodeDetector(
-            OWN, 1, lambda: self.uptime_ms, self._look, self._younger, lambda: self.now
+            OWN, 1, lambda: self.uptime_ms, self._look, self._younger, FRESH_S, lambda: self.now
         )
 
     async def _look(self, address: str, node: NodeId) -> int | None:

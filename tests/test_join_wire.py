@@ -95,7 +95,7 @@ def test_digits_that_were_typed_once_are_not_tried_again() -> None:
                     async def attack(
                         line: JoinConnection = line, guess: Coroutine[Any, Any, None] = guess
                     ) -> None:
-                        _ = await line.receive("begin", None)
+                        _ = await line.receive("begin", person=True)
                         rounds.append(1)
                         with pytest.raises(ExoNodeError):
                             await guess
@@ -243,7 +243,7 @@ def test_a_joiner_that_goes_away_in_the_middle_is_a_lost_peer_and_nobody_hangs()
                 deciding = asyncio.create_task(
                     old.joining.approver.let_in(old.waiting()[0].id, "123456")
                 )
-                _ = await line.receive("begin", None)
+                _ = await line.receive("begin", person=True)
             with pytest.raises(PeerLost, match="went away"):
                 _ = await deciding
 

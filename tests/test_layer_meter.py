@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from engines import ORACLE, answer, load_quietly, request, spec, split_engine
 from runners import eventually
 
 from exo_node.node.cluster.member_facts import MemberFacts
-from exo_node.node.links import measurements as profiling_module
 from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.placement.cluster import ClusterView
 from exo_node.placement.correction import FADE_S, FIRST, HALF_LIFE, WINDOW
@@ -248,6 +248,7 @@ class Machine:
     pipeline: Pipeline
     stage: int
     loop: asyncio.Runner
+    save_every_s: float = LOCAL.links.save_every_s
 
     def __post_init__(self) -> None:
         self.profiling = self.started()
@@ -256,7 +257,8 @@ class Machine:
     def started(self) -> Profiling:
         profiles = LayerProfiles(self.folder, "cpu", "1", self.pipeline.clock)
         nothing: Any = Nothing()
-        return Profiling(NodeId(self.name), [], profiles, nothing, self.pipeline.clock)
+        timing = replace(LOCAL.links, save_every_s=self.save_every_s)
+        return Profiling(NodeId(self.name), [], profiles, nothing, self.pipeline.clock, timing)
 
     def load(self) -> None:
         """The spec then says whether a probe was asked for."""
@@ -265,7 +267,7 @@ class Machine:
             return pb.LoadReady(layers=self.pipeline.probe(self.stage))
 
         async def load() -> None:
-            self.profiling.start(lambda: (), self.reports, Loops(EventLog()))
+            self.profiling.start(lambda: (), self.reports, Loops(EventLog(), LOCAL.loops))
             _ = await self.profiling.load(self.spec, "f1", ready)
 
         self.loop.run(load())
@@ -355,11 +357,12 @@ def test_a_correction_outlives_the_process_and_the_next_runner_replaces_it(
 
 
 def test_a_node_that_is_killed_keeps_what_was_saved_now_and_then(
-    machines: list[Machine], pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    machines: list[Machine], pipeline: Pipeline
 ) -> None:
     slow = machines[1]
     slow.loop.run(slow.profiling.close())
-    monkeypatch.setattr(profiling_module, "SAVE_EVERY_S", 0.01)
+    slow.save_every_s = 0.01
+    slow.profiling = slow.started()
     slow.load()
     pipeline.decode(ENOUGH)
     told = slow.facts().profiles

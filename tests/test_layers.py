@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "node/machine": "placement",
     "node/trust": "placement node/machine",
     "node/models": "placement shard/checkpoint",
-    "node/rpc": "placement proto node/trust",
+    "node/rpc": "placement proto node/trust node/machine",
     "node/runners": "placement proto node/rpc node/trust node/machine",
     "node/cluster": "placement proto node/rpc node/machine",
     "node/links": (

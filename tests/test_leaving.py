@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from fakes import Script
 from http_node import serving_fakes
 
 from exo_node.node.api.drain import Drain
 from exo_node.node.chat.requests import Event, Started, TextDelta
+from exo_node.node.machine.timing import LOCAL
 
 
 def until_cut_off(leaving: Drain) -> Script:
@@ -24,7 +26,7 @@ def until_cut_off(leaving: Drain) -> Script:
 
 
 def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
-    leaving = Drain()
+    leaving = Drain(LOCAL.serving)
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply(stream=True)
@@ -39,7 +41,7 @@ def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
 
 
 def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
-    leaving = Drain()
+    leaving = Drain(LOCAL.serving)
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply()
@@ -48,12 +50,12 @@ def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
 
 
 def test_new_work_is_refused_and_looking_is_not() -> None:
-    leaving = Drain()
+    leaving = Drain(replace(LOCAL.serving, drain_s=0.2))
     with serving_fakes(between=leaving.around) as node:
         assert node.chat_reply().status == 200
         leaving.begin()
         reply = node.chat_reply()
         assert (reply.status, reply.error["code"]) == (503, "peer_lost")
         assert node.ask("GET", "/v1/models").status == 200
-        assert asyncio.run(leaving.drained(lambda: 0, within_s=20))
-        assert not asyncio.run(leaving.drained(lambda: 1, within_s=0.2))
+        assert asyncio.run(leaving.drained(lambda: 0))
+        assert not asyncio.run(leaving.drained(lambda: 1))

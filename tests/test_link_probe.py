@@ -5,19 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.links.prober import (
-    PATIENCE_S,
-    REFRESH_S,
-    SECOND_LOOK_S,
-    LinkProber,
-    LinkTable,
-    Peer,
-)
+from exo_node.node.links.prober import LinkProber, LinkTable, Peer
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.link_rpc import Measured
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
+TIMING = LAN.links
 B, C = NodeId("b"), NodeId("c")
 ONE, TWO = "10.0.0.2:1", "10.0.1.2:1"
 MEASURED = Measured((pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3),), 1e8, 2e8)
@@ -41,18 +36,18 @@ def measured_at(table: LinkTable, now: float, state: Callable[[NodeId], bool] = 
 
 
 def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
-    table = LinkTable()
+    table = LinkTable(TIMING)
     peers = [Peer(B, (ONE, TWO))]
     table.update(peers, 1000.0)
     assert measured_at(table, 1000.0) == [ONE, TWO]
-    assert measured_at(table, 1000.0 + SECOND_LOOK_S - 1) == []
-    assert measured_at(table, 1000.0 + SECOND_LOOK_S + 1) == [ONE, TWO]
-    assert measured_at(table, 1000.0 + SECOND_LOOK_S + REFRESH_S) == []
-    assert measured_at(table, 1002.0 + SECOND_LOOK_S + REFRESH_S) == [ONE, TWO]
+    assert measured_at(table, 1000.0 + TIMING.second_look_s - 1) == []
+    assert measured_at(table, 1000.0 + TIMING.second_look_s + 1) == [ONE, TWO]
+    assert measured_at(table, 1000.0 + TIMING.second_look_s + TIMING.refresh_s) == []
+    assert measured_at(table, 1002.0 + TIMING.second_look_s + TIMING.refresh_s) == [ONE, TWO]
 
 
 def test_a_new_address_of_a_known_peer_is_measured_alone() -> None:
-    table = LinkTable()
+    table = LinkTable(TIMING)
     table.update([Peer(B, (ONE,))], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
     table.update([Peer(B, (ONE, TWO))], 1001.0)
@@ -60,7 +55,7 @@ def test_a_new_address_of_a_known_peer_is_measured_alone() -> None:
 
 
 def test_a_peer_that_comes_back_is_measured_at_once() -> None:
-    table = LinkTable()
+    table = LinkTable(TIMING)
     table.update([Peer(B, (ONE,))], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
     table.update([], 1001.0)
@@ -70,12 +65,14 @@ def test_a_peer_that_comes_back_is_measured_at_once() -> None:
 
 
 def test_a_link_under_an_answer_waits_but_not_for_ever() -> None:
-    table = LinkTable()
+    table = LinkTable(TIMING)
     table.update([Peer(B, (ONE,)), Peer(C, (TWO,))], 1000.0)
     assert measured_at(table, 1000.0, lambda node: node == B) == [TWO]
-    assert measured_at(table, 1000.0 + PATIENCE_S - 1, busy) == []
-    assert measured_at(table, 1000.0 + PATIENCE_S + 1, busy) == [ONE], "never measured before"
-    assert measured_at(table, 1000.0 + 10 * REFRESH_S, busy) == []
+    assert measured_at(table, 1000.0 + TIMING.patience_s - 1, busy) == []
+    assert measured_at(table, 1000.0 + TIMING.patience_s + 1, busy) == [ONE], (
+        "never measured before"
+    )
+    assert measured_at(table, 1000.0 + 10 * TIMING.refresh_s, busy) == []
 
 
 class Network:
@@ -93,7 +90,9 @@ class Network:
         return MEASURED
 
     def prober(self, *peers: Peer, source: str | None = "10.0.0.1") -> LinkProber:
-        return LinkProber(lambda: list(peers), idle, self.measure, lambda _: source, lambda: 1000.0)
+        return LinkProber(
+            lambda: list(peers), idle, self.measure, lambda _: source, lambda: 1000.0, TIMING
+        )
 
 
 def test_reports_name_both_addresses() -> None:
@@ -140,7 +139,7 @@ def test_one_link_at_a_time(peers: int) -> None:
 
     async def together() -> None:
         known = [Peer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
-        prober = LinkProber(lambda: known, idle, measure, lambda _: "x", lambda: 1000.0)
+        prober = LinkProber(lambda: known, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
         _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
 
     asyncio.run(together())

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from runners import eventually, runner_host, spec
 
+from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
 from exo_node.placement.errors import ExoNodeError, LoadFailed
@@ -187,7 +188,7 @@ def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
     async def play() -> None:
         exited: list[RunnerProcess] = []
         host = faulty(tmp_path, NUMB_LATER)
-        process = RunnerProcess(spec(end=1, num_stages=2), exited.append)
+        process = RunnerProcess(spec(end=1, num_stages=2), exited.append, LAN.runners)
         _ = await process.start(host, lambda _: None)
         (tmp_path / "now").touch()
         _ = await eventually(lambda: bool(exited), 30)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exo_node.node.cluster.membership import (
-    REFUSED_DEAD_AFTER_S,
     Change,
     Died,
     Event,
@@ -26,6 +25,7 @@ from exo_node.node.cluster.membership import (
     Tick,
     View,
 )
+from exo_node.node.machine.timing import LAN
 from exo_node.placement.ids import NodeId
 
 SELF = NodeId("self")
@@ -319,7 +319,7 @@ def every_half_second(membership: Membership, last: float, now: float) -> tuple[
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
 def test_scenario(scenario: str) -> None:
-    membership, last = Membership(SELF, incarnation=1), 0.0
+    membership, last = Membership(SELF, 1, LAN.cluster), 0.0
     for line in filter(None, map(str.strip, scenario.splitlines())):
         found = LINE.fullmatch(line)
         assert found is not None, line
@@ -334,7 +334,7 @@ def test_scenario(scenario: str) -> None:
 
 
 def test_suspects_are_live_but_take_no_new_work() -> None:
-    membership = Membership(SELF, incarnation=1)
+    membership = Membership(SELF, 1, LAN.cluster)
     for node, heard_at in (("a", 0.0), ("b", 2.0), ("c", 3.9)):
         _ = membership.apply(Heard(NodeId(node), 1), heard_at)
     _ = membership.apply(Tick(), 4.0)
@@ -390,7 +390,7 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
             restart = isinstance(step, Heard)
             if isinstance(change, Died) and not restart:
                 silence = now - newest[change.node][1]
-                if silence <= REFUSED_DEAD_AFTER_S:
+                if silence <= LAN.cluster.refused_dead_after_s:
                     return f"{change} after {silence} s"
         for node, status in membership.statuses().items():
             if told.get(node) != status:
@@ -402,12 +402,12 @@ def broken_rule(membership: Membership, steps: Iterable[tuple[float, Event]]) ->
 def test_states_move_along_the_drawn_edges_and_nobody_heard_in_time_dies(
     steps: list[tuple[float, Event]],
 ) -> None:
-    assert broken_rule(Membership(SELF, incarnation=1), steps) is None
+    assert broken_rule(Membership(SELF, 1, LAN.cluster), steps) is None
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
 def test_a_node_heard_every_second_stays_alive(pauses: list[float]) -> None:
-    membership, now = Membership(SELF, incarnation=1), 0.0
+    membership, now = Membership(SELF, 1, LAN.cluster), 0.0
     for pause in pauses:
         now += pause
         _ = membership.apply(Tick(), now)
@@ -439,5 +439,5 @@ def test_the_rules_catch_a_seeded_fault(faulty: type[Membership]) -> None:
         (0.3, Heard(NODES[0], 1)),
         (1.0, Tick()),
     ]
-    assert broken_rule(Membership(SELF, incarnation=1), steps) is None
-    assert broken_rule(faulty(SELF, incarnation=1), steps) is not None
+    assert broken_rule(Membership(SELF, 1, LAN.cluster), steps) is None
+    assert broken_rule(faulty(SELF, 1, LAN.cluster), steps) is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.memory_ledger import left, promised
 from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
 from exo_node.node.placements.planner_view import node_facts
@@ -42,7 +43,7 @@ class Machines:
         self.random = random.Random(seed)
         self.failing = failing
         self.holds: set[tuple[NodeId, str, int]] = set()
-        self.placements = Placements(self, self)
+        self.placements = Placements(self, self, LOCAL.placements)
 
     def view(self, placing: ModelId) -> ClusterView:
         nodes: list[NodeFacts] = []

@@ -20,6 +20,7 @@ from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Ending, Metrics, NodeState, RunnerMemory
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
 from exo_node.node.chat.totals import Totals
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import (
     ContextLengthExceeded,
@@ -302,8 +303,8 @@ def service(
     stages: FakeStages, generators: FakeGenerators
 ) -> tuple[ChatService, Metrics, Placements]:
     totals, facts = Totals(), FakeFacts()
-    metrics, placements = Metrics(totals), Placements(stages, facts)
-    chat = ChatService(OneHead(placements, facts), generators, totals, metrics)
+    metrics, placements = Metrics(totals), Placements(stages, facts, LOCAL.placements)
+    chat = ChatService(OneHead(placements, facts), generators, totals, metrics, LOCAL.chat)
     return chat, metrics, placements
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from exo_node.node.machine.tasks import background
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Endpoint, Placements, StageSettings
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
@@ -79,7 +80,7 @@ class _Facts:
 def test_requests_that_come_together_share_one_load() -> None:
     async def scenario() -> None:
         stages = _Stages()
-        placements = Placements(stages, _Facts())
+        placements = Placements(stages, _Facts(), LOCAL.placements)
         records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
         assert {record.id for record in records} == {records[0].id}
         assert stages.loaded == {records[0].id}
@@ -90,7 +91,7 @@ def test_requests_that_come_together_share_one_load() -> None:
 def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
     async def scenario() -> None:
         stages = _Stages()
-        placements = Placements(stages, _Facts())
+        placements = Placements(stages, _Facts(), LOCAL.placements)
         records = await asyncio.gather(*(placements.place(DEMO, PlanOptions()) for _ in range(4)))
         assert len({record.id for record in records}) == 4
         assert stages.most == 1

@@ -15,6 +15,7 @@ from fakes import FakeFacts, FakeStages
 from nodes import COMMAND, Node, eventually, node
 from test_cluster import grpc_address, join, sees
 
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
@@ -197,7 +198,7 @@ class RefusedOnce(FakeStages, FakeFacts):
 def test_a_model_that_turns_out_not_to_split_is_planned_anew_at_once() -> None:
     async def run() -> None:
         cluster = RefusedOnce()
-        placements = Placements(cluster, cluster)
+        placements = Placements(cluster, cluster, LOCAL.placements)
         record = await placements.place(ModelId("demo"), PlanOptions())
         assert (record.status, cluster.loads) == ("ready", 2)
         assert placements.records == [record]

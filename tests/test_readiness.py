@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages
 
-from exo_node.node.chat import readiness as readiness_module
-from exo_node.node.chat.readiness import RECENT_S, Readiness
-from exo_node.node.placements.maintenance import SETTLE_AFTER_S, may_settle
+from exo_node.node.chat.readiness import Readiness
+from exo_node.node.machine.timing import LAN, LOCAL, ChatTiming
+from exo_node.node.placements.maintenance import may_settle
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
@@ -33,12 +33,13 @@ def play(
     fault: Exception | None = None,
     *,
     ends: bool = False,
+    timing: ChatTiming = LOCAL.chat,
 ) -> None:
     async def run() -> None:
-        placements = Placements(FakeStages(), FakeFacts())
+        placements = Placements(FakeStages(), FakeFacts(), LOCAL.placements)
         generators = FakeGenerators(events=events, fault=fault, ends=ends)
-        asked = Asked(placements, generators, Readiness(placements, generators))
-        asked.readiness = Readiness(placements, generators, lambda: asked.now)
+        asked = Asked(placements, generators, Readiness(placements, generators, timing))
+        asked.readiness = Readiness(placements, generators, timing, lambda: asked.now)
         await scenario(asked)
         await placements.close()
 
@@ -52,7 +53,7 @@ async def loaded(asked: Asked) -> None:
 def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
-        asked.placements.records[0].stepped_at = asked.now - RECENT_S + 1
+        asked.placements.records[0].stepped_at = asked.now - LOCAL.chat.recent_s + 1
         assert await asked.readiness.fault() == ""
         assert asked.generators.requests == []
 
@@ -65,7 +66,7 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
         for _ in range(2):
             assert await asked.readiness.fault() == ""
         assert [(r.max_tokens, r.num_draft_tokens) for r in asked.generators.requests] == [(1, 0)]
-        asked.now += RECENT_S
+        asked.now += LOCAL.chat.recent_s
         assert await asked.readiness.fault() == ""
         assert len(asked.generators.requests) == 2
 
@@ -81,10 +82,10 @@ def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
         record.moved = "a stage was lost"
         record.stepped_at = record.moved_at = asked.now
         looks = 0
-        while asked.now < 100.0 + SETTLE_AFTER_S + 1:
+        while asked.now < 100.0 + LAN.placements.settle_after_s + 1:
             asked.now += 20.0
             assert await asked.readiness.fault() == ""
-            looks += may_settle(record, lambda: asked.now)
+            looks += may_settle(record, LAN.placements.settle_after_s, lambda: asked.now)
         assert asked.generators.requests  # it was asked, and gave its token
         assert looks == 1
 
@@ -95,17 +96,13 @@ def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
     ("fault", "said"),
     [(PeerLost("the runner is gone"), "the runner is gone"), (None, "no token within")],
 )
-def test_one_that_gives_none_is_not_ready_and_says_why(
-    fault: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readiness_module, "PROBE_WITHIN_S", 0.05)
-
+def test_one_that_gives_none_is_not_ready_and_says_why(fault: Exception | None, said: str) -> None:
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
         assert said in await asked.readiness.fault()
         assert asked.placements.records[0].active == 0
 
-    play(scenario, fault=fault)
+    play(scenario, fault=fault, timing=replace(LOCAL.chat, probe_within_s=0.05))
 
 
 def test_one_that_is_degraded_is_not_ready_however_lately_it_worked() -> None:

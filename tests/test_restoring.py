@@ -3,15 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import LAN, PlacementTiming
 from exo_node.node.placements import maintenance as settling
-from exo_node.node.placements import maintenance as upkeep
 from exo_node.node.placements import restart_backoff as failures
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
@@ -31,6 +31,10 @@ DEMO = ModelId("demo")
 A, B, C, D = (NodeId(letter * 20) for letter in "abcd")
 ONE = PlanOptions(max_nodes=1)
 THREE = PlanOptions(min_nodes=3, max_nodes=3)
+AT_ONCE = replace(
+    LAN.placements, max_pause_s=0.0, answers_return_s=0.0, refill_after_s=0.0, orphan_s=0.0
+)
+"""Nothing is waited for."""
 
 
 @dataclass
@@ -117,10 +121,10 @@ class Cluster:
 Scenario = Callable[[Cluster, Placements, EventLog], Awaitable[None]]
 
 
-def play(scenario: Scenario, **made: Any) -> None:
+def play(scenario: Scenario, timing: PlacementTiming = AT_ONCE, **made: Any) -> None:
     async def run() -> None:
         cluster, events = Cluster(**made), EventLog()
-        placements = Placements(cluster, cluster, events)
+        placements = Placements(cluster, cluster, timing, events)
         await scenario(cluster, placements, events)
         await placements.close()
 
@@ -345,19 +349,7 @@ def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
     play(scenario)
 
 
-@pytest.fixture(autouse=True)
-def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(failures, "MAX_PAUSE_S", 0.0)
-    monkeypatch.setattr(upkeep, "ANSWERS_RETURN_S", 0.0)
-    monkeypatch.setattr(upkeep, "REFILL_AFTER_S", 0.0)
-    monkeypatch.setattr(upkeep, "ORPHAN_S", 0.0)
-
-
-def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(settling, "SETTLE_AFTER_S", 0.0)
-
+def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None:
     async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions(min_nodes=2))
         gone = cluster.lose(record, 1)
@@ -382,7 +374,7 @@ def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks(
         placements.tend()
         assert await placements.ensure(DEMO) is again, "it has lost nothing"
 
-    play(scenario, nodes=[A, B])
+    play(scenario, replace(AT_ONCE, settle_after_s=0.0), nodes=[A, B])
 
 
 def test_a_placement_that_moved_is_placed_anew_only_for_much_more_speed() -> None:
@@ -415,12 +407,7 @@ def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
     play(scenario)
 
 
-def test_spares_are_loaded_once_the_interrupted_answer_speaks_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(upkeep, "ANSWERS_RETURN_S", 0.02)
-    monkeypatch.setattr(upkeep, "REFILL_POLL_S", 0.001)
-
+def test_spares_are_loaded_once_the_interrupted_answer_speaks_again() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await with_spares(placements)
         gone = cluster.lose(record, 1)
@@ -434,7 +421,7 @@ def test_spares_are_loaded_once_the_interrupted_answer_speaks_again(
         record.spoke_at = time.monotonic()
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
 
-    play(scenario)
+    play(scenario, replace(AT_ONCE, answers_return_s=0.02, refill_poll_s=0.001))
 
 
 def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
@@ -488,9 +475,7 @@ def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
     play(scenario, nodes=[A])
 
 
-def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "REFILL_EVERY_S", 0.0)
-
+def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         cluster.broken = {D}
         record = await placements.place(DEMO, THREE, spares=1)
@@ -503,7 +488,7 @@ def test_a_spare_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.Mon
         placements.tend()
         assert cluster.calls == [], "nothing is missing"
 
-    play(scenario)
+    play(scenario, replace(AT_ONCE, refill_every_s=0.0))
 
 
 # ---------------------------------------------------------------------------- spares that follow
@@ -553,9 +538,7 @@ def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
     play(scenario)
 
 
-def test_a_spare_that_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "REFILL_EVERY_S", 0.0)
-
+def test_a_spare_that_could_not_be_told_is_told_again() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await with_spares(placements)
         await until(lambda: all(spare.leader for spare in record.spares))
@@ -564,7 +547,7 @@ def test_a_spare_that_could_not_be_told_is_told_again(monkeypatch: pytest.Monkey
         await until(lambda: record.spares[1].leader is record.endpoints[1])
         assert len(cluster.followed) == 4
 
-    play(scenario)
+    play(scenario, replace(AT_ONCE, refill_every_s=0.0))
 
 
 def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
@@ -585,14 +568,14 @@ def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
     wishes = DesiredPlacements()
 
     async def old(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
-        placements = Placements(cluster, cluster, desired=wishes)
+        placements = Placements(cluster, cluster, AT_ONCE, desired=wishes)
         _ = await placements.place(DEMO, THREE, spares=1)
         await placements.close()
 
     async def new(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
         learnt = DesiredPlacements()
         learnt.learn(wishes.told())
-        placements = Placements(cluster, cluster, desired=learnt)
+        placements = Placements(cluster, cluster, AT_ONCE, desired=learnt)
         record = await placements.ensure(DEMO)
         assert len(record.plan.stages) == 3
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)

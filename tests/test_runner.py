@@ -14,6 +14,7 @@ import pytest
 from engines import DEMO, ORACLE, load_quietly, spec
 from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
 
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
 from exo_node.node.trust.certificates import runner_credentials, runner_name
@@ -258,7 +259,7 @@ def test_a_supervisor_keeps_nothing_of_a_load_that_failed(
 
 def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner) -> None:
     async def play() -> None:
-        process = RunnerProcess(spec(), lambda _: None)
+        process = RunnerProcess(spec(), lambda _: None, LAN.runners)
         loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
         _ = await eventually(lambda: process.pid > 0, 5)
         os.kill(process.pid, signal.SIGKILL)
@@ -320,7 +321,9 @@ def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
 def test_an_end_that_was_asked_for_is_no_failure(loop: asyncio.Runner) -> None:
     async def play() -> None:
         exited: list[RunnerProcess] = []
-        process = RunnerProcess(spec(end=1, num_layers=16, num_stages=2), exited.append)
+        process = RunnerProcess(
+            spec(end=1, num_layers=16, num_stages=2), exited.append, LAN.runners
+        )
         _ = await process.start(runner_host(), lambda _: None)
         pid = process.pid
         await process.stop()

@@ -11,6 +11,7 @@ import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
 
+from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.placements import Endpoint
 from exo_node.node.runners.supervisor import RunnerProcess
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
@@ -38,7 +39,7 @@ def two(loop: asyncio.Runner) -> Iterator[Placement]:
 @asynccontextmanager
 async def a_spare(two: Placement) -> AsyncGenerator[tuple[RunnerProcess, Endpoint]]:
     """Another runner of stage 1, to which that stage's sends copies."""
-    process = RunnerProcess(two.processes[1].spec, two.exited.append)
+    process = RunnerProcess(two.processes[1].spec, two.exited.append, LAN.runners)
     try:
         endpoint = Endpoint(NODE, await process.start(runner_host(), lambda _: None))
         assert await two.client.follow(two.endpoints[1], endpoint, two.name) == ""

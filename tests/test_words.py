@@ -96,7 +96,7 @@ def test_a_joining_nodes_first_contact_is_no_warning(
 ) -> None:
     caplog.set_level(logging.INFO)
     complain = Cluster._complain  # pyright: ignore[reportPrivateUsage]
-    complain(cast(Cluster, None), Dial("10.0.0.2:1", None), fault)
+    complain(cast(Cluster, None), Dial("10.0.0.2:1", None, 1.0), fault)
     [record] = caplog.records
     assert record.levelno == level
     assert text in record.getMessage()

@@ -2,14 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...placement.errors import PeerLost
-
-DRAIN_S: Final = 30.0
-_POLL_S: Final = 0.1
+from ..machine.timing import ServingTiming
 
 
 class Drain:
@@ -18,7 +15,8 @@ class Drain:
     What only reads (GET) is answered to the end, so that a person can watch it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timing: ServingTiming) -> None:
+        self._timing = timing
         self._begun = False
         self._over = asyncio.Event()
         self.running = 0
@@ -48,12 +46,12 @@ class Drain:
         """What still runs ends here, each request with an error that says why."""
         self._over.set()
 
-    async def drained(self, stages: Callable[[], int], within_s: float = DRAIN_S) -> bool:
+    async def drained(self, stages: Callable[[], int]) -> bool:
         """Whether everything ended in time; `stages` counts the requests on this node's stages."""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self._timing.drain_s):
                 while self.running or stages():
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(self._timing.drain_poll_s)
         except TimeoutError:
             return False
         return True
@@ -66,7 +64,7 @@ class Drain:
             if not work.done():
                 raise PeerLost(
                     "this node stops, or starts anew with another cluster key, and does not wait "
-                    f"for longer than {DRAIN_S:.0f} s; ask another one, or try again"
+                    f"for longer than {self._timing.drain_s:.0f} s; ask another one, or try again"
                 )
             work.result()
         finally:

@@ -15,7 +15,6 @@ from ..machine.events import CAPACITY, EVENTS_PATH, Event, EventLog
 from .sse import EventStream, attended, comment
 from .strict_json import encode
 
-KEEP_ALIVE_S: Final = 15.0
 MAX_LISTENERS: Final = 128
 
 _ID: Final = re.compile(r"(?:[0-9a-f]{8}-)?[0-9]{1,15}")
@@ -79,7 +78,7 @@ def _follow(given: Mapping[str, str]) -> bool:
 class EventsApi:
     """The endpoint over an `EventLog`. `keep_alive_s` is the longest silence on a stream."""
 
-    def __init__(self, events: EventLog, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, events: EventLog, keep_alive_s: float) -> None:
         self._events = events
         self._keep_alive_s = keep_alive_s
 

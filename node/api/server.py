@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..chat.requests import Chat
 from ..machine.events import EventLog
+from ..machine.timing import ServingTiming
 from ..trust.local_token import LocalToken
 from .connection_limits import ConnectionLimits, LimitedConnection
 from .errors import error_response, fault_of, internal_fault, unnamed_fault
@@ -28,7 +29,6 @@ from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
 from .profile_api import Measurements, ProfileApi
 from .session_api import SessionApi
-from .sse import KEEP_ALIVE_S
 
 if TYPE_CHECKING:
     from ..join.operations import JoinOperations
@@ -46,10 +46,10 @@ def build_app(
     operations: Operations,
     *,
     static: StaticFiles,
+    timing: ServingTiming,
     allowed_hosts: Collection[str] = (),
     api_key: str | None = None,
     token: LocalToken | None = None,
-    keep_alive_s: float = KEEP_ALIVE_S,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     events: EventLog | None = None,
     measurements: Measurements | None = None,
@@ -61,9 +61,9 @@ def build_app(
     has no endpoints.
     """
     routes = [
-        *ChatCompletions(chat, keep_alive_s).routes(),
+        *ChatCompletions(chat, timing.keep_alive_s).routes(),
         *OperationsApi(operations).routes(),
-        *(EventsApi(events).routes() if events is not None else ()),
+        *(_events_routes(events, timing) if events is not None else ()),
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
@@ -81,6 +81,10 @@ def build_app(
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
     return Guard(between(app), allowed_hosts=allowed_hosts, api_key=api_key, token=token)
+
+
+def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:
+    return EventsApi(events, timing.events_keep_alive_s).routes()
 
 
 def _static_routes(static: StaticFiles) -> list[Route]:

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from .strict_json import encode
 
-KEEP_ALIVE_S: Final = 10.0
 DONE: Final = b"data: [DONE]\n\n"
 
 _LOG: Final = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class EventStream(Response):
 
 
 async def attended(
-    events: AsyncIterator[Event], receive: Receive, silence_s: float = KEEP_ALIVE_S
+    events: AsyncIterator[Event], receive: Receive, silence_s: float
 ) -> AsyncGenerator[Event | None]:
     """`events`, with None after each `silence_s` without one.
 

@@ -16,6 +16,7 @@ from ...mtp.types import Sampling
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
+from ..machine.timing import ChatTiming
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
 from .metrics import AnswerMeter, Metrics
@@ -32,9 +33,6 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .totals import Totals
-
-QUIET_S = 0.5
-"""Without a sign from the generator for this long, every stage is asked for one."""
 
 
 class Runners(Protocol):
@@ -66,16 +64,24 @@ class Runners(Protocol):
 class ChatService:
     """Answers the requests of this node's own clients."""
 
-    def __init__(self, heads: Heads, runners: Runners, totals: Totals, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        runners: Runners,
+        totals: Totals,
+        metrics: Metrics,
+        timing: ChatTiming,
+    ) -> None:
         self._heads = heads
         self._runners = runners
         self._totals = totals
         self._metrics = metrics
+        self.timing = timing
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for its turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
-        claim = Claim(self._heads, request)
+        claim = Claim(self._heads, request, self.timing)
         try:
             # Closing this generator must close those inside it now, not when they are collected.
             async with aclosing(claim.acquire()) as acquired:
@@ -108,7 +114,7 @@ class _Answer:
         self._claim = claim
         self._meter = meter
         self._runners = chat.runners
-        self._log = AnswerLog(request.id)
+        self._log = AnswerLog(request.id, chat.timing)
         self._stages: list[Endpoint] = []
         """Of the present placement."""
         self._gone: list[int] = []
@@ -193,10 +199,11 @@ class _Answer:
 
         A stopped process breaks no connection, and gRPC's own pings take twice as long.
         """
+        quiet_s = self._chat.timing.quiet_s
         while True:
             following = asyncio.ensure_future(anext(events, None))
             try:
-                while not (await asyncio.wait([following], timeout=QUIET_S))[0]:
+                while not (await asyncio.wait([following], timeout=quiet_s))[0]:
                     await self._check(placed)
             except PeerLost:
                 if 0 not in self._gone:

@@ -15,15 +15,10 @@ from typing import Protocol
 from ...placement.errors import ExoNodeError, HeadGone, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
+from ..machine.timing import ChatTiming
 from .requests import GenerationRequest
 
 log = logging.getLogger(__name__)
-
-AGAIN_S = 0.2
-FRESH_WITHIN_S = 6.0
-"""How long a request waits for a head that answers: until the old one is dead and replaced."""
-RESUMED_WITHIN_S = 30.0
-"""The same for an answer that has begun."""
 
 
 class Heads(Protocol):
@@ -51,6 +46,7 @@ class Claim:
         self,
         heads: Heads,
         request: GenerationRequest,
+        timing: ChatTiming,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heads = heads
@@ -60,6 +56,7 @@ class Claim:
             num_draft_tokens=request.num_draft_tokens,
             draft_policy=request.draft_policy or "",
         )
+        self._timing = timing
         self._clock = clock
         self._head: NodeId | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -119,7 +116,9 @@ class Claim:
         self, asked: pb.AcquireRequest, news: "asyncio.Queue[str | pb.Placed | ExoNodeError]"
     ) -> None:
         """Asks one head after another, until it is cancelled or refused."""
-        patience = RESUMED_WITHIN_S if asked.HasField("resumes") else FRESH_WITHIN_S
+        timing = self._timing
+        resumes = asked.HasField("resumes")
+        patience = timing.resume_within_s if resumes else timing.fresh_within_s
         heard = self._clock()
         while True:
             try:
@@ -140,7 +139,7 @@ class Claim:
                 else:
                     news.put_nowait(fault)
                 return
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(timing.again_s)
 
     def _take(
         self,

@@ -9,13 +9,10 @@ from contextlib import aclosing
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
+from ..machine.timing import ChatTiming
 from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
 from .chat import Runners
-
-RECENT_S = 10.0
-"""A step this long ago says that the next one will come."""
-PROBE_WITHIN_S = 5.0
 
 
 class Readiness:
@@ -25,10 +22,12 @@ class Readiness:
         self,
         placements: Placements,
         generators: Runners,
+        timing: ChatTiming,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placements = placements
         self._generators = generators
+        self._timing = timing
         self._clock = clock
         self._probes: dict[ModelId, asyncio.Task[str]] = {}
 
@@ -43,7 +42,8 @@ class Readiness:
         if record.status != "ready":
             why = record.error or record.progress
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
-        if self._clock() - max(record.stepped_at, record.probed_at) < RECENT_S:
+        worked_at = max(record.stepped_at, record.probed_at)
+        if self._clock() - worked_at < self._timing.recent_s:
             return ""
         probe = self._probes.get(record.card.id)
         if probe is None or probe.done():
@@ -61,15 +61,16 @@ class Readiness:
             max_tokens=1,
             drafting_reason="a probe",
         )
+        within_s = self._timing.probe_within_s
         record.begin()
         try:
-            async with asyncio.timeout(PROBE_WITHIN_S):
+            async with asyncio.timeout(within_s):
                 async with aclosing(self._generators.generate(record.generator, request)) as events:
                     async for event in events:
                         if event.WhichOneof("event") == "delta":
                             record.probed_at = self._clock()
         except TimeoutError:
-            return f"{record.card.id} gave no token within {PROBE_WITHIN_S:.0f} s"
+            return f"{record.card.id} gave no token within {within_s:.0f} s"
         except ExoNodeError as fault:
             return f"{record.card.id} gave no token: {fault.message}"
         finally:

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
+from ..machine.timing import ChatTiming
 
 MAX_BARREN = 3
 """Losses in a row, without a new token between them, that an answer outlives."""
-RESUME_WITHIN_S = 30.0
-"""An answer that is lost again, with no progress for this long since it was, is given up."""
-STEADY_S = 10.0
-"""An attempt that has given tokens for this long shows that its placement works."""
 
 
 @dataclass(slots=True)
@@ -23,6 +20,7 @@ class AnswerLog:
     """
 
     request: str
+    timing: ChatTiming
     clock: Callable[[], float] = time.monotonic
     attempt: int = 1
     prompt_ids: tuple[int, ...] = ()
@@ -65,7 +63,7 @@ class AnswerLog:
     def steady(self) -> bool:
         """Whether the present attempt has gone well for a while: what failed before is over."""
         since = self._flowing_since
-        return since is not None and self._last - since >= STEADY_S
+        return since is not None and self._last - since >= self.timing.steady_s
 
     def announce(self) -> bool:
         """Whether the client is yet to be told that its prompt was read; only once."""
@@ -96,7 +94,8 @@ class AnswerLog:
         now = self.clock()
         self._lost_at = self._lost_at or now
         self._barren += 1
-        if self._barren > MAX_BARREN or now - self._lost_at > RESUME_WITHIN_S:
+        too_late = now - self._lost_at > self.timing.resume_within_s
+        if self._barren > MAX_BARREN or too_late:
             return False
         self.attempt += 1
         return True

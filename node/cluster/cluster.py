@@ -13,6 +13,7 @@ from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
 from ..machine.tasks import Loops
+from ..machine.timing import ClusterTiming
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
 from .cluster_state import Change, ClusterState
@@ -20,22 +21,14 @@ from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
 from .heartbeats import checked, describe_node, fill, read
 from .held import Held
-from .member import HEARTBEAT_S, Dial, Member
+from .member import Dial, Member
 from .member_facts import MemberFacts
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
-MAX_BACKOFF_S = 10.0
-QUICK_TRY_S, QUICK_TRIES = 0.25, 6
-"""After heartbeats that a live node did not answer: whether its process is there at all."""
-KNOWN_BACKOFF_S = 3.0
-"""For an address that answered once: a node that comes back, or a network, is found this soon."""
-STAGE_GRACE_S = 3.0
-"""A stage that a node's heartbeats do not name for this long, once it was ready, is lost."""
-ELECTION_S = 6.0
-"""How long a request waits for a head: until the old one is dead, and the new one is known."""
+QUICK_TRIES = 6
+"""Of a live node, before its address is tried less and less often."""
 
 
 class Cluster:
@@ -53,6 +46,7 @@ class Cluster:
         desired: DesiredPlacements,
         loops: Loops,
         held: Held,
+        timing: ClusterTiming,
     ) -> None:
         """`states` gives this node's stages; `on_lost` hears of nodes that died or left.
 
@@ -68,6 +62,7 @@ class Cluster:
         self._desired = desired
         self._loops = loops
         self._held = held
+        self._timing = timing
         self._members: dict[NodeId, Member] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -105,7 +100,7 @@ class Cluster:
         own = self._self_facts()
         if node == self.self_id or address == f"{own.host}:{own.port}" or address in self._dials:
             return
-        exchange = partial(self._exchange_for_ever, Dial(address, node))
+        exchange = partial(self._exchange_for_ever, Dial(address, node, self._timing.heartbeat_s))
         self._dials[address] = self._loops.keep(exchange, f"the exchange with {address}")
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
@@ -145,15 +140,13 @@ class Cluster:
             "lead until it can; free space there, or make the folder again"
         )
 
-    async def wait_for_head(
-        self, other_than: NodeId | None = None, within_s: float = ELECTION_S
-    ) -> NodeId:
+    async def wait_for_head(self, other_than: NodeId | None = None) -> NodeId:
         """The head, after the election if there is one. Raises PeerLost.
 
         `other_than` is a head that did not answer: it waits until that one is given up.
         """
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self._timing.election_s):
                 while (head := self.head) is None or head == other_than:
                     _ = await self._news.wait()
         except TimeoutError:
@@ -218,7 +211,7 @@ class Cluster:
         return member.address
 
     def missing_stages(self, expected: Iterable[tuple[NodeId, str, int]]) -> list[tuple[str, int]]:
-        """Of the (node, placement, stage) that should be up, those gone for STAGE_GRACE_S."""
+        """Of the (node, placement, stage) that should be up, those gone for the grace."""
         gone: list[tuple[str, int]] = []
         now = time.monotonic()
         for node, placement, stage in expected:
@@ -228,7 +221,7 @@ class Cluster:
             key = (placement, stage)
             if any((s.placement, s.stage) == key for s in member.beat.placements):
                 _ = member.missing_since.pop(key, None)
-            elif now - member.missing_since.setdefault(key, now) > STAGE_GRACE_S:
+            elif now - member.missing_since.setdefault(key, now) > self._timing.stage_grace_s:
                 gone.append(key)
         return gone
 
@@ -308,7 +301,7 @@ class Cluster:
             node = NodeId(beat.sender.id)
             if node == self.self_id:
                 return  # one of our own addresses, under a name we did not know
-            dial.node, dial.backoff_s, dial.complaint = node, HEARTBEAT_S, ""
+            dial.node, dial.backoff_s, dial.complaint = node, self._timing.heartbeat_s, ""
             dial.failures = 0
             self._note(node, dial.address, beat)
             if (member := self._members.get(node)) is not None:
@@ -319,10 +312,11 @@ class Cluster:
 
     def _until_next_try(self, dial: Dial) -> float:
         """Seconds. Soon where a live node did not answer: the others wait to know about it."""
+        timing = self._timing
         dial.failures += 1
         if dial.node is not None and dial.failures <= QUICK_TRIES and self.is_live(dial.node):
-            return QUICK_TRY_S
-        most = MAX_BACKOFF_S if dial.node is None else KNOWN_BACKOFF_S
+            return timing.quick_try_s
+        most = timing.max_backoff_s if dial.node is None else timing.known_backoff_s
         pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, most)
         return pause
 
@@ -330,7 +324,7 @@ class Cluster:
         """Until the next heartbeat is due, or there is something to tell at once."""
         news = self._news
         try:
-            async with asyncio.timeout(HEARTBEAT_S):
+            async with asyncio.timeout(self._timing.heartbeat_s):
                 _ = await news.wait()
         except TimeoutError:
             return
@@ -377,7 +371,7 @@ class Cluster:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._timing.tick_s)
             self._tell(self._cluster_state.tick(time.monotonic()))
 
     def _tell(self, changes: Iterable[Change]) -> None:

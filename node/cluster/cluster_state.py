@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...placement.ids import NodeId
+from ..machine.timing import ClusterTiming
 from . import election, membership
 from .election import Claimed, Election, Gone, LeaderClaim, Resign, TermStore
 from .membership import Died, Gossip, Heard, Left, LeftCluster, Membership, Refused, View
@@ -34,13 +35,20 @@ class ClusterState:
     """One node's membership and election, fed in the right order."""
 
     def __init__(
-        self, self_id: NodeId, boot_id: int, store: TermStore, now: float, *, wait_s: float
+        self,
+        self_id: NodeId,
+        boot_id: int,
+        store: TermStore,
+        now: float,
+        timing: ClusterTiming,
+        *,
+        wait_s: float,
     ) -> None:
         """`boot_id` is this process's, and its first incarnation; see `Election` for the rest."""
         self.self_id = self_id
         self.boot_id = boot_id
-        self.membership = Membership(self_id, boot_id)
-        self.election = Election(self_id, store, now, wait_s=wait_s)
+        self.membership = Membership(self_id, boot_id, timing)
+        self.election = Election(self_id, store, now, timing, wait_s=wait_s)
         self.draining: frozenset[NodeId] = frozenset()
         """The nodes that are about to leave, this one among them."""
 

@@ -19,16 +19,13 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from ...placement.ids import NodeId
 from ..machine.tasks import Loops
+from ..machine.timing import DiscoveryTiming
 
 log = logging.getLogger(__name__)
 
 SERVICE = "_exo-node._tcp.local."
 MAX_CANDIDATES = 64
 """Of this cluster, and as many of other clusters; more are ignored."""
-
-RESOLVE_TIMEOUT_MS = 3000
-ECHO_TIMEOUT_S = 5.0
-RESCAN_S = 30.0
 
 _MAX_RESOLVING = 64
 _NODE = re.compile(r"[a-z2-7]{20}")
@@ -72,6 +69,7 @@ class Discovery:
         announcement: Announcement,
         interfaces: list[str] | None,
         found: Callable[[Candidate], None],
+        timing: DiscoveryTiming,
     ) -> None:
         """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
         self.failure: str | None = None
@@ -82,6 +80,7 @@ class Discovery:
         self._service = _service(announcement)
         self._interfaces = interfaces
         self._found = found
+        self._timing = timing
         self._seen: set[Candidate] = set()
         self._echo = asyncio.Event()
         self._settled = asyncio.Event()
@@ -114,7 +113,7 @@ class Discovery:
                     await self._follow_interfaces(zeroconf)
             except (OSError, ZeroconfError) as fault:
                 self._fail(str(fault) or type(fault).__name__)
-            await asyncio.sleep(RESCAN_S)
+            await asyncio.sleep(self._timing.rescan_s)
 
     async def _announce(self, stack: AsyncExitStack) -> AsyncZeroconf:
         """Browses and registers; what it opened closes with the stack. Raises OSError."""
@@ -138,7 +137,7 @@ class Discovery:
                 self._own.node,
             )
         try:
-            _ = await asyncio.wait_for(self._echo.wait(), ECHO_TIMEOUT_S)
+            _ = await asyncio.wait_for(self._echo.wait(), self._timing.echo_s)
         except TimeoutError as fault:
             raise OSError("this node does not hear its own multicast packets") from fault
         return zeroconf
@@ -153,7 +152,7 @@ class Discovery:
 
     async def _follow_interfaces(self, zeroconf: AsyncZeroconf) -> None:
         while True:
-            await asyncio.sleep(RESCAN_S)
+            await asyncio.sleep(self._timing.rescan_s)
             if self._interfaces is None:
                 await zeroconf.async_update_interfaces()
 
@@ -181,7 +180,7 @@ class Discovery:
             self._keep(asyncio.create_task(self._resolve(zeroconf, info)))
 
     async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
-        if await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
+        if await info.async_request(zeroconf, 1000 * self._timing.resolve_s):
             self._judge(info)
         else:
             self._ignore()

@@ -24,24 +24,10 @@ from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 from ...placement.ids import NodeId, Term
-
-STAGGER_S = 4.0
-"""How much longer each next node waits for those with a lower id: until they would be dead."""
-
-PATIENCE_S = 3.0
-"""How long a node waits for a head that it knows of but cannot follow yet."""
-
-LEASE_S = 3.5
-"""A head that was stopped for longer cannot know who leads now; the others think it dead."""
-
-WAKING_S = 1.5
-"""How long a node that was stopped listens before anything else: a heartbeat and a half."""
+from ..machine.timing import ClusterTiming
 
 MAX_TERM = Term(2**62)
 """The highest term that a heartbeat or the disk may hold."""
-
-CLEARLY_S = 5.0
-"""A lead in time that two heads see alike, however late their heartbeats are."""
 
 
 class TermStore(Protocol):
@@ -140,10 +126,13 @@ class _Lease:
 class Election:
     """One node's view of the head. Each method's `live` are the other nodes that may lead."""
 
-    def __init__(self, self_id: NodeId, store: TermStore, now: float, *, wait_s: float) -> None:
+    def __init__(
+        self, self_id: NodeId, store: TermStore, now: float, timing: ClusterTiming, *, wait_s: float
+    ) -> None:
         """`wait_s`: how long a fresh node looks for a head before it leads by itself."""
         self.self_id = self_id
         self._store = store
+        self._timing = timing
         self._term = store.load()
         self.not_stored = ""
         """Why the disk does not take a term; "" where it did the last time."""
@@ -237,7 +226,7 @@ class Election:
         if followed != other_followed:
             return followed
         longer_by = self.head_for_s(now) - claim.head_for_s
-        if abs(longer_by) > CLEARLY_S:
+        if abs(longer_by) > self._timing.clearly_s:
             return longer_by > 0
         return (self._term, self.self_id) > (claim.term, other)
 
@@ -263,9 +252,9 @@ class Election:
 
     def _expire(self, live: Collection[NodeId], now: float) -> list[Change]:
         stopped, self._ticked_at = now - self._ticked_at, now
-        if stopped > LEASE_S and live:
+        if stopped > self._timing.lease_s and live:
             self._claims.clear()
-            self._patient_until = max(self._patient_until, now + WAKING_S)
+            self._patient_until = max(self._patient_until, now + self._timing.waking_s)
             return self._lose(now) if self.head == self.self_id else []
         lease = self._lease
         if lease is None or lease.head == self.self_id or lease.head in live:
@@ -291,7 +280,8 @@ class Election:
         if term >= self._term and head is not None:
             return self._adopt(term, head, now)
         if any(sender == head for _, head, sender in named):
-            self._patient_until = max(self._patient_until, self._headless_since + PATIENCE_S)
+            patient_until = self._headless_since + self._timing.patience_s
+            self._patient_until = max(self._patient_until, patient_until)
         return []
 
     def _leads(self, node: NodeId | None) -> bool:
@@ -303,7 +293,8 @@ class Election:
         if self._resigned:
             return []
         rank = sum(node < self.self_id for node in live)
-        if now < max(self._headless_since + rank * STAGGER_S, self._patient_until):
+        turn = self._headless_since + rank * self._timing.stagger_s
+        if now < max(turn, self._patient_until):
             return []
         if not self._leads_under(Term(min(self._term + 1, MAX_TERM))):
             return []
@@ -316,7 +307,7 @@ class Election:
 
     def _follow(self, head: NodeId, now: float) -> list[Change]:
         before, self._last_head = self._last_head, head
-        self._lease = _Lease(head, now, now + PATIENCE_S)
+        self._lease = _Lease(head, now, now + self._timing.patience_s)
         self.head_changes += before not in (None, head)
         return [HeadChanged(head, self._term, before)]
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 
-HEARTBEAT_S = 1.0
 EXCHANGE_WEIGHT = 0.25
 """Of the last exchange in the mean: the first one's handshake fades within seconds."""
 
@@ -16,7 +15,7 @@ class Dial:
 
     address: str
     node: NodeId | None
-    backoff_s: float = HEARTBEAT_S
+    backoff_s: float
     complaint: str = ""
     failures: int = 0
     """Heartbeats in a row that were not answered."""

@@ -23,23 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from ...placement.ids import NodeId
-
-SUSPECT_AFTER_S = 1.5
-DEAD_AFTER_S = 3.5
-DOUBT_AFTER_S = 1.0
-"""A node heard within this time is suspected neither on another's word nor for a refusal."""
-
-REFUSED_DEAD_AFTER_S = 1.25
-"""A heartbeat and a quarter: a node that only its own address refuses is heard meanwhile."""
-
-REFUSED_AGAIN_S = 0.2
-"""Two refusals further apart than this count as two."""
-
-FORGET_AFTER_S = 60.0
-"""A node that died or left is forgotten then, and with it its incarnation."""
-
-LATE_AFTER_S = 1.0
-"""Ticks come twice a second or more: what a gap has beyond this is this node's own pause."""
+from ..machine.timing import ClusterTiming
 
 MAX_INCARNATION = 2**62
 """The highest that a heartbeat may carry; only a wrong message can bring it about."""
@@ -159,10 +143,11 @@ class _Peer:
 class Membership:
     """The other nodes, as this one and those it hears see them."""
 
-    def __init__(self, self_id: NodeId, incarnation: int) -> None:
+    def __init__(self, self_id: NodeId, incarnation: int, timing: ClusterTiming) -> None:
         """`incarnation` should be higher than that of the process before; if not, others say so."""
         self.self_id = self_id
         self.incarnation = incarnation
+        self._timing = timing
         self._peers: dict[NodeId, _Peer] = {}
         self._left: dict[NodeId, _Peer] = {}
         self._ticked_at: float | None = None
@@ -250,7 +235,7 @@ class Membership:
                 return ()
             case "suspect" | "dead":
                 _ = peer.acked_by_others.pop(sender, None)
-        if peer.status != "alive" or now - peer.heard_at <= DOUBT_AFTER_S:
+        if peer.status != "alive" or now - peer.heard_at <= self._timing.doubt_after_s:
             return ()
         if peer.incarnation >= MAX_INCARNATION:
             return ()  # it could not refute that
@@ -271,7 +256,7 @@ class Membership:
             return ()
         if peer.refused_at is None:
             peer.refused_at = now
-        elif now - peer.refused_at >= REFUSED_AGAIN_S:
+        elif now - peer.refused_at >= self._timing.refused_again_s:
             peer.refused_again = True
         return self._passed(now)
 
@@ -284,20 +269,24 @@ class Membership:
 
     def _forgive_own_pause(self, now: float) -> None:
         if self._ticked_at is not None:
-            pause = max(0.0, now - self._ticked_at - LATE_AFTER_S)
+            pause = max(0.0, now - self._ticked_at - self._timing.late_after_s)
             for peer in self._peers.values():
                 peer.heard_at = min(now, peer.heard_at + pause)
         self._ticked_at = now
 
     def _passed(self, now: float) -> tuple[Change, ...]:
         changes: list[Change] = []
+        timing = self._timing
         for node, peer in self._peers.items():
             silent = now - peer.heard_at
             refused = peer.refused_at is not None
-            if peer.status == "alive" and silent > (DOUBT_AFTER_S if refused else SUSPECT_AFTER_S):
+            doubtful = silent > (timing.doubt_after_s if refused else timing.suspect_after_s)
+            if peer.status == "alive" and doubtful:
                 peer.status = "suspect"
                 changes.append(Suspected(node))
-            over = silent > (REFUSED_DEAD_AFTER_S if peer.refused_again else DEAD_AFTER_S)
+            over = silent > (
+                timing.refused_dead_after_s if peer.refused_again else timing.dead_after_s
+            )
             if peer.status == "suspect" and over and not self._acked_by_others(peer, now):
                 peer.status, peer.suspected_by_others = "dead", False
                 changes.append(Died(node))
@@ -307,18 +296,21 @@ class Membership:
     def _acked_by_others(self, peer: _Peer, now: float) -> bool:
         """Whether a node that is alive itself said lately that it hears this one."""
         alive = self.alive()
-        recent = (n for n, at in peer.acked_by_others.items() if now - at <= SUSPECT_AFTER_S)
+        lately = self._timing.suspect_after_s
+        recent = (n for n, at in peer.acked_by_others.items() if now - at <= lately)
         return any(node in alive for node in recent)
 
     def _forget(self, now: float) -> None:
         for known in (self._peers, self._left):
-            for node in _silent(known.items(), now):
+            for node in _silent(known.items(), now, self._timing.forget_after_s):
                 del known[node]
 
 
-def _silent(known: Iterable[tuple[NodeId, _Peer]], now: float) -> list[NodeId]:
+def _silent(
+    known: Iterable[tuple[NodeId, _Peer]], now: float, longer_than_s: float
+) -> list[NodeId]:
     return [
         node
         for node, peer in known
-        if now - peer.heard_at > FORGET_AFTER_S and peer.status != "suspect"
+        if now - peer.heard_at > longer_than_s and peer.status != "suspect"
     ]

@@ -17,13 +17,10 @@ from .handshake import PeerIdentity, relation, spaced, transcript
 from .rekey import Rekeying
 from .requests import Attempts, PendingRequests, Request
 from .state import JoinState, prove_digits, refusals_told
-from .wire import SILENCE_S, JoinConnection, Refusal, hello, join_address, party_of
+from .wire import JoinConnection, Refusal, hello, join_address, party_of
 
 log = logging.getLogger(__name__)
 
-SETTLE_S: Final = 3.0
-"""A fresh node with --open lets nobody in so early: it may see a smaller id until then."""
-_STORED_S: Final = 10.0
 _MAX_USED: Final = 1000
 
 
@@ -173,7 +170,7 @@ class Approver:
     ) -> None:
         if self._state.open_name is None:
             raise Refusal("wrong_name", "this node was not started with --open")
-        if self._state.founded and time.monotonic() < self._began + SETTLE_S:
+        if self._state.founded and time.monotonic() < self._began + self._state.timing.settle_s:
             raise Refusal("not_yet", "this node still looks for other clusters")
         if wait := self._attempts.wait_s(line.address, time.monotonic()):
             raise Refusal("too_many", f"too many tries; try again in {wait:.0f} s")
@@ -203,7 +200,7 @@ class Approver:
             await line.send(
                 pb.JoinFrame(approved=pb.JoinApproved(key=self._state.key.text, peers=peers))
             )
-            _ = await line.receive("stored", _STORED_S)
+            _ = await line.receive("stored", self._state.timing.stored_s)
         except BaseException:
             log.warning("%s was approved, and went away before it had the key", who)
             # Nobody came: it may still be this node that joins another cluster.
@@ -301,6 +298,6 @@ async def _first_of(verdict: "asyncio.Future[_Verdict]", line: JoinConnection) -
 async def _listen(line: JoinConnection) -> None:
     """Signs of life of a node that waits. Raises where it goes away or says anything else."""
     while True:
-        frame = await line.next(SILENCE_S)
+        frame = await line.next(line.timing.silence_s)
         if frame.WhichOneof("frame") != "waiting":
             raise Refusal("malformed", "a node that waits to be let in has nothing else to say")

@@ -13,24 +13,16 @@ from ...proto import peer_pb2 as pb
 from ..cluster.node_exit import RestartWithKey
 from ..machine.tasks import Loops
 from .handshake import PeerIdentity, new_code, relation, spaced, transcript
-from .pursuits import RETRY_S, Pursuits
+from .pursuits import Pursuits
 from .requests import Attempts
 from .state import JoinState, prove_digits, refusals_told
-from .wire import ANSWER_S, JoinConnection, Refusal, Refused, connected, hello, key_of, party_of
+from .wire import JoinConnection, Refusal, Refused, connected, hello, key_of, party_of
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S: Final = 3.0
-"""While the other one should ask, or another address of its cluster is asked already."""
 _MAX_PEERS: Final = 32
-_AGAIN_S: Final = {
-    "not_yet": RETRY_S,
-    "busy": RETRY_S,
-    "wrong_code": RETRY_S,
-    "wrong_name": RETRY_S,
-    "too_many": 15.0,
-}
-"""Seconds until another try is worth it, by the reason of a refusal; never for the others."""
+_MAY_CHANGE: Final = ("not_yet", "busy", "wrong_code", "wrong_name")
+"""Reasons of a refusal after which another try is soon worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,8 @@ class Asker:
         self._denied: set[str] = set()
         self._other_name: set[str] = set()
         self._attempts = Attempts()
-        self._pursuits = Pursuits(self._approach, loops)
+        self._timing = state.timing
+        self._pursuits = Pursuits(self._approach, loops, state.timing)
 
     def see(self, address: str) -> None:
         """A join port (host:port) that may be of another cluster."""
@@ -85,16 +78,22 @@ class Asker:
     async def _approach(self, address: str) -> float | None:
         """One connection; see `join_pursuits.Approach`."""
         try:
-            async with connected(address, self._tls) as line, refusals_told(line):
+            async with connected(address, self._tls, self._timing) as line, refusals_told(line):
                 return await self._look(line, address)
         except Refusal as refusal:
             self._state.refused(address, refusal)
             if refusal.reason == "duplicate":
                 self._state.ending.give_up(DuplicateIdentity(refusal.message))
-            return _AGAIN_S.get(refusal.reason)
+            return self._again_s(refusal.reason)
         except Untrusted as fault:
             self._state.refused(address, Refusal("malformed", fault.message))
             raise
+
+    def _again_s(self, reason: str) -> float | None:
+        """Seconds until another try is worth it after a refusal; None: it never is."""
+        if reason == "too_many":
+            return self._timing.too_many_s
+        return self._timing.retry_s if reason in _MAY_CHANGE else None
 
     async def _look(self, line: JoinConnection, address: str) -> float | None:
         own = self._state.own()
@@ -109,7 +108,7 @@ class Asker:
             case "ask" | "both":
                 return await self._ask(line, address, own, other)
             case "asked" if own.fresh:
-                return LOOK_AGAIN_S  # it may become established, or go away
+                return self._timing.look_again_s  # it may become established, or go away
             case _:
                 self._state.met(other, address)
                 return None
@@ -123,7 +122,7 @@ class Asker:
         if cluster in self._denied or cluster in self._state.left or not (own.fresh or by_name):
             return None
         if cluster in self._asking:
-            return LOOK_AGAIN_S
+            return self._timing.look_again_s
         asking = self._asking[cluster] = Asking(other, address, time.time())
         try:
             if by_name:
@@ -143,11 +142,11 @@ class Asker:
     async def _ask_by_digits(self, line: JoinConnection, own: PeerIdentity, asking: Asking) -> None:
         other = asking.approver
         await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
-        if (await line.next(ANSWER_S)).WhichOneof("frame") != "waiting":
+        if (await line.next(self._timing.answer_s)).WhichOneof("frame") != "waiting":
             raise Untrusted(f"{line.address} does not say that this node may ask")
         self._show(asking)
         async with line.kept_alive():
-            _ = await line.receive("begin", None)
+            _ = await line.receive("begin", person=True)
         if wait := self._attempts.wait_s(line.address, time.monotonic()):
             text = f"{own.name} was tried with digits too often; try again in {wait:.0f} s"
             raise Refusal("too_many", text)

@@ -16,6 +16,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.node_exit import NodeExit
 from ..machine.tasks import background
+from ..machine.timing import Timing
 from ..rpc.channels import Channels
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
@@ -23,8 +24,6 @@ from ..rpc.control_server import PROTOCOL
 log = logging.getLogger(__name__)
 _BORN: Final = time.monotonic()
 
-FRESH_S: Final = 10.0
-"""A node that was not heard for so long is not asked: whoever comes under its id is it."""
 
 Look = Callable[[str, NodeId], Awaitable[int | None]]
 
@@ -46,17 +45,19 @@ class DuplicateNodeDetector:
         uptime_ms: Callable[[], int],
         look: Look,
         is_younger: Callable[[DuplicateIdentity], None],
+        fresh_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`look` asks an address for the life of its process, None where nobody answers.
 
-        `is_younger` hears that this process is the one to give up.
+        `is_younger` hears that this process is the one to give up; see `JoinTiming` for `fresh_s`.
         """
         self._self_id = self_id
         self._life = boot_id
         self._uptime_ms = uptime_ms
         self._look = look
         self._is_younger = is_younger
+        self._fresh_s = fresh_s
         self._clock = clock
         self._known: dict[NodeId, _Known] = {}
         self._refused: dict[tuple[NodeId, int], float] = {}
@@ -80,7 +81,7 @@ class DuplicateNodeDetector:
         other_process = (
             known is not None and known.boot_id != beat.boot_id and known.address != address
         )
-        if known is not None and other_process and now - known.heard_at < FRESH_S:
+        if known is not None and other_process and now - known.heard_at < self._fresh_s:
             self._doubt(node, beat.boot_id, known, now)
         self._known[node] = _Known(beat.boot_id, address, now)
 
@@ -103,7 +104,7 @@ class DuplicateNodeDetector:
         if answered == known.boot_id:
             now = self._clock()
             self._refused = {pair: end for pair, end in self._refused.items() if end > now}
-            self._refused[node, boot_id] = now + FRESH_S
+            self._refused[node, boot_id] = now + self._fresh_s
         elif self._known.get(node) == known or answered is None:
             _ = self._known.pop(node, None)
 
@@ -136,15 +137,16 @@ class WatchedClient(ControlClient):
         boot_id: int,
         facts: Callable[[], pb.NodeFacts],
         ending: NodeExit,
+        timing: Timing,
     ) -> None:
         """`facts`: of this node, whose process has that `boot_id`."""
-        super().__init__(channels)
+        super().__init__(channels, timing.cluster)
         self._node = node
         self._life = boot_id
         self._facts = facts
         self._ending = ending
         self._duplicates = DuplicateNodeDetector(
-            node, boot_id, uptime_ms, self.life_at, ending.give_up
+            node, boot_id, uptime_ms, self.life_at, ending.give_up, timing.join.fresh_s
         )
         self._last: pb.Heartbeat | None = None
         self._meetings: set[asyncio.Task[None]] = set()

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 from ...placement.errors import DuplicateIdentity, PeerLost
 from ...proto import peer_pb2 as pb
@@ -21,9 +20,6 @@ from .state import JoinState
 from .wire import Refusal, ask_for_hint, join_address, split, tls_contexts
 
 log = logging.getLogger(__name__)
-
-LOOK_AT_PEER_S: Final = 5.0
-_WATCH_S: Final = 1.0
 
 
 class Joining:
@@ -43,7 +39,7 @@ class Joining:
         self.approver = Approver(self.state, self.asker, self.rekeying, client, desk)
         self.desk = desk
         self.client = client
-        self._port = JoinPort(server, self.approver.attend, self._complain, loops)
+        self._port = JoinPort(server, self.approver.attend, self._complain, loops, state.timing)
         self._loops = loops
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -92,7 +88,7 @@ class Joining:
     async def _watch(self) -> None:
         """Somebody else is in the cluster: it is established from then on."""
         while True:
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(self.state.timing.watch_s)
             if self.state.founded and not self.state.fresh:
                 self.approver.settle()
 
@@ -101,12 +97,12 @@ class Joining:
         host, _ = split(peer)
         while True:
             try:
-                hint = await ask_for_hint(peer)
+                hint = await ask_for_hint(peer, self.state.timing)
             except PeerLost:
                 hint = None
             if hint is not None and hint.cluster != self.state.fingerprint:
                 self.asker.see(join_address(host, hint.join_port))
-            await asyncio.sleep(LOOK_AT_PEER_S)
+            await asyncio.sleep(self.state.timing.look_at_peer_s)
 
     def _complain(self, who: str, why: str) -> None:
         self.state.refused(who, Refusal("malformed", why))

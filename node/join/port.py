@@ -10,8 +10,9 @@ from typing import Final
 
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
+from ..machine.timing import JoinTiming
 from .requests import crowding
-from .wire import CONNECT_S, FRAME_BYTES, JoinConnection, why_no_handshake
+from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,14 @@ class JoinPort:
         attend: Callable[[JoinConnection], Awaitable[None]],
         complain: Callable[[str, str], None],
         loops: Loops,
+        timing: JoinTiming,
     ) -> None:
         """`attend` has a connection until it returns; `complain` hears who failed to make one."""
         self._context = context
         self._attend = attend
         self._complain = complain
         self._loops = loops
+        self._timing = timing
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._callers: dict[asyncio.Task[None], str] = {}
@@ -92,7 +95,10 @@ class JoinPort:
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=CONNECT_S
+                lambda: protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._timing.connect_s,
             )
         except OSError as fault:  # ssl.SSLError is one
             self._complain(f"a caller from {address}", why_no_handshake(fault))
@@ -102,7 +108,7 @@ class JoinPort:
             raise
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            line = JoinConnection(reader, writer)
+            line = JoinConnection(reader, writer, self._timing)
         except Untrusted as fault:
             transport.abort()
             self._complain(f"a caller from {address}", fault.message)

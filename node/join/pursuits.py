@@ -8,12 +8,9 @@ from typing import Final
 
 from ...placement.errors import PeerLost, Untrusted
 from ..machine.tasks import Loops
+from ..machine.timing import JoinTiming
 
 MAX_ADDRESSES: Final = 128
-RETRY_S: Final = 1.0
-MAX_RETRY_S: Final = 15.0
-QUIET_S: Final = 60.0
-"""How long an address is left alone once it is clear that there is nothing to ask there."""
 MAX_FAILURES: Final = 40
 """In a row, about ten minutes: a node that comes back calls by itself."""
 
@@ -25,7 +22,8 @@ Raises PeerLost and Untrusted, after which it is tried again, later each time.""
 class Pursuits:
     """Approaches each address that it is told of until there is nothing to ask there."""
 
-    def __init__(self, approach: Approach, loops: Loops) -> None:
+    def __init__(self, approach: Approach, loops: Loops, timing: JoinTiming) -> None:
+        self._timing = timing
         self._approach = approach
         self._loops = loops
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -63,7 +61,7 @@ class Pursuits:
         _ = await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pursue(self, address: str) -> None:
-        wait: float | None = RETRY_S
+        wait: float | None = self._timing.retry_s
         while wait is not None:
             try:
                 wait = await self._approach(address)
@@ -71,12 +69,12 @@ class Pursuits:
             except (PeerLost, Untrusted):
                 failures = self._failures.get(address, 0) + 1
                 self._failures[address] = failures
-                wait = min(RETRY_S * 2**failures, MAX_RETRY_S)
+                wait = min(self._timing.retry_s * 2**failures, self._timing.max_retry_s)
                 if failures >= MAX_FAILURES:
                     break
             if wait is not None:
                 await asyncio.sleep(wait)
-        self._quiet[address] = time.monotonic() + QUIET_S
+        self._quiet[address] = time.monotonic() + self._timing.quiet_s
         while len(self._quiet) > MAX_ADDRESSES:
             del self._quiet[next(iter(self._quiet))]
 

@@ -32,8 +32,6 @@ from .wire import (
 )
 
 TRIES: Final = 3
-_BETWEEN_TRIES_S: Final = 1.0
-_STORED_S: Final = 10.0
 
 
 class Rekeying:
@@ -84,7 +82,7 @@ class Rekeying:
                 await self._tell(node, rekey)
             except ExoNodeError:
                 if left:
-                    await asyncio.sleep(_BETWEEN_TRIES_S)
+                    await asyncio.sleep(self._state.timing.rekey_again_s)
             else:
                 return True
         return False
@@ -92,11 +90,11 @@ class Rekeying:
     async def _tell(self, node: NodeId, rekey: pb.JoinRekey) -> None:
         """Raises ExoNodeError."""
         control = self._state.members.address(node)
-        hint = await ask_for_hint(control)
+        hint = await ask_for_hint(control, self._state.timing)
         if hint is None:
             raise PeerLost(f"{control} does not tell its join port")
         address = join_address(split(control)[0], hint.join_port)
-        async with connected(address, self._tls) as line:
+        async with connected(address, self._tls, self._state.timing) as line:
             if line.peer.node != node:
                 raise Untrusted(f"{address} is {line.peer.node} and not {node}")
             await line.send(hello(self._state.own(), self._state.key))
@@ -104,7 +102,7 @@ class Rekeying:
             if other.cluster != self._state.fingerprint:
                 raise Untrusted(f"{other.name} is of another cluster ({other.cluster})")
             await line.send(pb.JoinFrame(rekey=rekey))
-            _ = await line.receive("stored", _STORED_S)
+            _ = await line.receive("stored", self._state.timing.stored_s)
 
     # ------------------------------------------------------------------ the node that is asked
 

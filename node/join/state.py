@@ -14,6 +14,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.log_once import LogOnce
 from ..cluster.node_exit import NodeExit
 from ..machine.events import EventLog
+from ..machine.timing import JoinTiming
 from ..rpc.control_server import PROTOCOL
 from ..trust.certificates import cluster_fingerprint, proven_public_key
 from ..trust.cluster_key import KeyFolder
@@ -54,6 +55,7 @@ class JoinState:
         members: Cluster,
         ending: NodeExit,
         events: EventLog,
+        timing: JoinTiming,
         *,
         open_name: str | None,
     ) -> None:
@@ -64,6 +66,7 @@ class JoinState:
         self.members = members
         self.ending = ending
         self.events = events
+        self.timing = timing
         self.open_name = open_name
         self.founded = folder.is_fresh(self.fingerprint)
         """Whether this node founded its cluster, and nobody was ever let in or met there."""

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ...placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ...proto import peer_pb2 as pb
+from ..machine.timing import JoinTiming
 from ..trust.certificates import (
     Credentials,
     JoinHint,
@@ -34,13 +35,6 @@ from ..trust.keys import ClusterKey, parse_cluster_key
 from .handshake import NONCE_BYTES, PeerIdentity, Reason
 
 FRAME_BYTES: Final = 16 * 1024
-CONNECT_S: Final = 5.0
-ANSWER_S: Final = 5.0
-"""For each frame before the digits are shown; no person is waited for there."""
-WAITING_EVERY_S: Final = 2.0
-SILENCE_S: Final = 10.0
-"""Without a sign of life for so long, the other side is gone."""
-
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 _OFF_TODAY: Final = "its certificate is not valid today: compare the clocks of both machines"
 _REFUSED_TODAY: Final = (
@@ -98,10 +92,13 @@ def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext
 class JoinConnection:
     """A connection after its handshake."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timing: JoinTiming
+    ) -> None:
         """Raises Untrusted where the other side's certificate is not its key's."""
         self._reader = reader
         self._writer = writer
+        self.timing = timing
         found: ssl.SSLObject = writer.get_extra_info("ssl_object")
         self.peer: Proven = proven_by(found.getpeercert(binary_form=True) or b"")
         self.address: str = writer.get_extra_info("peername")[0]
@@ -111,21 +108,26 @@ class JoinConnection:
         """Raises PeerLost."""
         body = frame.SerializeToString()
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self.timing.answer_s):
                 self._writer.write(len(body).to_bytes(4, "big") + body)
                 await self._writer.drain()
         except (OSError, TimeoutError) as fault:
             raise _gone(self.address) from fault
 
-    async def receive(self, wanted: str, within_s: float | None = ANSWER_S) -> pb.JoinFrame:
+    async def receive(
+        self, wanted: str, within_s: float | None = None, *, person: bool = False
+    ) -> pb.JoinFrame:
         """The next frame that is no sign of life; it must be a `wanted` one.
 
         Raises Refusal where the other side refuses, PeerLost where it is gone, Untrusted where it
-        sends something else. `within_s` None: as long as there are signs of life.
+        sends something else. `within_s` is `answer_s` where nothing is given; where a `person` is
+        waited for, it takes as long as there are signs of life.
         """
         try:
-            async with asyncio.timeout(within_s):
-                while (frame := await self.next(SILENCE_S)).WhichOneof("frame") == "waiting":
+            async with asyncio.timeout(None if person else within_s or self.timing.answer_s):
+                while (frame := await self.next(self.timing.silence_s)).WhichOneof(
+                    "frame"
+                ) == "waiting":
                     pass
         except TimeoutError as fault:
             raise _gone(self.address) from fault
@@ -178,32 +180,35 @@ class JoinConnection:
     async def _tell_that_it_waits(self) -> None:
         """Ends with the connection, whose loss the reading side notices."""
         while True:
-            await asyncio.sleep(WAITING_EVERY_S)
+            await asyncio.sleep(self.timing.waiting_every_s)
             await self.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
 
     async def close(self) -> None:
         self._writer.close()
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self.timing.answer_s):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
             self._writer.transport.abort()
 
 
 @asynccontextmanager
-async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[JoinConnection]:
+async def connected(
+    address: str, context: ssl.SSLContext, timing: JoinTiming
+) -> AsyncGenerator[JoinConnection]:
     """A connection to a join port. Raises PeerLost and Untrusted."""
     host, port = split(address)
     try:
         reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port, ssl=context, limit=FRAME_BYTES), CONNECT_S
+            asyncio.open_connection(host, port, ssl=context, limit=FRAME_BYTES),
+            timing.connect_s,
         )
     except ssl.SSLError as fault:
         raise Untrusted(f"{address}: {_of_handshake(fault)}") from fault
     except (OSError, TimeoutError) as fault:
         raise _gone(address) from fault
     try:
-        line = JoinConnection(reader, writer)
+        line = JoinConnection(reader, writer, timing)
     except Untrusted:
         writer.transport.abort()
         raise
@@ -213,7 +218,7 @@ async def connected(address: str, context: ssl.SSLContext) -> AsyncGenerator[Joi
         await line.close()
 
 
-async def ask_for_hint(address: str) -> JoinHint | None:
+async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
     """What the control server at `address` tells strangers: see JoinHint. Raises PeerLost.
 
     It shows its certificate before it refuses a caller without one.
@@ -226,7 +231,7 @@ async def ask_for_hint(address: str) -> JoinHint | None:
     host, port = split(address)
     try:
         _, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port, ssl=context), CONNECT_S
+            asyncio.open_connection(host, port, ssl=context), timing.connect_s
         )
     except (OSError, TimeoutError) as fault:
         raise _gone(address) from fault

@@ -14,6 +14,7 @@ from ...proto import peer_pb2 as pb
 from ..cluster.member_facts import MemberFacts
 from ..machine.interfaces import source_address
 from ..machine.tasks import Loops
+from ..machine.timing import LinkTiming
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
 from .layer_profiles import LayerProfiles
@@ -23,8 +24,6 @@ from .prober import LinkProber, Peer
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS: Final = 64
-SAVE_EVERY_S: Final = 30.0
-"""What a node that is killed loses of its corrections, at most."""
 
 _NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
 
@@ -51,6 +50,7 @@ class Profiling:
         profiles: LayerProfiles,
         client: LinkClient,
         clock: Callable[[], float],
+        timing: LinkTiming,
     ) -> None:
         """`addresses`: where this node's control server and runners listen, the usual one first."""
         self._self = self_id
@@ -61,7 +61,10 @@ class Profiling:
         self._refusals: dict[str, SplitRefusal] = {}
         self._members: Members = lambda: ()
         self._reports: Reports = lambda: ()
-        self._prober = LinkProber(self._peers, self._busy, client.measure, source_address, clock)
+        self._save_every_s = timing.save_every_s
+        self._prober = LinkProber(
+            self._peers, self._busy, client.measure, source_address, clock, timing
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, members: Members, reports: Reports, loops: Loops) -> None:
@@ -181,7 +184,7 @@ class Profiling:
 
     async def _save(self) -> None:
         while True:
-            await asyncio.sleep(SAVE_EVERY_S)
+            await asyncio.sleep(self._save_every_s)
             await asyncio.to_thread(self._profiles.save)
 
     def _refuse(self, model: str, refusal: SplitRefusal) -> None:
@@ -211,9 +214,11 @@ def build_profiling(
     mlx: str,
     client: LinkClient,
     clock: Callable[[], float],
+    timing: LinkTiming,
 ) -> Profiling:
     """Reads the profiles that `folder` holds. `device` and `mlx` say what they must be of."""
-    return Profiling(self_id, addresses, LayerProfiles(folder, device, mlx), client, clock)
+    profiles = LayerProfiles(folder, device, mlx)
+    return Profiling(self_id, addresses, profiles, client, clock, timing)
 
 
 def _with_links(member: MemberFacts, fresh: Sequence[pb.LinkReport] | None) -> pb.NodeFacts:

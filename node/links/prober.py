@@ -4,21 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
+from ..machine.timing import LinkTiming
 from ..rpc.link_rpc import Measured
 
 log = logging.getLogger(__name__)
-
-CHECK_S: Final = 1.0
-REFRESH_S: Final = 300.0
-SECOND_LOOK_S: Final = 30.0
-"""After the first measurement, which the start of a node may have disturbed."""
-PATIENCE_S: Final = 60.0
-"""A link that was never measured is measured in spite of a generation after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +35,13 @@ class Link:
     measured: Measured | None = None
     measured_at: float = 0.0
 
-    def due(self, now: float, busy: Callable[[NodeId], bool]) -> bool:
+    def due(self, now: float, busy: Callable[[NodeId], bool], timing: LinkTiming) -> bool:
         """Whether to measure now; `busy`: an answer is being generated at an end of it."""
-        pause = SECOND_LOOK_S if self.tries == 1 else REFRESH_S
+        pause = timing.second_look_s if self.tries == 1 else timing.refresh_s
         if self.tries and now - self.tried_at < pause:
             return False
-        return not busy(self.peer) or (not self.tries and now - self.known_at > PATIENCE_S)
+        waited = now - self.known_at
+        return not busy(self.peer) or (not self.tries and waited > timing.patience_s)
 
     def report(self, now: float) -> pb.LinkReport | None:
         if self.measured is None:
@@ -66,7 +60,8 @@ class Link:
 class LinkTable:
     """The links that this node measures, by peer and address; time is an argument."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: LinkTiming) -> None:
+        self._timing = timing
         self._links: dict[tuple[NodeId, str], Link] = {}
 
     def update(self, peers: Iterable[Peer], now: float) -> None:
@@ -78,7 +73,7 @@ class LinkTable:
 
     def next_due(self, now: float, busy: Callable[[NodeId], bool]) -> Link | None:
         """The link that has waited longest of those that may be measured now."""
-        due = [link for link in self._links.values() if link.due(now, busy)]
+        due = [link for link in self._links.values() if link.due(now, busy, self._timing)]
         return min(due, key=lambda link: (link.tried_at, link.peer, link.address), default=None)
 
     @property
@@ -96,6 +91,7 @@ class LinkProber:
         measure: Callable[[str, NodeId], Awaitable[Measured]],
         source: Callable[[str], str | None],
         clock: Callable[[], float],
+        timing: LinkTiming,
     ) -> None:
         """`peers`: those this node measures; `busy`: whether it or that peer generates now."""
         self._peers = peers
@@ -103,7 +99,8 @@ class LinkProber:
         self._measure = measure
         self._source = source
         self._clock = clock
-        self._table = LinkTable()
+        self._check_s = timing.check_s
+        self._table = LinkTable(timing)
         self._turn = asyncio.Lock()
 
     def reports(self) -> list[pb.LinkReport]:
@@ -118,7 +115,7 @@ class LinkProber:
             self._table.update(self._peers(), self._clock())
             while (link := self._table.next_due(self._clock(), self._busy)) is not None:
                 await self._try(link)
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(self._check_s)
 
     async def measure_all(self) -> list[pb.LinkReport]:
         """Every link anew, whatever its age."""

@@ -11,4 +11,5 @@ setting_values.py: the texts of settings as values
 settings.py: every flag and environment variable
 switches.py: switches of native MTP that change at run time
 tasks.py: background tasks that report their errors, and loops that restart
+timing.py: every period, patience and backoff of a node, in two profiles
 """

@@ -33,6 +33,7 @@ from .setting_values import (
     as_switch,
     is_loopback,
 )
+from .timing import Profile
 
 LOAD_TIMEOUT_S: Final = 300
 """EXO_LOAD_TIMEOUT's default: what the longest step of a small model may take on a slow machine."""
@@ -75,7 +76,8 @@ class Settings(BaseModel):
     `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
     run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
     a model must be loaded anew for it. 1 takes the card's max_k + 1 rows, more is their number.
-    `load_timeout` is in seconds; see `load_watch`.
+    `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
+    all on one machine.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -105,6 +107,7 @@ class Settings(BaseModel):
     native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
     load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
+    timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
 
 
 class ClientSettings(BaseModel):
@@ -150,6 +153,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
     "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
     "kernels": _Source("EXO_KERNELS"),
+    "timing": _Source("EXO_TIMING"),
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -6,19 +6,13 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from .events import EventLog
 from .log import apart
+from .timing import LoopTiming
 
 log = logging.getLogger(__name__)
-
-FIRST_WAIT_S: Final = 0.5
-MAX_WAIT_S: Final = 10.0
-STEADY_S: Final = 5.0
-"""A loop that began again and ran for this long works."""
-SAY_AGAIN_S: Final = 600.0
-"""A cause that was told is told again after this time, if it is still there."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -41,8 +35,8 @@ def _tell(task: "asyncio.Task[None]") -> None:
 @dataclass(slots=True)
 class _Loop:
     name: str
+    wait_s: float
     failure: str = ""
-    wait_s: float = FIRST_WAIT_S
     told: dict[str, float] = field(default_factory=dict[str, float])
     """By cause: when it was logged."""
 
@@ -50,14 +44,14 @@ class _Loop:
 class Loops:
     """The work of a node that has no end: what ends by an error begins again, ever later."""
 
-    def __init__(self, events: EventLog, *, steady_s: float = STEADY_S) -> None:
+    def __init__(self, events: EventLog, timing: LoopTiming) -> None:
         self._events = events
-        self._steady_s = steady_s
+        self._timing = timing
         self._down: dict[str, str] = {}
 
     def keep(self, work: Work, name: str) -> "asyncio.Task[None]":
         """Runs `work` until it returns or the task, which the caller keeps, is cancelled."""
-        return background(self._keep(work, _Loop(name)), name)
+        return background(self._keep(work, _Loop(name, self._timing.first_wait_s)), name)
 
     def trouble(self) -> str:
         """Which loops are down now, and why; "" where all run."""
@@ -68,7 +62,7 @@ class Loops:
             while (fault := await self._run(work, loop)) is not None:
                 self._ended(loop, fault)
                 await asyncio.sleep(loop.wait_s)
-                loop.wait_s = min(2 * loop.wait_s, MAX_WAIT_S)
+                loop.wait_s = min(2 * loop.wait_s, self._timing.max_wait_s)
         finally:
             _ = self._down.pop(loop.name, None)
 
@@ -76,7 +70,8 @@ class Loops:
         """What ended `work`; None where it is done."""
         task = asyncio.create_task(work(), name=loop.name)
         try:
-            _ = await asyncio.wait([task], timeout=self._steady_s if loop.failure else None)
+            steady_s = self._timing.steady_s if loop.failure else None
+            _ = await asyncio.wait([task], timeout=steady_s)
             if not task.done():
                 self._recovered(loop)
                 _ = await asyncio.wait([task])
@@ -90,7 +85,8 @@ class Loops:
         cause, now = _cause(fault), time.monotonic()
         loop.failure = type(fault).__name__ + (f": {fault}" if str(fault) else "")
         self._down[loop.name] = loop.failure
-        if now - loop.told.get(cause, -SAY_AGAIN_S) < SAY_AGAIN_S:
+        told_at = loop.told.get(cause)
+        if told_at is not None and now - told_at < self._timing.say_again_s:
             return
         loop.told[cause] = now
         log.error("%s ended by an error", loop.name, exc_info=fault)
@@ -98,7 +94,7 @@ class Loops:
         _ = self._events.add("loop_ended", text, loop=loop.name)
 
     def _recovered(self, loop: _Loop) -> None:
-        loop.failure, loop.wait_s = "", FIRST_WAIT_S
+        loop.failure, loop.wait_s = "", self._timing.first_wait_s
         _ = self._down.pop(loop.name, None)
         _ = self._events.add("loop_recovered", f"{loop.name} works again", loop=loop.name)
 

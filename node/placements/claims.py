@@ -17,16 +17,13 @@ from ...placement.errors import HeadGone, PlacementNotFound
 from ...placement.ids import ModelId, PlacementId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
+from ..machine.timing import PlacementTiming
 from .loaded_placement import LoadedPlacement, placed_of
 from .placements import Placements
 from .stages import Facts
 from .turns import Turn, Turns
 
 log = logging.getLogger(__name__)
-
-LOADING_EVERY_S = 1.0
-TAKING_OVER_S = 5.0
-"""How long a claim waits for a new head to adopt what the old one held."""
 
 Acquired = AsyncGenerator[pb.AcquireEvent, None]
 
@@ -35,12 +32,19 @@ class Claims:
     """Gives answers their placements while this node leads. Runs on the node's event loop."""
 
     def __init__(
-        self, placements: Placements, facts: Facts, events: EventLog, *, leads: bool = False
+        self,
+        placements: Placements,
+        facts: Facts,
+        events: EventLog,
+        timing: PlacementTiming,
+        *,
+        leads: bool = False,
     ) -> None:
         """`leads`: from the start, without a word from `lead`."""
         self._placements = placements
         self._facts = facts
         self._events = events
+        self._timing = timing
         self._turns: dict[ModelId, Turns] = {}
         self._leading = asyncio.Event()
         self._over = asyncio.Event()
@@ -87,7 +91,7 @@ class Claims:
 
     async def _until_leading(self) -> None:
         try:
-            async with asyncio.timeout(TAKING_OVER_S):
+            async with asyncio.timeout(self._timing.taking_over_s):
                 _ = await self._leading.wait()
         except TimeoutError:
             raise HeadGone("this node is not the head; ask the one that is") from None
@@ -131,7 +135,7 @@ class Claims:
         """The model's load first, so that who waits for one is in no other model's way."""
         while True:
             loading = asyncio.ensure_future(self._placements.ensure(model))
-            loaded = _until(loading, over, lambda: self._loading_step(model))
+            loaded = self._until(loading, over, lambda: self._loading_step(model))
             async with aclosing(loaded) as events:
                 async for event in events:
                     yield event
@@ -140,7 +144,7 @@ class Claims:
                 break
             turns.ask(turn)
             came = asyncio.ensure_future(turn.came.wait())
-            async with aclosing(_until(came, over, lambda: "")) as events:
+            async with aclosing(self._until(came, over, lambda: "")) as events:
                 async for event in events:
                     yield event
         async with aclosing(self._held(record, asked, over)) as events:
@@ -203,33 +207,33 @@ class Claims:
         policy = _POLICIES.get(asked.draft_policy)
         return choose_drafting(card, stages, head, enabled, k, policy, adaptive=adaptive)
 
+    async def _until(
+        self, work: "asyncio.Future[Any]", over: "asyncio.Future[Any]", step: Callable[[], str]
+    ) -> Acquired:
+        """Says now and then what is waited for. Raises HeadGone, and leaves the work's errors."""
+        try:
+            while not work.done():
+                first = asyncio.FIRST_COMPLETED
+                every_s = self._timing.loading_every_s
+                _ = await asyncio.wait([work, over], timeout=every_s, return_when=first)
+                if over.done():
+                    raise HeadGone("another node is the head now")
+                if not work.done() and (said := step()):
+                    yield _waiting(said)
+            if work.cancelled():
+                raise HeadGone("this node places nothing any more")
+        finally:
+            if not work.done():
+                _ = work.cancel()  # of this waiter; a load itself is shielded
+            elif not work.cancelled():
+                _ = work.exception()  # seen, also where nobody asks for the result
+
     def _loading_step(self, model: ModelId) -> str:
         steps = [r.progress for r in self._placements.records if r.card.id == model]
         return steps[0] if steps and steps[0] else "loading"
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
-
-
-async def _until(
-    work: "asyncio.Future[Any]", over: "asyncio.Future[Any]", step: Callable[[], str]
-) -> Acquired:
-    """Says now and then what is waited for. Raises HeadGone, and leaves the work's own errors."""
-    try:
-        while not work.done():
-            first = asyncio.FIRST_COMPLETED
-            _ = await asyncio.wait([work, over], timeout=LOADING_EVERY_S, return_when=first)
-            if over.done():
-                raise HeadGone("another node is the head now")
-            if not work.done() and (said := step()):
-                yield _waiting(said)
-        if work.cancelled():
-            raise HeadGone("this node places nothing any more")
-    finally:
-        if not work.done():
-            _ = work.cancel()  # of this waiter; a load itself is shielded
-        elif not work.cancelled():
-            _ = work.exception()  # seen, also where nobody asks for the result
 
 
 def _waiting(step: str) -> pb.AcquireEvent:

@@ -13,10 +13,15 @@ from .stages import Facts, Stages, specs_of
 
 
 async def load(
-    record: LoadedPlacement, stages: Stages, facts: Facts, fingerprint: str, dead: set[NodeId]
+    record: LoadedPlacement,
+    stages: Stages,
+    facts: Facts,
+    fingerprint: str,
+    lease_s: int,
+    dead: set[NodeId],
 ) -> None:
     """Raises the first stage's error; nodes that were lost meanwhile join `dead`."""
-    record.specs = specs_of(record, facts, fingerprint)
+    record.specs = specs_of(record, facts, fingerprint, lease_s)
     record.head_asked_for = record.specs[0].native_mtp
     nodes = [stage.node for stage in record.plan.stages]
 

@@ -10,22 +10,12 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId, PlacementId
 from ...placement.plan import Placement, seconds_now
 from ..machine.tasks import background
+from ..machine.timing import PlacementTiming
 from .loaded_placement import LoadedPlacement
 from .stage_recovery import StageRecovery
 from .stages import Stages
 
 log = logging.getLogger(__name__)
-
-ANSWERS_RETURN_S = 0.5
-"""How soon the answers that a loss interrupted have begun again."""
-REFILL_AFTER_S = 5.0
-"""How long answers that are being resumed have the machine before spares are loaded."""
-REFILL_LATEST_S = 30.0
-"""How long at most, where none of them has given a token since."""
-REFILL_POLL_S = 0.25
-REFILL_EVERY_S = 10.0
-ORPHAN_S = 5.0
-"""A stage on a live node that belongs to no placement for this long is unloaded."""
 
 
 class Maintenance:
@@ -36,11 +26,13 @@ class Maintenance:
         stages: Stages,
         recovery: StageRecovery,
         left: Callable[[LoadedPlacement, int, NodeId], None],
+        timing: PlacementTiming,
     ) -> None:
         """`left(record, stage, node)`: the stage has a spare now and may go off that node."""
         self._stages = stages
         self._recovery = recovery
         self._left = left
+        self._timing = timing
         self._moving: set[tuple[PlacementId, NodeId]] = set()
         self._orphans: dict[tuple[NodeId, str, int], float] = {}
         # The loop holds tasks weakly; these must live to their end.
@@ -64,7 +56,7 @@ class Maintenance:
         for record in records:
             held = sum(spare.status != "failed" for spare in record.spares)
             short = len(record.plan.stages) * record.spares_wanted - held
-            due = now - record.filled_at > REFILL_EVERY_S
+            due = now - record.filled_at > self._timing.refill_every_s
             if (
                 record.status == "ready"
                 and due
@@ -95,7 +87,8 @@ class Maintenance:
         now = time.monotonic()
         strange = [key for key in held if key not in ours]
         self._orphans = {key: self._orphans.get(key, now) for key in strange}
-        for node, placement, stage in [k for k, t in self._orphans.items() if now - t > ORPHAN_S]:
+        over = [k for k, t in self._orphans.items() if now - t > self._timing.orphan_s]
+        for node, placement, stage in over:
             log.info("unloading stage %d of %s on %s: nobody uses it", stage, placement, node)
             try:
                 await self._stages.unload(node, PlacementId(placement), stage)
@@ -129,14 +122,13 @@ class Maintenance:
 
     async def _caught_up(self, record: LoadedPlacement) -> None:
         """A load takes the cores that answers in progress need to catch up: they go first."""
-        begun = time.monotonic()
-        await asyncio.sleep(ANSWERS_RETURN_S)
+        timing, begun = self._timing, time.monotonic()
+        await asyncio.sleep(timing.answers_return_s)
         if record.active:
-            await asyncio.sleep(REFILL_AFTER_S)
-        while (
-            record.active and record.spoke_at < begun and time.monotonic() < begun + REFILL_LATEST_S
-        ):
-            await asyncio.sleep(REFILL_POLL_S)
+            await asyncio.sleep(timing.refill_after_s)
+        latest = begun + timing.refill_latest_s
+        while record.active and record.spoke_at < begun and time.monotonic() < latest:
+            await asyncio.sleep(timing.refill_poll_s)
 
     async def _move(self, record: LoadedPlacement, stages: Sequence[int], node: NodeId) -> None:
         record.spares = [spare for spare in record.spares if spare.node != node]
@@ -153,16 +145,17 @@ class Maintenance:
         task.add_done_callback(self._tasks.discard)
 
 
-SETTLE_AFTER_S = 120.0
-"""Without an answer, and between two looks: a load makes whoever asks meanwhile wait."""
 WORTHWHILE = 0.9
 """Of the present seconds a token: what is hardly faster is not worth a load."""
 
 
-def may_settle(record: LoadedPlacement, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Whether it is time to look for a better place. Notes the look."""
+def may_settle(
+    record: LoadedPlacement, after_s: float, clock: Callable[[], float] = time.monotonic
+) -> bool:
+    """Whether it is time to look for a better place: `after_s` without an answer or a look, which
+    is noted."""
     now = clock()
-    quiet = now - max(record.moved_at, record.stepped_at) >= SETTLE_AFTER_S
+    quiet = now - max(record.moved_at, record.stepped_at) >= after_s
     if not (record.moved and record.status == "ready" and not record.active and quiet):
         return False
     record.moved_at = now

@@ -13,6 +13,7 @@ from ...placement.plan import PlanOptions, plan
 from ..cluster.desired import DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.log import apart
+from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
 from .loaded_placement import LoadedPlacement, Status
 from .loading import finish, load
@@ -33,8 +34,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
-
 
 class Placements:
     """One placement for each model at most. All methods run on the node's event loop."""
@@ -43,6 +42,7 @@ class Placements:
         self,
         stages: Stages,
         facts: Facts,
+        timing: PlacementTiming,
         events: EventLog | None = None,
         desired: DesiredPlacements | None = None,
         changed: Callable[[], None] = lambda: None,
@@ -53,13 +53,14 @@ class Placements:
         """
         self._stages = stages
         self._facts = facts
+        self._timing = timing
         self._events = EventLog() if events is None else events
         self._recovery = StageRecovery(stages, facts)
-        self._maintenance = Maintenance(stages, self._recovery, self._left)
+        self._maintenance = Maintenance(stages, self._recovery, self._left, timing)
         self._desired = DesiredPlacements() if desired is None else desired
         self._records: dict[ModelId, LoadedPlacement] = {}
         self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
-        self._failures = RestartBackoff()
+        self._failures = RestartBackoff(timing)
         self._changed = changed
 
     @property
@@ -184,8 +185,9 @@ class Placements:
     def tend(self) -> None:
         """Tries again, now and then, for spares that are missing, and for a better place."""
         self._maintenance.tend(self.records)
-        for record in filter(may_settle, self.records):
-            self._settle(record)
+        for record in self.records:
+            if may_settle(record, self._timing.settle_after_s):
+                self._settle(record)
 
     def move_off(self, node: NodeId) -> None:
         """The node is about to leave: its stages go to others first, if those have room."""
@@ -259,7 +261,8 @@ class Placements:
         dead: set[NodeId] = set()
         started = time.monotonic()
         try:
-            await load(record, self._stages, self._facts, fingerprint, dead)
+            lease_s = self._timing.lease_s
+            await load(record, self._stages, self._facts, fingerprint, lease_s, dead)
             await self._recovery.connect(record)
             took = finish(record, started)
         except ExoNodeError as fault:
@@ -391,10 +394,11 @@ class Placements:
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]
+        within_s = self._timing.drain_s
         try:
-            _ = await asyncio.wait_for(record.idle.wait(), DRAIN_S)
+            _ = await asyncio.wait_for(record.idle.wait(), within_s)
         except TimeoutError:
-            log.warning("placement %s did not drain in %.0f s", record.id, DRAIN_S)
+            log.warning("placement %s did not drain in %.0f s", record.id, within_s)
         if self._records.get(model) is record:
             del self._records[model]
             self._changed()

@@ -15,16 +15,13 @@ from ..cluster.cluster import Cluster
 from ..cluster.desired import DesiredPlacements, desired_from_wire
 from ..cluster.held import HeadReport, Held
 from ..machine.events import EventLog
+from ..machine.timing import PlacementTiming
 from .claims import Claims
 from .handover import Near, record_of
 from .placements import Placements
 from .stages import Facts
 
 log = logging.getLogger(__name__)
-
-WATCH_S = 1.0
-PAUSED_S = 3.0
-"""A process that did not look for longer was stopped, and may be the head no longer."""
 
 
 class StageReconciler:
@@ -40,6 +37,7 @@ class StageReconciler:
         facts: Facts,
         events: EventLog,
         near: Near,
+        timing: PlacementTiming,
     ) -> None:
         self._cluster = cluster
         self._placements = placements
@@ -49,15 +47,16 @@ class StageReconciler:
         self._facts = facts
         self._events = events
         self._near = near
+        self._timing = timing
         self._looked_at = float("-inf")
         self._superseded: set[str] = set()
         """Told already: the last heartbeats of a head that lost can come after it was heeded."""
 
     async def run(self) -> None:
-        """Looks every WATCH_S, and when the head changes, until it is cancelled."""
+        """Looks now and then, and when the head changes, until it is cancelled."""
         while True:
             await self.look()
-            await self._cluster.heed(WATCH_S)
+            await self._cluster.heed(self._timing.watch_s)
 
     async def look(self) -> None:
         """During an election nothing is done: the old head may be the new one."""
@@ -67,7 +66,7 @@ class StageReconciler:
                 await self._take_over(told)
             self._claims.lead()
             paused, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
-            if paused < PAUSED_S:
+            if paused < self._timing.paused_s:
                 await self._tend()
         elif head is not None:
             self._superseded.clear()

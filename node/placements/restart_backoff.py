@@ -5,19 +5,21 @@ from collections import deque
 from collections.abc import Callable
 
 from ...placement.ids import ModelId
+from ..machine.timing import PlacementTiming
 
 MAX_FAILURES = 3
-"""In a row, with no good answer between them, within FAILURES_WITHIN_S."""
+"""In a row, with no good answer between them, within `failures_within_s`."""
 COVERED = 3
 """Losses that count as one failure where a spare was ready: nothing had to be loaded."""
-FAILURES_WITHIN_S = 600.0
-MAX_PAUSE_S = 30.0
 
 
 class RestartBackoff:
     """Counts by model; `clock` gives monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timing: PlacementTiming, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._timing = timing
         self._clock = clock
         self._when: dict[ModelId, deque[float]] = {}
         """As many entries a failure as COVERED."""
@@ -33,7 +35,7 @@ class RestartBackoff:
         _ = self._when.pop(model, None)
 
     def count(self, model: ModelId) -> int:
-        since = self._clock() - FAILURES_WITHIN_S
+        since = self._clock() - self._timing.failures_within_s
         return sum(when > since for when in self._when.get(model, ())) // COVERED
 
     def too_many(self, model: ModelId) -> bool:
@@ -42,4 +44,4 @@ class RestartBackoff:
     def pause_s(self, model: ModelId) -> float:
         """Seconds to wait before the next load: none after the first failure, then 1, 2, 4, .."""
         failures = self.count(model)
-        return 0.0 if failures < 2 else min(MAX_PAUSE_S, 2.0 ** (failures - 2))
+        return 0.0 if failures < 2 else min(self._timing.max_pause_s, 2.0 ** (failures - 2))

@@ -10,6 +10,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.heartbeats import checked
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
+from ..machine.timing import PlacementTiming
 from ..models.library import ModelLibrary
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
@@ -60,7 +61,6 @@ class LocalStages:
         await self._supervisor.unload(placement, stage, kill=kill)
 
 
-PING_TIMEOUT_S = 1.0
 PING_EXCHANGES = 10
 """Of heartbeats, what a ping waits for on a slow way. TCP sends what was lost again after about two
 round trips, then after twice and four times as long: two losses in a row fit, or three where
@@ -77,12 +77,14 @@ class ClusterStages:
         client: ControlClient,
         runners: RunnerClient,
         profiling: Profiling,
+        timing: PlacementTiming,
     ) -> None:
         self._local = local
         self._cluster = cluster
         self._client = client
         self._runners = runners
         self._profiling = profiling
+        self._ping_s = timing.ping_s
         self._self = cluster.self_id
 
     async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
@@ -135,7 +137,7 @@ class ClusterStages:
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         way = self._cluster.exchange_s(stage.node)
-        timeout = max(PING_TIMEOUT_S, PING_EXCHANGES * way)
+        timeout = max(self._ping_s, PING_EXCHANGES * way)
         state = await self._runners.ping(stage, placement, number, timeout)
         state = checked(state, f"the runner on {stage.node}")
         if state.compute_ended:

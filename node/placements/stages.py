@@ -14,7 +14,6 @@ from ..runners.runner_client import Endpoint
 from .loaded_placement import LoadedPlacement
 
 PREFILL_CHUNK = 512
-LEASE_S = 10
 
 Progress = Callable[[pb.LoadProgress], None]
 
@@ -93,7 +92,9 @@ class Facts(Protocol):
         ...
 
 
-def specs_of(record: LoadedPlacement, facts: Facts, fingerprint: str) -> list[pb.StageSpec]:
+def specs_of(
+    record: LoadedPlacement, facts: Facts, fingerprint: str, lease_s: int
+) -> list[pb.StageSpec]:
     """What each stage's runner is told. A runner that takes a stage's place is told the same."""
     card, stages = record.card, record.plan.stages
     settings = facts.stage_settings(stages[0].node, card)
@@ -122,7 +123,7 @@ def specs_of(record: LoadedPlacement, facts: Facts, fingerprint: str) -> list[pb
             fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
             draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
             mtp_hidden=mtp.hidden if mtp else "",
-            lease_s=LEASE_S,
+            lease_s=lease_s,
             mtp_off_reason=off,
         )
         for number, stage in enumerate(stages)

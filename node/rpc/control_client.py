@@ -8,28 +8,29 @@ from ...placement.errors import HeadGone, PeerLost
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ..machine.timing import ClusterTiming
 from ..trust.certificates import node_name
 from .channels import CALL_TIMEOUT_S, Channels, reply, stream
 
 log = logging.getLogger(__name__)
 
 
-EXCHANGE_TIMEOUT_S = 1.0
-REPORT_TIMEOUT_S = 2.0
 DECIDE_TIMEOUT_S = 25.0
+"""Less than the command that waits for it gives it."""
 
 
 class ControlClient:
     """The other nodes' Membership and Control services."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, timing: ClusterTiming) -> None:
         self._channels = channels
+        self._timing = timing
 
     async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
         """One heartbeat; `node` None where the peer's id is not known yet. Raises ExoNodeError."""
         channel = self._channels.to(address, node_name(node), beats=True)
         stub = peer_pb2_grpc.MembershipStub(channel)
-        return await reply(stub.Exchange(beat, timeout=EXCHANGE_TIMEOUT_S), address)
+        return await reply(stub.Exchange(beat, timeout=self._timing.exchange_timeout_s), address)
 
     async def load(
         self,
@@ -84,4 +85,5 @@ class ControlClient:
     async def report(self, address: str, node: NodeId, told: pb.AttemptReport) -> None:
         """Raises PeerLost."""
         stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        _ = await reply(stub.Report(told, timeout=REPORT_TIMEOUT_S), f"the head at {address}")
+        call = stub.Report(told, timeout=self._timing.report_timeout_s)
+        _ = await reply(call, f"the head at {address}")

@@ -16,6 +16,7 @@ from ...placement.errors import LoadFailed, from_code
 from ...proto import peer_pb2 as pb
 from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
+from ..machine.timing import RunnerTiming
 from ..trust.certificates import Credentials
 from .load_watch import LoadWatch
 
@@ -25,12 +26,7 @@ runner_log = logging.getLogger("exo_node.runner")
 Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 
-STOP_TIMEOUT_S = 5.0
-TICK_S = 1.0
-SILENT_TICKS = 10
-"""A ready runner speaks four times a second, however busy its compute thread is."""
-STRAY_LINES = 10
-STRAY_PERIOD_S = 60.0
+STRAY_LINES, STRAY_PERIOD_S = 10, 60.0
 """Lines that are none of the runner's own logging: strangers at its port cause gRPC's."""
 _GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
@@ -44,19 +40,23 @@ class RunnerHost:
     host: str  # to listen on, where other nodes' runners reach it
     credentials: Callable[[], Credentials]  # a leaf of its own for each runner
     environment: Mapping[str, str]
+    timing: RunnerTiming
     load_timeout_s: float = LOAD_TIMEOUT_S
 
 
 class RunnerProcess:
     """One child and what it last said. `on_exit` is called once, when a ready runner ends."""
 
-    def __init__(self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None]) -> None:
+    def __init__(
+        self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None], timing: RunnerTiming
+    ) -> None:
         self.spec = spec
         self.status: Status = "loading"
         self.state = pb.RunnerState()
         self.ready: pb.LoadReady | None = None
         self.error = ""
         self._on_exit = on_exit
+        self._timing = timing
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,7 +108,7 @@ class RunnerProcess:
             self._process.kill()
         try:
             await self._send(pb.ToRunner(stop=pb.RunnerStop()))
-            _ = await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+            _ = await asyncio.wait_for(self._process.wait(), self._timing.stop_s)
         except (TimeoutError, ConnectionError):
             if self._process.returncode is None:
                 self._process.kill()
@@ -179,18 +179,18 @@ class RunnerProcess:
         Counts turns of this loop, so that a pause of this process is not taken for the child's.
         """
         assert self._process is not None
-        while self._silent_ticks < SILENT_TICKS:
-            await asyncio.sleep(TICK_S)
+        while self._silent_ticks < self._timing.silent_ticks:
+            await asyncio.sleep(self._timing.tick_s)
             self._silent_ticks += 1
             if self._process.returncode is not None:
                 return
-        self._end(f"it said nothing for {SILENT_TICKS * TICK_S:.0f} s")
+        self._end(f"it said nothing for {self._timing.silence_s:.0f} s")
 
     async def _end_if_stuck(self, watch: LoadWatch) -> None:
         assert self._process is not None
         while self.status == "loading" and self._process.returncode is None:
-            await asyncio.sleep(TICK_S)
-            if self.status == "loading" and (why := watch.tick(TICK_S)):
+            await asyncio.sleep(self._timing.tick_s)
+            if self.status == "loading" and (why := watch.tick(self._timing.tick_s)):
                 return self._end(why)
 
     def _end_if_numb(self, state: pb.RunnerState) -> None:
@@ -249,7 +249,7 @@ class Supervisor:
             # Its head took it for lost, as after a partition, and asks for a fresh one.
             log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
             await self.unload(*key, kill=True)
-        runner = self._runners[key] = RunnerProcess(spec, self._exited)
+        runner = self._runners[key] = RunnerProcess(spec, self._exited, self._host.timing)
         try:
             return await runner.start(self._host, progress)
         except BaseException:  # a cancelled load must not leave its child behind either
