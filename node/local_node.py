@@ -32,7 +32,7 @@ class LocalNode:
         self._models: Sequence[str] = ()
         self.version = installed_version("exo-node")
         self.keyring = Keyring.load(settings)
-        self.switches = _switches(settings)
+        self.switches = Switches.of(settings)
         self.library = ModelLibrary(settings.models_dir, offline=settings.offline)
         interfaces = own_interfaces()
         self.host = advertised_host(settings.interface, interfaces)
@@ -93,13 +93,3 @@ class LocalNode:
             clock=time.monotonic,
             timing=timing,
         )
-
-
-def _switches(settings: Settings) -> Switches:
-    return Switches(
-        {
-            "native_mtp_enabled": settings.native_mtp_enabled,
-            "native_mtp_async_draft_eval": settings.native_mtp_async_draft_eval,
-            "native_mtp_adaptive": settings.native_mtp_adaptive,
-        }
-    )

@@ -15,7 +15,7 @@ from exo_node.node.placements import maintenance as settling
 from exo_node.node.placements import restart_backoff as failures
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.stages import StageSettings
+from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts

@@ -1,10 +1,11 @@
 """The native-MTP switches: a variable wins, else the settings page, else on."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ...placement.drafting import EnabledState
 from ...placement.errors import InvalidRequest
+from .settings import Settings
 
 SwitchName = Literal["native_mtp_enabled", "native_mtp_async_draft_eval", "native_mtp_adaptive"]
 VARIABLES: Mapping[SwitchName, str] = {
@@ -21,6 +22,11 @@ class Switches:
     def __init__(self, given: Mapping[SwitchName, bool | None]) -> None:
         self._given = given
         self._changed: dict[SwitchName, bool] = {}
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """As the settings leave them at the start."""
+        return cls({name: getattr(settings, name) for name in VARIABLES})
 
     def value(self, name: SwitchName) -> bool:
         given = self._given[name]

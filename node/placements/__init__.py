@@ -13,6 +13,7 @@ reconcile.py: stages that end, move, are adopted, or belong to nobody
 restart_backoff.py: when to stop trying to load
 stage_recovery.py: puts spares and fresh runners in the place of lost stages
 stage_runners.py: the runners of stages, on this node and others
-stages.py: what a stage's runner is told and asked
+stage_specs.py: what a stage's runner is told; the one builder, also of the commands
+stages.py: what a stage's runner is asked, and what placing asks of the node
 turns.py: which answer runs and which waits
 """

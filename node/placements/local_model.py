@@ -10,17 +10,17 @@ from pathlib import Path
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, NodeFacts
-from ...placement.drafting import HeadState, choose_drafting
 from ...placement.dtype import resolve_dtype
 from ...placement.errors import InvalidCheckpoint, ModelNotFound
-from ...placement.ids import ModelId, NodeId
+from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import Placement, PlanOptions, plan
 from ...proto import peer_pb2 as pb
 from ..machine.hardware import Hardware, detect_hardware
 from ..machine.settings import Settings
 from ..machine.switches import Switches
+from ..machine.timing import PROFILES
 from ..models.library import KnownModel, ModelLibrary
-from .stages import PREFILL_CHUNK
+from .stage_specs import StageSettings, build_specs, on_this_machine
 
 _HERE = NodeId("here")
 _PATH_STARTS = ("/", ".", "~")
@@ -61,9 +61,8 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
             param="model",
         )
     hardware = detect_hardware(distributions, settings.memory_limit)
-    spec = _spec(card, hardware, settings)
-    spec.checkpoint_sha256 = library.checkpoint(folder).fingerprint
-    spec.path = str(folder)
+    fingerprint = library.checkpoint(folder).fingerprint
+    spec = on_this_machine(_spec(card, hardware, settings, fingerprint), folder, settings)
     return LocalModel(card, folder, hardware, spec)
 
 
@@ -88,43 +87,29 @@ def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
     return beside.get(ModelId(folder.name)), beside
 
 
-def _spec(card: ModelCard, hardware: Hardware, settings: Settings) -> pb.StageSpec:
+def _spec(
+    card: ModelCard, hardware: Hardware, settings: Settings, fingerprint: str
+) -> pb.StageSpec:
     """As `Placements` has it for a cluster of this machine alone."""
-    switches = Switches(
-        {
-            "native_mtp_enabled": settings.native_mtp_enabled,
-            "native_mtp_async_draft_eval": settings.native_mtp_async_draft_eval,
-            "native_mtp_adaptive": settings.native_mtp_adaptive,
-        }
+    switches = Switches.of(settings)
+    [spec] = build_specs(
+        PlacementId("local"),
+        card,
+        _plan(card, hardware),
+        StageSettings(
+            resolve_dtype(settings.dtype, card, hardware.backend, hardware.chip),
+            switches.value("native_mtp_async_draft_eval"),
+            switches.value("native_mtp_adaptive"),
+            settings.native_mtp_strict,
+        ),
+        switches.mtp(),
+        fingerprint=fingerprint,
+        lease_s=PROFILES[settings.timing].placements.lease_s,
     )
-    switch, mtp = switches.mtp(), card.native_mtp
-    placed = _plan(card, hardware, native_mtp=switch.enabled)
-    drafting = choose_drafting(card, 1, HeadState(True), switch, None)
-    off = placed.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
-    return pb.StageSpec(
-        placement="local",
-        model=card.id,
-        num_stages=1,
-        end_layer=card.num_layers,
-        num_layers=card.num_layers,
-        hidden_size=card.hidden_size,
-        vocabulary=card.vocab_size,
-        dtype=resolve_dtype(settings.dtype, card, hardware.backend, hardware.chip),
-        prefill_chunk=PREFILL_CHUNK,
-        context_length=placed.context_length,
-        native_mtp=not off,
-        max_draft_tokens=mtp.max_k if mtp else 0,
-        async_draft_eval=switches.value("native_mtp_async_draft_eval"),
-        fixed_rows=mtp.max_k + 1 if mtp and settings.native_mtp_strict else 0,
-        draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
-        mtp_hidden=mtp.hidden if mtp else "",
-        memory_limit_bytes=settings.memory_limit or 0,
-        kernels=settings.kernels,
-        mtp_off_reason=off,
-    )
+    return spec
 
 
-def _plan(card: ModelCard, hardware: Hardware, *, native_mtp: bool) -> Placement:
+def _plan(card: ModelCard, hardware: Hardware) -> Placement:
     here = NodeFacts(
         id=_HERE,
         name="this machine",
@@ -134,4 +119,4 @@ def _plan(card: ModelCard, hardware: Hardware, *, native_mtp: bool) -> Placement
         chip=hardware.chip,
     )
     view = ClusterView(nodes=(here,), head=_HERE)
-    return plan(card, view, PlanOptions(max_nodes=1), native_mtp=native_mtp)
+    return plan(card, view, PlanOptions(max_nodes=1))

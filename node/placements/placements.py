@@ -20,7 +20,8 @@ from .loading import finish, load
 from .maintenance import Maintenance, may_settle, settles
 from .restart_backoff import MAX_FAILURES, RestartBackoff
 from .stage_recovery import StageRecovery, without
-from .stages import Facts, Stages, StageSettings
+from .stage_specs import StageSettings
+from .stages import Facts, Stages
 
 __all__ = [
     "Endpoint",

@@ -17,7 +17,7 @@ from ..links.paths import link_facts
 from ..machine.switches import Switches
 from ..models.library import ModelLibrary
 from .memory_ledger import Promised, left
-from .placements import StageSettings
+from .stage_specs import StageSettings
 
 STAGE_HEADROOM = 1.2
 NO_TIME_S = 3600.0

@@ -15,6 +15,7 @@ from ..models.library import ModelLibrary
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
+from .stage_specs import on_this_machine
 from .stages import Progress
 
 
@@ -31,9 +32,7 @@ class LocalStages:
         self._library = library
         self._profiling = profiling
         self._supervisor = supervisor
-        self._profile_folder = settings.data_dir / "profiles"
-        self._memory_limit = settings.memory_limit or 0
-        self._kernels = settings.kernels
+        self._settings = settings
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         """Raises what fetching the model and starting its runner raise."""
@@ -44,13 +43,8 @@ class LocalStages:
         _, folder = await self._library.fetch(
             ModelId(spec.model), lambda news: downloaded(news.done_bytes, news.total_bytes)
         )
-        own = pb.StageSpec()
-        own.CopyFrom(spec)
-        own.path = str(folder)
-        own.ClearField("listen")  # this node's own addresses follow; never a peer's choice
-        own.profile_folder = str(self._profile_folder)
-        own.memory_limit_bytes = self._memory_limit
-        own.kernels = self._kernels
+        own = on_this_machine(spec, folder, self._settings)
+        own.profile_folder = str(self._settings.data_dir / "profiles")
         checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
         return await self._profiling.load(
             own, checkpoint.fingerprint, lambda: self._supervisor.load(own, progress)

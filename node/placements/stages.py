@@ -1,19 +1,17 @@
 """How stages are started, reached and asked after, and what placing them asks of the node."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView
-from ...placement.drafting import EnabledState, HeadState, choose_drafting
+from ...placement.drafting import EnabledState
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.split_refusal import SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..runners.runner_client import Endpoint
 from .loaded_placement import LoadedPlacement
-
-PREFILL_CHUNK = 512
+from .stage_specs import StageSettings, build_specs
 
 Progress = Callable[[pb.LoadProgress], None]
 
@@ -53,21 +51,6 @@ class Stages(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageSettings:
-    """What a generator's node decides about the models it generates with."""
-
-    dtype: str
-    async_draft_eval: bool = True
-    adaptive_draft: bool = True
-    strict_rows: int = 0
-    """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
-
-    def rows_for(self, max_k: int) -> int:
-        """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""
-        return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
-
-
 class Facts(Protocol):
     """What placing asks of the node."""
 
@@ -95,36 +78,14 @@ class Facts(Protocol):
 def specs_of(
     record: LoadedPlacement, facts: Facts, fingerprint: str, lease_s: int
 ) -> list[pb.StageSpec]:
-    """What each stage's runner is told. A runner that takes a stage's place is told the same."""
-    card, stages = record.card, record.plan.stages
-    settings = facts.stage_settings(stages[0].node, card)
-    mtp = card.native_mtp
-    switch = facts.mtp_switch(stages[0].node)
-    drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
-    off = record.plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
-    return [
-        pb.StageSpec(
-            placement=record.id,
-            model=card.id,
-            stage=number,
-            num_stages=len(stages),
-            first_layer=stage.first_layer,
-            end_layer=stage.end_layer,
-            num_layers=card.num_layers,
-            hidden_size=card.hidden_size,
-            vocabulary=card.vocab_size,
-            checkpoint_sha256=fingerprint,
-            dtype=settings.dtype,
-            prefill_chunk=PREFILL_CHUNK,
-            context_length=record.plan.context_length,
-            native_mtp=not off,
-            max_draft_tokens=mtp.max_k if mtp else 0,
-            async_draft_eval=settings.async_draft_eval,
-            fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
-            draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
-            mtp_hidden=mtp.hidden if mtp else "",
-            lease_s=lease_s,
-            mtp_off_reason=off,
-        )
-        for number, stage in enumerate(stages)
-    ]
+    """What each stage's runner is told."""
+    generator = record.plan.stages[0].node
+    return build_specs(
+        record.id,
+        record.card,
+        record.plan,
+        facts.stage_settings(generator, record.card),
+        facts.mtp_switch(generator),
+        fingerprint=fingerprint,
+        lease_s=lease_s,
+    )

@@ -1,0 +1,88 @@
+"""The one builder of stage specifications, for nodes and for the commands that examine a model.
+
+A specification is what a runner is told, and all that can change an answer is in it. So `exo-node
+bench` and `exo-node verify` see what a node runs only as long as both are built here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...placement.card import ModelCard
+from ...placement.drafting import EnabledState, HeadState, choose_drafting
+from ...placement.ids import PlacementId
+from ...placement.plan import Placement
+from ...proto import peer_pb2 as pb
+from ..machine.settings import Settings
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """What a generator's node decides about the models it generates with."""
+
+    dtype: str
+    async_draft_eval: bool = True
+    adaptive_draft: bool = True
+    strict_rows: int = 0
+    """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
+
+    def rows_for(self, max_k: int) -> int:
+        """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""
+        return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
+
+
+def build_specs(
+    placement: PlacementId,
+    card: ModelCard,
+    plan: Placement,
+    settings: StageSettings,
+    switch: EnabledState,
+    *,
+    fingerprint: str,
+    lease_s: int,
+) -> list[pb.StageSpec]:
+    """What each stage's runner is told, wherever it runs. One that takes a stage's place is told
+    the same. `settings` and `switch` are those of the generator's node."""
+    stages, mtp = plan.stages, card.native_mtp
+    drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
+    off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
+    return [
+        pb.StageSpec(
+            placement=placement,
+            model=card.id,
+            stage=number,
+            num_stages=len(stages),
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            num_layers=card.num_layers,
+            hidden_size=card.hidden_size,
+            vocabulary=card.vocab_size,
+            checkpoint_sha256=fingerprint,
+            dtype=settings.dtype,
+            prefill_chunk=PREFILL_CHUNK,
+            context_length=plan.context_length,
+            native_mtp=not off,
+            max_draft_tokens=mtp.max_k if mtp else 0,
+            async_draft_eval=settings.async_draft_eval,
+            fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
+            draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
+            mtp_hidden=mtp.hidden if mtp else "",
+            lease_s=lease_s,
+            mtp_off_reason=off,
+        )
+        for number, stage in enumerate(stages)
+    ]
+
+
+def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.StageSpec:
+    """`spec` with what the machine that runs it fills in itself: a peer does not say where a
+    runner listens or reads, or how much memory it takes."""
+    own = pb.StageSpec()
+    own.CopyFrom(spec)
+    own.path = str(folder)
+    own.ClearField("listen")
+    own.ClearField("profile_folder")
+    own.memory_limit_bytes = settings.memory_limit or 0
+    own.kernels = settings.kernels
+    return own

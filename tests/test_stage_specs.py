@@ -1,0 +1,111 @@
+"""`exo-node bench` and `exo-node verify` examine exactly what a node of this machine runs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.links.measurements import Profiling
+from exo_node.node.local_node import LocalNode
+from exo_node.node.machine.hardware import detect_hardware
+from exo_node.node.machine.settings import installed_distributions, load_settings
+from exo_node.node.machine.timing import LAN
+from exo_node.node.placements.local_model import resolve
+from exo_node.node.placements.placements import Placements
+from exo_node.node.placements.planner_view import NodeFactsSource
+from exo_node.node.placements.stage_runners import LocalStages
+from exo_node.node.placements.stages import Stages
+from exo_node.node.runners.supervisor import Supervisor
+from exo_node.placement.ids import ModelId, NodeId
+from exo_node.proto import peer_pb2 as pb
+
+OWN = ("placement", "profile_folder", "listen", "measure_layers")
+"""What names one load, and where it listens and keeps its measurements: no answer depends on it."""
+
+
+class Runners:
+    """Notes what the first runner is told, and does not start it."""
+
+    def __init__(self) -> None:
+        self.told: list[pb.StageSpec] = []
+
+    async def load(self, spec: pb.StageSpec, _: Any) -> pb.LoadReady:
+        self.told.append(spec)
+        return pb.LoadReady(mtp_head="loaded")
+
+
+class Measuring:
+    """Loads as the real profiling does, and measures nothing."""
+
+    async def load(
+        self, _spec: pb.StageSpec, _checkpoint: str, load: Callable[[], Awaitable[pb.LoadReady]]
+    ) -> pb.LoadReady:
+        return await load()
+
+
+class OnThisNode:
+    """`Stages` of a cluster of one."""
+
+    def __init__(self, local: LocalStages) -> None:
+        self._local = local
+
+    async def load(self, _: NodeId, spec: pb.StageSpec, progress: Any) -> pb.LoadReady:
+        return await self._local.load(spec, progress)
+
+    async def connect(self, *_: object) -> None: ...
+
+
+async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpec:
+    """What a node with those settings tells the runner of the demo."""
+    settings = load_settings({"data_dir": str(folder)}, environment)
+    hardware = detect_hardware(installed_distributions(), settings.memory_limit)
+    local, runners = LocalNode(settings, hardware, LAN.links), Runners()
+    stages = LocalStages(
+        settings,
+        local.library,
+        cast(Profiling, Measuring()),
+        cast(Supervisor, runners),
+    )
+    facts = NodeFactsSource(
+        local.id,
+        lambda: [MemberFacts(local.facts(), [])],
+        lambda: local.id,
+        local.library,
+        local.switches,
+    )
+    placements = Placements(cast(Stages, OnThisNode(stages)), facts, LAN.placements)
+    _ = await placements.ensure(ModelId("demo"))
+    [spec] = runners.told
+    return spec
+
+
+def without_own(spec: pb.StageSpec) -> pb.StageSpec:
+    for name in OWN:
+        spec.ClearField(name)
+    return spec
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"EXO_NATIVE_MTP_STRICT": "1"},
+        {"EXO_NATIVE_MTP_STRICT": "16"},
+        {"EXO_NATIVE_MTP_ENABLED": "0"},
+        {"EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"},
+        {"EXO_DTYPE": "bfloat16"},
+        {"EXO_KERNELS": "mlx"},
+    ],
+    ids=lambda given: ",".join(given) or "defaults",
+)
+def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_path: Path) -> None:
+    environment = {**variables, "EXO_MEMORY_LIMIT": "2GB", "EXO_OFFLINE": "1"}
+    settings = load_settings({"data_dir": str(tmp_path)}, environment)
+    examined = resolve("demo", settings, installed_distributions()).spec
+    run = asyncio.run(of_a_node(environment, tmp_path))
+    assert without_own(examined) == without_own(run)
+    if rows := variables.get("EXO_NATIVE_MTP_STRICT"):
+        assert run.fixed_rows >= int(rows)
