@@ -16,7 +16,7 @@ from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
-from exo_node.node.machine.timing import LOCAL
+from exo_node.node.machine.timing import LOCAL, LinkTiming
 from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.placement.cluster import ClusterView
 from exo_node.placement.correction import FADE_S, FIRST, HALF_LIFE, WINDOW
@@ -248,7 +248,7 @@ class Machine:
     pipeline: Pipeline
     stage: int
     loop: asyncio.Runner
-    save_every_s: float = LOCAL.links.save_every_s
+    timing: LinkTiming = LOCAL.links
 
     def __post_init__(self) -> None:
         self.profiling = self.started()
@@ -257,8 +257,8 @@ class Machine:
     def started(self) -> Profiling:
         profiles = LayerProfiles(self.folder, "cpu", "1", self.pipeline.clock)
         nothing: Any = Nothing()
-        timing = replace(LOCAL.links, save_every_s=self.save_every_s)
-        return Profiling(NodeId(self.name), [], profiles, nothing, self.pipeline.clock, timing)
+        clock = self.pipeline.clock
+        return Profiling(NodeId(self.name), [], profiles, nothing, clock, self.timing)
 
     def load(self) -> None:
         """The spec then says whether a probe was asked for."""
@@ -285,6 +285,7 @@ class Machine:
     def facts(self) -> pb.NodeFacts:
         """Room for twelve of the demo's sixteen layers, the ends among them."""
         room = stage_bytes(DEMO, 0, 12, generator=True, context=512, mtp=False)
+        self.profiling.learn()
         return self.profiling.tell(pb.NodeFacts(id=self.name, name=self.name, memory_bytes=room))
 
 
@@ -316,6 +317,46 @@ def layers(machines: list[Machine]) -> dict[str, int]:
     """Where the demo would be placed now, by layers."""
     placement = plan(DEMO, view(machines), PlanOptions(context=512))
     return {stage.node: stage.end_layer - stage.first_layer for stage in placement.stages}
+
+
+def seconds_a_token(placed: dict[str, int], truly: dict[str, float]) -> float:
+    """What a token takes through so many layers of each node, by what a layer truly takes."""
+    return sum(count * truly[node] for node, count in placed.items())
+
+
+def test_a_correction_makes_the_next_placement_quicker_than_the_probe_would(
+    machines: list[Machine], pipeline: Pipeline
+) -> None:
+    """Why layer times are learnt at work: a node that grew slow, as one whose GPU is shared."""
+    pipeline.slow_down(1, 17 * LAYER_S)
+    truly = {"a": LAYER_S, "b": (17 + 7) / 8 * LAYER_S}
+    by_probe = layers(machines)
+    pipeline.decode(ENOUGH)
+    by_work = layers(machines)
+    assert seconds_a_token(by_work, truly) < 0.7 * seconds_a_token(by_probe, truly)
+
+
+def test_asking_for_facts_learns_nothing(machines: list[Machine], pipeline: Pipeline) -> None:
+    pipeline.slow_down(1, 17 * LAYER_S)
+    pipeline.decode(ENOUGH)
+    slow = machines[1].profiling
+    for _ in range(3):
+        [times] = slow.tell(pb.NodeFacts()).profiles
+        assert not times.corrected
+    slow.learn()
+    [times] = slow.tell(pb.NodeFacts()).profiles
+    assert times.corrected
+
+
+def test_a_node_learns_by_itself(machines: list[Machine], pipeline: Pipeline) -> None:
+    slow = machines[1]
+    slow.loop.run(slow.profiling.close())
+    slow.timing = replace(LOCAL.links, learn_every_s=0.01)
+    slow.profiling = slow.started()
+    slow.load()
+    pipeline.decode(ENOUGH)
+    told = slow.profiling
+    slow.loop.run(eventually(lambda: bool(told.tell(pb.NodeFacts()).profiles[0].corrected), 5))
 
 
 def test_a_stage_that_grew_slow_gets_fewer_layers_at_the_next_placement(
@@ -361,7 +402,7 @@ def test_a_node_that_is_killed_keeps_what_was_saved_now_and_then(
 ) -> None:
     slow = machines[1]
     slow.loop.run(slow.profiling.close())
-    slow.save_every_s = 0.01
+    slow.timing = replace(LOCAL.links, save_every_s=0.01)
     slow.profiling = slow.started()
     slow.load()
     pipeline.decode(ENOUGH)

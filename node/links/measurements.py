@@ -61,7 +61,7 @@ class Profiling:
         self._refusals: dict[str, SplitRefusal] = {}
         self._members: Members = lambda: ()
         self._reports: Reports = lambda: ()
-        self._save_every_s = timing.save_every_s
+        self._timing = timing
         self._prober = LinkProber(
             self._peers, self._busy, client.measure, source_address, clock, timing
         )
@@ -75,6 +75,7 @@ class Profiling:
         self._members, self._reports = members, reports
         self._tasks = [
             loops.keep(self._prober.run, "the measurement of links"),
+            loops.keep(self._learn_at_work, "the learning of layer times"),
             loops.keep(self._save, "the saving of layer times"),
         ]
 
@@ -82,7 +83,6 @@ class Profiling:
         for task in self._tasks:
             _ = task.cancel()
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._reports = lambda: ()  # heartbeats still tell of this node
         await asyncio.to_thread(self._profiles.save)
 
     @property
@@ -92,8 +92,7 @@ class Profiling:
     # ------------------------------------------------------------------------- told
 
     def tell(self, facts: pb.NodeFacts) -> pb.NodeFacts:
-        """`facts` with what was measured here, for the heartbeat; asks the runners for it."""
-        self._learn(self._reports())
+        """`facts` with what was measured here, for the heartbeat."""
         facts.profiles.extend(self._profiles.times())
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
@@ -170,8 +169,14 @@ class Profiling:
 
     # ----------------------------------------------------------------------- inside
 
-    def _learn(self, reports: Sequence[tuple[pb.StageSpec, pb.RunnerState]]) -> None:
-        """What this node's runners say of their layers at work, kept with what was probed."""
+    async def _learn_at_work(self) -> None:
+        while True:
+            await asyncio.sleep(self._timing.learn_every_s)
+            self.learn()
+
+    def learn(self) -> None:
+        """Keeps what this node's runners say of their layers at work with what was probed."""
+        reports = self._reports()
         here = {(spec.placement, int(spec.stage)) for spec, _ in reports}
         self._working = {at: stage for at, stage in self._working.items() if at in here}
         for spec, state in reports:
@@ -184,7 +189,7 @@ class Profiling:
 
     async def _save(self) -> None:
         while True:
-            await asyncio.sleep(self._save_every_s)
+            await asyncio.sleep(self._timing.save_every_s)
             await asyncio.to_thread(self._profiles.save)
 
     def _refuse(self, model: str, refusal: SplitRefusal) -> None:
