@@ -24,7 +24,8 @@ from exo_node.mtp.types import Sampling
 Floats = npt.NDArray[np.float64]
 
 V = 4
-TOKENS = 1500
+TOKENS = 1000
+"""Of these a seeded fault takes some to be caught: with 700 two of the six below are not."""
 SUSPICIOUS = 4.0
 """Standard deviations: by chance 1 case in 30,000. Entropies are fixed, so a case passes or not."""
 CAUGHT = 6.0

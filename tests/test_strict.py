@@ -36,7 +36,7 @@ SAMPLINGS = {
 }
 PROMPT = tuple((5 * i + 2) % VOCABULARY for i in range(19))
 KS = {"greedy": (1, 2, 3, 5), "seeded": (1, 3)}
-TOKENS = 104
+TOKENS = 64
 ROWS = 6
 WRONG = 0.25
 
