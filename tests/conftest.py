@@ -1,7 +1,9 @@
-"""The nodes' timing; and the order of files, longest first, so that no core idles at the end."""
+"""The nodes' timing; files in order, the longest first, so that no core idles; shared profiles."""
 
 import os
+from collections.abc import Iterator
 
+import kept_profiles
 import pytest
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
@@ -47,3 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole files move; each file's tests keep their order."""
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One folder for all processes of the session."""
+    base = tmp_path_factory.getbasetemp()
+    kept_profiles.share((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles")
+    yield
+    kept_profiles.share(None)

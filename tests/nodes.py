@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kept_profiles
+
 COMMAND = str(Path(sys.executable).parent / "exo-node")
 READY_WITHIN_S = 90.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
@@ -151,8 +153,14 @@ def node(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = (COMMAND,),
     connect: Connect = on_loopback,
+    measures: bool = False,
 ) -> Generator[Node]:
-    """A node that is ready, killed at the end if it is still there."""
+    """A node that is ready, killed at the end if it is still there.
+
+    One that `measures` is not given what other loads of the session measured, nor gives it.
+    """
+    if not measures:
+        kept_profiles.seed(data_dir, source="--models-dir" not in flags)
     process = start_process(data_dir, *flags, env=env, command=command)
     log = data_dir / "log"
     try:
@@ -169,6 +177,7 @@ def node(
             except subprocess.TimeoutExpired:
                 process.kill()
                 _ = process.wait()
+        kept_profiles.take(data_dir)
 
 
 def eventually(condition: Callable[[], object], within_s: float) -> None:

@@ -1,0 +1,73 @@
+"""What the loads of this session measured, for the data folders of its later nodes and runners.
+
+Only what a load measures is shared, and only the first measurement of a kind. What answers taught
+a node since stays its own, so that no test depends on another one.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_LEARNED = {"cells": [], "seen": [], "accepted": [], "corrected": []}
+_folder: Path | None = None
+_sources: set[Path] = set()
+
+
+def share(folder: Path | None) -> None:
+    """Where this session's processes keep them; None, as in bench/, shares nothing."""
+    global _folder
+    _folder = folder
+    _sources.clear()
+
+
+def seed(data_dir: Path, *, source: bool = True) -> None:
+    """Gives a new data folder what is known; of a `source`, what it measures is taken in turn."""
+    if _folder is None:
+        return
+    for each in _sources:
+        _take(each / "profiles", _folder)
+    if source:
+        _sources.add(data_dir)
+    target = data_dir / "profiles"
+    if not target.exists():
+        target.mkdir(parents=True)
+        _take(_folder, target)
+
+
+def take(data_dir: Path) -> None:
+    """What a node that ends has measured."""
+    if _folder is not None and data_dir in _sources:
+        _sources.discard(data_dir)
+        _take(data_dir / "profiles", _folder)
+
+
+def _take(source: Path, target: Path) -> None:
+    for path in source.glob("*.json"):
+        measured = _as_loaded(path)
+        if measured is None or _holds(target / path.name, measured):
+            continue
+        target.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target)
+        with os.fdopen(handle, "w") as file:
+            json.dump(measured, file)
+        os.replace(name, target / path.name)
+
+
+def _as_loaded(path: Path) -> dict[str, Any] | None:
+    """The file without what answers taught; None where that is nothing, or a test's own refusal."""
+    try:
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # a test may fill, remove or garble the disk
+        return None
+    if stored.get("refusal") or stored.get("probed") == []:
+        return None
+    return stored | {name: empty for name, empty in _LEARNED.items() if name in stored}
+
+
+def _holds(path: Path, measured: dict[str, Any]) -> bool:
+    """Whether it is known already; only a generator's layer times have the tail's."""
+    if not path.exists():
+        return False
+    return json.loads(path.read_bytes()).get("tail_s") != 0 or not measured.get("tail_s")
