@@ -7,12 +7,15 @@ a node since stays its own, so that no test depends on another one.
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
-_LEARNED = {"cells": [], "seen": [], "accepted": [], "corrected": []}
+_LEARNED: dict[str, list[Any]] = {"cells": [], "seen": [], "accepted": [], "corrected": []}
 _folder: Path | None = None
 _sources: set[Path] = set()
+_lock = threading.Lock()
+"""Nodes are started by several threads at once."""
 
 
 def share(folder: Path | None) -> None:
@@ -24,23 +27,25 @@ def share(folder: Path | None) -> None:
 
 def seed(data_dir: Path, *, source: bool = True) -> None:
     """Gives a new data folder what is known; of a `source`, what it measures is taken in turn."""
-    if _folder is None:
-        return
-    for each in _sources:
-        _take(each / "profiles", _folder)
-    if source:
-        _sources.add(data_dir)
-    target = data_dir / "profiles"
-    if not target.exists():
-        target.mkdir(parents=True)
-        _take(_folder, target)
+    with _lock:
+        if _folder is None:
+            return
+        for each in _sources:
+            _take(each / "profiles", _folder)
+        if source:
+            _sources.add(data_dir)
+        target = data_dir / "profiles"
+        if not target.exists():
+            target.mkdir(parents=True)
+            _take(_folder, target)
 
 
 def take(data_dir: Path) -> None:
     """What a node that ends has measured."""
-    if _folder is not None and data_dir in _sources:
-        _sources.discard(data_dir)
-        _take(data_dir / "profiles", _folder)
+    with _lock:
+        if _folder is not None and data_dir in _sources:
+            _sources.discard(data_dir)
+            _take(data_dir / "profiles", _folder)
 
 
 def _take(source: Path, target: Path) -> None:

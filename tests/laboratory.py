@@ -12,7 +12,8 @@ import psutil
 from nodes import Node, eventually, node
 
 KEY = "b" * 32
-WHOLE_WITHIN_S = 60.0
+WHOLE_WITHIN_S = 180.0
+"""Long, so that a loaded machine fails no test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Laboratory:
 
     def head(self) -> str:
         """As a node that answers names it."""
-        return str(self._any().call("GET", "/v1/cluster", timeout_s=5).body["head"])
+        return str(self._any().call("GET", "/v1/cluster", timeout_s=60).body["head"])
 
     def place(self, **options: Any) -> Any:
         """Places the demo model, replacing what there was."""
@@ -73,7 +74,7 @@ class Laboratory:
 
     def placement(self) -> Any:
         """The entry in `GET /v1/placements`; None where there is none."""
-        found = self._any().call("GET", "/v1/placements", timeout_s=5).body["data"]
+        found = self._any().call("GET", "/v1/placements", timeout_s=60).body["data"]
         return found[0] if found else None
 
     def places(self) -> list[Place]:
@@ -98,10 +99,10 @@ class Laboratory:
 
     def nodes(self) -> list[Any]:
         """As a node that answers shows them."""
-        return list(self._any().call("GET", "/v1/cluster", timeout_s=5).body["nodes"])
+        return list(self._any().call("GET", "/v1/cluster", timeout_s=60).body["nodes"])
 
     def until_spared(self) -> None:
-        eventually(self.is_whole, 3 * WHOLE_WITHIN_S)
+        eventually(self.is_whole, WHOLE_WITHIN_S)
 
     def until_alive(self) -> None:
         """Every node sees that every node is there."""
@@ -154,7 +155,7 @@ class Laboratory:
 
         A node that has died still shows its last report, which counts for nothing.
         """
-        nodes = self._any().call("GET", "/v1/cluster", timeout_s=5).body["nodes"]
+        nodes = self._any().call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
         return {
             f"{node['name']} {stage['stage']}": stage["live_requests"] or stage["cache_bytes"]
             for node in nodes
@@ -181,7 +182,7 @@ class Laboratory:
         with ThreadPoolExecutor() as pool:
             rest = [self.root / f"n{number}" for number in range(1, count)]
             _ = list(pool.map(self._start, rest, [[first]] * len(rest)))
-        eventually(lambda: self._alive(self._any()) == count, 15)
+        eventually(lambda: self._alive(self._any()) == count, WHOLE_WITHIN_S)
 
     def _start(self, folder: Path, peers: Iterable[str], *, port: str = "0") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ class Laboratory:
         self._kept[own["id"]] = _Kept(folder, opened, running, own["id"], address)
 
     def _alive(self, running: Node) -> int:
-        nodes = running.call("GET", "/v1/cluster", timeout_s=5).body["nodes"]
+        nodes = running.call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
         return [node["status"] for node in nodes].count("alive")
 
     def _any(self) -> Node:

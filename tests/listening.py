@@ -11,7 +11,7 @@ from typing import Any
 
 from nodes import Node, chat_body
 
-SILENCE_S = 30.0
+SILENCE_S = 60.0
 """Without a single line for this long, the answer hangs."""
 
 
@@ -106,7 +106,7 @@ def _listen(connection: http.client.HTTPConnection, body: Any, answer: Answer) -
 
 def events(running: Node, scope: str = "node") -> list[Any]:
     """What the node itself noticed, or the head (`cluster`), oldest first: `GET /v1/events`."""
-    connection = running.connect(running.port, 10)
+    connection = running.connect(running.port, 60)
     try:
         connection.request("GET", f"/v1/events?follow=0&scope={scope}")
         response = connection.getresponse()

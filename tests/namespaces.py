@@ -183,13 +183,13 @@ def cluster(
 
 def statuses(running: Node) -> dict[str, str]:
     """How it sees the others, by name."""
-    nodes = running.call("GET", "/v1/cluster", timeout_s=5).body["nodes"]
+    nodes = running.call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
     return {node["name"]: node["status"] for node in nodes if not node["self"]}
 
 
 def heads(nodes: Mapping[str, Node]) -> set[str]:
     """The ids that the nodes name."""
-    return {n.call("GET", "/v1/cluster", timeout_s=5).body["head"] for n in nodes.values()}
+    return {n.call("GET", "/v1/cluster", timeout_s=60).body["head"] for n in nodes.values()}
 
 
 def is_whole(nodes: Mapping[str, Node]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kept_profiles
 
@@ -20,6 +20,7 @@ READY_WITHIN_S = 90.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "EXO_TIMING")
 
+T = TypeVar("T")
 Connect = Callable[[int, float], http.client.HTTPConnection]
 """A connection to a node's HTTP port, with a timeout in seconds."""
 
@@ -186,6 +187,17 @@ def eventually(condition: Callable[[], object], within_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.02)
+
+
+def struck(attempt: Callable[[], T | None]) -> T:
+    """Returns the outcome of the first attempt whose blow came before an answer's end.
+
+    On a machine that is busy elsewhere a blow may come too late and show nothing, which is None.
+    """
+    for _ in range(10):
+        if (outcome := attempt()) is not None:
+            return outcome
+    raise AssertionError("no attempt came in time to show anything")
 
 
 def throughout(condition: Callable[[], object], seconds: float) -> None:

@@ -7,10 +7,12 @@ tests share belong to one loop.
 import asyncio
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +21,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import kept_profiles
 from engines import DEMO, spec
 
 from exo_node.node.machine.settings import runner_environment
@@ -116,7 +119,7 @@ class Placement:
     async def inspect(self) -> pb.RunnerState:
         """The generator's state, looked at now."""
         stub = peer_pb2_grpc.GeneratorStub(self.channels.to(*self.address(0)))
-        return await stub.Inspect(pb.InspectRequest(), timeout=5)
+        return await stub.Inspect(pb.InspectRequest(), timeout=60)
 
     def address(self, stage: int) -> tuple[str, str]:
         """What to dial, and the name that its certificate carries."""
@@ -160,12 +163,15 @@ async def running(
     """Stages [bounds[i], bounds[i+1]) of a model, loaded at once, connected, stopped at the end."""
     exited: list[RunnerProcess] = []
     stages = len(bounds) - 1
+    scratch = Path(tempfile.mkdtemp())
+    kept_profiles.seed(scratch)
+    common = {
+        "num_stages": stages,
+        "num_layers": bounds[-1],
+        "profile_folder": f"{scratch}/profiles",
+    }
     processes = [
-        RunnerProcess(
-            spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes),
-            exited.append,
-            LAN.runners,
-        )
+        RunnerProcess(spec(folder, a, b, i, **(common | changes)), exited.append, LAN.runners)
         for i, (a, b) in enumerate(pairwise(bounds))
     ]
     channels = Channels(runner_credentials(NODE, KEY))
@@ -178,6 +184,8 @@ async def running(
     finally:
         await channels.close()
         _ = await asyncio.gather(*(process.stop() for process in processes))
+        kept_profiles.take(scratch)
+        shutil.rmtree(scratch)
 
 
 @contextmanager
@@ -196,7 +204,7 @@ def shared(
 class Child:
     """A runner process without a supervisor: its socket, its stderr and its exit status."""
 
-    def __init__(self, wanted: pb.StageSpec, stderr: Path) -> None:
+    def __init__(self, wanted: pb.StageSpec, stderr: Path, **environment: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs, stderr.open("wb") as log:
             self.process = subprocess.Popen(
@@ -205,7 +213,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env=dict(runner_environment(os.environ)),
+                env={**runner_environment(os.environ), **environment},
             )
         self._socket = ours
         self._socket.settimeout(60)

@@ -10,6 +10,7 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Protocol
 
+import kept_profiles
 import pytest
 from nodes import Node, eventually, node, start_process
 from simulated import Disk
@@ -186,10 +187,11 @@ def small_disk(folder: Path) -> Generator[None]:
 @contextmanager
 def started(folder: Path, log: Path, *flags: str) -> Generator[Node]:
     """As `nodes.node`, with the log beside the data folder."""
+    kept_profiles.seed(folder, source=False)
     process = start_process(folder, *flags, log=log)
     try:
         record = folder / "node.json"
-        eventually(lambda: record.exists() or process.poll() is not None, 30)
+        eventually(lambda: record.exists() or process.poll() is not None, 120)
         assert process.poll() is None, log.read_text()
         yield Node(process, folder, json.loads(record.read_text())["http_port"], log)
     finally:
@@ -208,15 +210,15 @@ def survives(tmp_path: Path, folder: Path, trouble: Trouble) -> None:
     with node(tmp_path / "first", "--no-mdns") as first:
         (folder / "cluster.key").write_bytes((tmp_path / "first" / "cluster.key").read_bytes())
         with started(folder, log, "--no-mdns", "--peer", grpc_address(first)) as second:
-            eventually(lambda: sees(first, 2) and sees(second, 2), 30)
+            eventually(lambda: sees(first, 2) and sees(second, 2), 120)
             trouble.begin(folder)
             first.process.kill()
-            eventually(lambda: "cannot be stored" in readiness(second)[1], 30)
+            eventually(lambda: "cannot be stored" in readiness(second)[1], 120)
             assert readiness(second)[0] == 503
             assert second.call("GET", "/health/live").status == 200
             assert "cannot be stored" in second.call("GET", "/v1/cluster").body["trouble"]
             trouble.end(folder)
-            eventually(lambda: readiness(second)[0] == 200, 30)
+            eventually(lambda: readiness(second)[0] == 200, 120)
             assert second.chat("Who are you?", max_tokens=4)["choices"]
             text = log.read_text()
             assert text.count("the head's term cannot be stored") == 1

@@ -8,7 +8,7 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +21,11 @@ from nodes import COMMAND, Node, eventually, node, start_process
 from exo_node.node.join.handshake import spaced
 
 QUIET = "--no-mdns"
+WITHIN_S = 120.0
+"""Long, so that a loaded machine fails no test."""
+ONE_KEY = {"EXO_CLUSTER_KEY": "a" * 32}
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def free_ports(count: int) -> list[int]:
@@ -61,7 +66,7 @@ def fresh(root: Path, names: Sequence[str], *flags: str, env: Any = None) -> Gen
 def joining(running: Node) -> Any:
     """`GET /v1/join/requests`; empty while the node is being built anew."""
     try:
-        return running.call("GET", "/v1/join/requests", timeout_s=5).body
+        return running.call("GET", "/v1/join/requests", timeout_s=WITHIN_S).body
     except OSError:
         return {"data": [], "asking": []}
 
@@ -72,7 +77,7 @@ def waiting(running: Node) -> list[Any]:
 
 def cluster(running: Node) -> Any:
     try:
-        return running.call("GET", "/v1/cluster", timeout_s=5).body
+        return running.call("GET", "/v1/cluster", timeout_s=WITHIN_S).body
     except OSError:
         return {"nodes": [], "cluster": None, "self": None}
 
@@ -95,7 +100,7 @@ def exo_node(running: Node, *words: str, stdin: str = "") -> "subprocess.Complet
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WITHIN_S,
     )
 
 
@@ -127,7 +132,8 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
 ) -> None:
     with fresh(tmp_path, ["a", "b"]) as nodes:
         old, new = nodes
-        eventually(lambda: asks_at(new, old), 20)
+        eventually(lambda: asks_at(new, old), WITHIN_S)
+        another_user_may_look_and_no_more(old, new, tmp_path)
         code = digits(new)
         assert code is not None
         assert spaced(code) in new.log.read_text() and spaced(code) in exo_node(new, "nodes").stdout
@@ -140,13 +146,13 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
         assert by_name.returncode == 1 and "six digits" in by_name.stderr
         wrong = exo_node(old, "approve", str((int(code) + 1) % 10**6).zfill(6))
         assert wrong.returncode == 1 and "did not match" in wrong.stderr
-        eventually(lambda: "did not match" in new.log.read_text(), 10)
-        eventually(lambda: asks_at(new, old) and digits(new) != code, 10)
+        eventually(lambda: "did not match" in new.log.read_text(), WITHIN_S)
+        eventually(lambda: asks_at(new, old) and digits(new) != code, WITHIN_S)
         right = typed(old, new)
         assert (right.returncode, right.stdout) == (0, ""), right.stderr
         assert "is in the cluster" in right.stderr
 
-        eventually(lambda: together(nodes), 15)
+        eventually(lambda: together(nodes), WITHIN_S)
         assert new.port == port and new.process.poll() is None
         assert key_of(new) == key_of(old)
         assert (new.data_dir / "cluster.key").stat().st_mode & 0o777 == 0o600
@@ -154,54 +160,90 @@ def test_the_digits_of_a_new_node_typed_at_another_make_one_cluster_that_answers
         assert aside.read_text().strip() == other_key and aside.stat().st_mode & 0o777 == 0o600
         assert not joining(old)["fresh"] and not joining(new)["fresh"]
         assert digits(old) is None and digits(new) is None
-        assert new.chat("Who are you?")["choices"][0]["message"]["content"]
-        paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings")
-        for each in nodes:
-            told = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
-            told += [json.dumps(each.call("GET", path).body) for path in paths]
-            token = (each.data_dir / "local.token").read_text().strip()
-            assert all(s not in text for text in told for s in (key_of(old), other_key, token))
-            assert "Traceback" not in each.log.read_text()
+        another_user = replace(new, data_dir=tmp_path)
+        assert another_user.chat("Who are you?", max_tokens=4)["choices"][0]["message"]["content"]
+        nothing_is_told(nodes, {key_of(old), other_key})
 
 
-@pytest.mark.parametrize("with_owner", [False, True])
-def test_a_cluster_that_approves_everything_captures_nobody(
-    tmp_path: Path, with_owner: bool
-) -> None:
+def nothing_is_told(nodes: Sequence[Node], keys: Collection[str]) -> None:
+    paths = ("/v1/join/requests", "/v1/cluster", "/v1/settings")
+    for each in nodes:
+        told = [exo_node(each, "events", "--json").stdout, each.log.read_text()]
+        told += [json.dumps(each.call("GET", path).body) for path in paths]
+        token = (each.data_dir / "local.token").read_text().strip()
+        assert all(s not in text for text in told for s in (*keys, token))
+        assert "Traceback" not in each.log.read_text()
+
+
+def another_user_may_look_and_no_more(old: Node, new: Node, empty: Path) -> None:
+    """L11: loopback without what the data folder holds; such a user may chat as well."""
+    [request] = waiting(old)
+    stranger = replace(new, data_dir=empty)  # nothing of the node's is read there
+    other = replace(old, data_dir=empty)
+    assert stranger.call("GET", "/v1/join/requests").body["digits"] is None
+    for method, path, body in (
+        ("POST", f"/v1/join/requests/{request['id']}/approve", {"code": digits(new)}),
+        ("POST", f"/v1/join/requests/{request['id']}/deny", {}),
+        ("POST", "/v1/join/key", {"key": "a" * 32}),
+        ("POST", "/v1/join/leave", {}),
+        ("POST", "/v1/join/rekey", {}),
+        ("POST", "/v1/session/ticket", {}),
+        ("POST", "/v1/placements", {"model": "demo"}),
+        ("DELETE", "/v1/placements/x", None),
+        ("PATCH", "/v1/settings", {"native_mtp_enabled": False}),
+    ):
+        reply = other.call(method, path, body)
+        assert reply.status == 403, (method, path, reply)
+        assert reply.body["error"]["code"] == "local_token_required"
+    assert waiting(old) and alive(old) == 1
+    token = old.data_dir / "local.token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    link = exo_node(old, "dashboard").stdout.strip()
+    ticket = link.partition("#login=")[2]
+    session = other.call("POST", "/v1/session", {"ticket": ticket}).body["session"]
+    assert session not in (token.read_text().strip(), ticket)
+    again = other.call("POST", "/v1/session", {"ticket": ticket})
+    assert again.status == 400 and "used before" in again.body["error"]["message"]
+
+
+def test_a_cluster_that_approves_everything_captures_nobody(tmp_path: Path) -> None:
     """C1: an established node calls the new one, and approves whatever asks, over and over."""
     with ExitStack() as stack:
         new = stack.enter_context(node(tmp_path / "new", QUIET))
         before = key_of(new)
         peer = ("--peer", f"127.0.0.1:{new.itself()['port']}")
-        evil_key, owners = {"EXO_CLUSTER_KEY": "a" * 32}, {"EXO_CLUSTER_KEY": "b" * 32}
-        evil = stack.enter_context(node(tmp_path / "evil", QUIET, *peer, env=evil_key))
-        eventually(lambda: waiting(evil), 15)
-        home = None
-        if with_owner:
-            home = stack.enter_context(node(tmp_path / "home", QUIET, *peer, env=owners))
-            eventually(lambda home=home: asks_at(new, home), 15)
-        for attempt in range(6):
-            for request in waiting(evil):
-                code = request.get("code") or f"{attempt:06d}"
-                path = f"/v1/join/requests/{request['id']}/approve"
-                assert evil.call("POST", path, {"code": code}).status in (400, 404, 409, 503)
+        owners = {"EXO_CLUSTER_KEY": "b" * 32}
+        evil = stack.enter_context(node(tmp_path / "evil", QUIET, *peer, env=ONE_KEY))
+        eventually(lambda: waiting(evil), WITHIN_S)
+        approves_in_vain(evil)
         assert key_of(new) == before and alive(evil) == 1
         assert "did not match" in new.log.read_text()
-        if home is not None:
-            eventually(lambda home=home: asks_at(new, home), 60)
-            assert typed(home, new).returncode == 0
-            eventually(lambda home=home: together([home, new]), 15)
-            assert key_of(new) == "b" * 32
+        home = stack.enter_context(node(tmp_path / "home", QUIET, *peer, env=owners))
+        eventually(lambda: asks_at(new, home), WITHIN_S)
+        approves_in_vain(evil)
+        assert key_of(new) == before and alive(evil) == 1
+        eventually(lambda: asks_at(new, home), WITHIN_S)
+        assert typed(home, new).returncode == 0
+        eventually(lambda: together([home, new]), WITHIN_S)
+        assert key_of(new) == "b" * 32
+
+
+def approves_in_vain(evil: Node) -> None:
+    for attempt in range(6):
+        for request in waiting(evil):
+            code = request.get("code") or f"{attempt:06d}"
+            path = f"/v1/join/requests/{request['id']}/approve"
+            assert evil.call("POST", path, {"code": code}).status in (400, 404, 409, 503)
 
 
 def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> None:
     with fresh(tmp_path, ["a", "b"]) as nodes:
         old, new = nodes
-        eventually(lambda: asks_at(new, old), 20)
+        eventually(lambda: asks_at(new, old), WITHIN_S)
         before = key_of(new)
         done = exo_node(old, "deny", waiting(old)[0]["name"])
         assert done.returncode == 0, done.stderr
-        eventually(lambda: "a person refused it" in new.log.read_text(), 10)
+        eventually(lambda: "a person refused it" in new.log.read_text(), WITHIN_S)
         assert "a person refused it" in old.log.read_text()
         assert waiting(old) == [] and key_of(new) == before
         assert alive(old) == alive(new) == 1
@@ -209,23 +251,31 @@ def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> No
         assert nothing.returncode == 1 and "no node asks" in nothing.stderr
 
 
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Two of a cluster whose key was given; they are left as they were found."""
+    with fresh(tmp_path_factory.mktemp("members"), ["a", "b"], env=ONE_KEY) as nodes:
+        eventually(lambda: together(nodes), WITHIN_S)
+        yield nodes
+
+
 def test_the_digits_are_typed_at_any_member_and_every_member_shows_who_waits(
-    tmp_path: Path,
+    members: list[Node], tmp_path: Path
 ) -> None:
-    with fresh(tmp_path, ["a", "b"], env={"EXO_CLUSTER_KEY": "a" * 32}) as members:
-        eventually(lambda: together(members), 15)
-        peer = ("--peer", f"127.0.0.1:{members[0].itself()['port']}")
-        with node(tmp_path / "c", QUIET, *peer) as new:
-            eventually(lambda: all(joining(m)["data"] for m in members), 15)
-            shown = [joining(m)["data"][0] for m in members]
-            assert [request["at"]["self"] for request in shown] == [True, False]
-            wrong = exo_node(members[1], "approve", f"{(int(digits(new) or 0) + 1) % 10**6:06d}")
-            assert wrong.returncode == 1 and "did not match" in wrong.stderr
-            eventually(lambda: asks_at(new, members[0]), 15)
-            eventually(lambda: joining(members[1])["data"], 15)
-            done = typed(members[1], new)
-            assert done.returncode == 0, done.stderr
-            eventually(lambda: together([*members, new]), 15)
+    peer = ("--peer", f"127.0.0.1:{members[0].itself()['port']}")
+    with node(tmp_path / "c", QUIET, *peer) as new:
+        eventually(lambda: all(joining(m)["data"] for m in members), WITHIN_S)
+        shown = [joining(m)["data"][0] for m in members]
+        assert [request["at"]["self"] for request in shown] == [True, False]
+        wrong = exo_node(members[1], "approve", f"{(int(digits(new) or 0) + 1) % 10**6:06d}")
+        assert wrong.returncode == 1 and "did not match" in wrong.stderr
+        eventually(lambda: asks_at(new, members[0]), WITHIN_S)
+        eventually(lambda: joining(members[1])["data"], WITHIN_S)
+        done = typed(members[1], new)
+        assert done.returncode == 0, done.stderr
+        eventually(lambda: together([*members, new]), WITHIN_S)
+        assert new.stop() == 0
+    eventually(lambda: together(members), WITHIN_S)
 
 
 @pytest.mark.parametrize("how", ["digits", "open"])
@@ -235,63 +285,26 @@ def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) 
         if how == "digits":  # 50 times: `bench/joining.py`
             founder, *others = nodes
             for new in others:
-                eventually(lambda new=new: asks_at(new, founder), 20)
+                eventually(lambda new=new: asks_at(new, founder), WITHIN_S)
                 done = typed(founder, new)
                 assert done.returncode == 0, done.stderr
-        eventually(lambda: together(nodes), 40)
+        eventually(lambda: together(nodes), WITHIN_S)
         if how == "open":
             assert any("OPEN" in n.log.read_text() for n in nodes)
-
-
-# -------------------------------------------------------------- other users of the machine
-
-
-def test_another_user_of_the_machine_may_chat_and_look_and_no_more(tmp_path: Path) -> None:
-    """L11: loopback without what the data folder holds."""
-    with fresh(tmp_path, ["a", "b"]) as nodes:
-        old, new = nodes
-        eventually(lambda: asks_at(new, old), 20)
-        [request] = waiting(old)
-        stranger = replace(new, data_dir=tmp_path)  # nothing of the node's is read there
-        other = replace(old, data_dir=tmp_path)
-        assert stranger.call("GET", "/v1/join/requests").body["digits"] is None
-        code = digits(new)
-        for method, path, body in (
-            ("POST", f"/v1/join/requests/{request['id']}/approve", {"code": code}),
-            ("POST", f"/v1/join/requests/{request['id']}/deny", {}),
-            ("POST", "/v1/join/key", {"key": "a" * 32}),
-            ("POST", "/v1/join/leave", {}),
-            ("POST", "/v1/join/rekey", {}),
-            ("POST", "/v1/session/ticket", {}),
-            ("POST", "/v1/placements", {"model": "demo"}),
-            ("DELETE", "/v1/placements/x", None),
-            ("PATCH", "/v1/settings", {"native_mtp_enabled": False}),
-        ):
-            reply = other.call(method, path, body)
-            assert reply.status == 403, (method, path, reply)
-            assert reply.body["error"]["code"] == "local_token_required"
-        assert other.chat("Who are you?", max_tokens=4)["choices"]
-        assert waiting(old) and alive(old) == 1
-        token = old.data_dir / "local.token"
-        assert token.stat().st_mode & 0o777 == 0o600
-        link = exo_node(old, "dashboard").stdout.strip()
-        ticket = link.partition("#login=")[2]
-        session = other.call("POST", "/v1/session", {"ticket": ticket}).body["session"]
-        assert session not in (token.read_text().strip(), ticket)
-        again = other.call("POST", "/v1/session", {"ticket": ticket})
-        assert again.status == 400 and "used before" in again.body["error"]["message"]
 
 
 # ------------------------------------------------------------------------------- a new key
 
 
-def test_rekey_puts_a_lost_machine_out_of_the_cluster_for_good(tmp_path: Path) -> None:
+def test_rekey_puts_a_lost_machine_out_for_good_and_one_that_is_away_when_told_so(
+    tmp_path: Path,
+) -> None:
     with fresh(tmp_path, ["a", "b", "c"]) as nodes:
         one, two, lost = nodes
         for new in (two, lost):
-            eventually(lambda new=new: asks_at(new, one), 20)
+            eventually(lambda new=new: asks_at(new, one), WITHIN_S)
             assert typed(one, new).returncode == 0
-        eventually(lambda: together(nodes), 30)
+        eventually(lambda: together(nodes), WITHIN_S)
         old_key = key_of(one)
         unsure = exo_node(two, "rekey", "--without", "c")
         assert unsure.returncode == 2 and "leave out c" in unsure.stderr
@@ -301,48 +314,56 @@ def test_rekey_puts_a_lost_machine_out_of_the_cluster_for_good(tmp_path: Path) -
         done = exo_node(two, "rekey", "--yes", "--without", "c")
         assert done.returncode == 0, done.stderr
         assert "and a start anew" in done.stderr
-        eventually(lambda: together([one, two]), 30)
+        eventually(lambda: together([one, two]), WITHIN_S)
         assert key_of(one) == key_of(two) != old_key == key_of(lost)
-        assert one.chat("Who are you?", max_tokens=4)["choices"]
         # It comes back with all that it had, and is told nothing.
         _ = lost.stop()
         (lost.data_dir / "node.json").unlink(missing_ok=True)
         peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
         with node(tmp_path / "c", QUIET, *peer) as back:
-            eventually(lambda: "of this cluster" in back.log.read_text(), 20)
+            eventually(lambda: "of this cluster" in back.log.read_text(), WITHIN_S)
             assert alive(back) == 1 and alive(one) == alive(two) == 2
             assert key_of(back) == old_key
+        leaves_out_who_is_away_only_when_told_so(one, two)
 
 
-def test_rekey_does_nothing_where_a_member_cannot_take_a_key(tmp_path: Path) -> None:
+def leaves_out_who_is_away_only_when_told_so(one: Node, two: Node) -> None:
+    two.process.kill()
+    _ = two.process.wait()
+    eventually(lambda: alive(one) == 1, WITHIN_S)
+    before = key_of(one)
+    reply = one.call("POST", "/v1/join/rekey", {})
+    assert reply.status == 409 and "b (" in reply.body["error"]["message"]
+    assert key_of(one) == before
+    assert exo_node(one, "rekey", "--yes").returncode == 0
+    eventually(lambda: key_of(one) != before, WITHIN_S)
+
+
+def test_a_key_that_a_variable_gave_is_not_replaced_by_rekey_nor_left_nor_joined_over(
+    tmp_path: Path,
+) -> None:
     with ExitStack() as stack:
         one = stack.enter_context(node(tmp_path / "a", QUIET))
         peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
         given = {"EXO_CLUSTER_KEY": key_of(one)}
         two = stack.enter_context(node(tmp_path / "b", QUIET, *peer, env=given))
-        eventually(lambda: together([one, two]), 15)
+        eventually(lambda: together([one, two]), WITHIN_S)
         before = key_of(one)
         refused = exo_node(one, "rekey", "--yes")
         assert refused.returncode == 1 and "EXO_CLUSTER_KEY" in refused.stderr
         assert "nothing was changed" in refused.stderr
         assert key_of(one) == before and together([one, two])
+        neither_left_nor_replaced(two)
 
 
-def test_rekey_leaves_out_who_is_away_only_when_told_so(tmp_path: Path) -> None:
-    with fresh(tmp_path, ["a", "b"], env=None) as nodes:
-        one, two = nodes
-        eventually(lambda: asks_at(two, one), 20)
-        assert typed(one, two).returncode == 0
-        eventually(lambda: together(nodes), 30)
-        two.process.kill()
-        _ = two.process.wait()
-        eventually(lambda: alive(one) == 1, 20)
-        before = key_of(one)
-        reply = one.call("POST", "/v1/join/rekey", {})
-        assert reply.status == 409 and "b (" in reply.body["error"]["message"]
-        assert key_of(one) == before
-        assert exo_node(one, "rekey", "--yes").returncode == 0
-        eventually(lambda: key_of(one) != before, 10)
+def neither_left_nor_replaced(running: Node) -> None:
+    """A key that a variable gave."""
+    for path, body in (("/v1/join/leave", {}), ("/v1/join/key", {"key": "b" * 32})):
+        reply = running.call("POST", path, body)
+        assert reply.status == 400, reply
+        assert "EXO_CLUSTER_KEY" in reply.body["error"]["message"]
+    assert running.process.poll() is None
+    assert not (running.data_dir / "cluster.key").exists()
 
 
 # ------------------------------------------------------------------- by key, and out again
@@ -355,10 +376,10 @@ def test_a_running_node_takes_a_key_from_stdin_at_once_and_leaves_again(tmp_path
         assert key == key_of(one)
         done = exo_node(two, "join", stdin=f"{key}\n")
         assert done.returncode == 0, done.stderr
-        eventually(lambda: together(nodes), 15)
+        eventually(lambda: together(nodes), WITHIN_S)
         left = exo_node(two, "leave", "--yes")
         assert left.returncode == 0, left.stderr
-        eventually(lambda: len(cluster(one)["nodes"]) == 1 and alive(two) == 1, 15)
+        eventually(lambda: len(cluster(one)["nodes"]) == 1 and alive(two) == 1, WITHIN_S)
         assert key_of(two) != key and " left" in one.log.read_text()
         # It does not ask the cluster that it was told to leave.
         assert joining(two)["asking"] == []
@@ -371,7 +392,7 @@ def test_a_stopped_node_takes_a_key_for_its_next_start(tmp_path: Path) -> None:
         input="a" * 32,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WITHIN_S,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "d" / "cluster.key").read_text().strip() == "a" * 32
@@ -380,19 +401,9 @@ def test_a_stopped_node_takes_a_key_for_its_next_start(tmp_path: Path) -> None:
         input="no key",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WITHIN_S,
     )
     assert refused.returncode == 2 and "no key" not in refused.stderr
-
-
-def test_a_key_that_a_variable_gave_is_neither_left_nor_replaced(tmp_path: Path) -> None:
-    with node(tmp_path / "a", QUIET, env={"EXO_CLUSTER_KEY": "a" * 32}) as running:
-        for path, body in (("/v1/join/leave", {}), ("/v1/join/key", {"key": "b" * 32})):
-            reply = running.call("POST", path, body)
-            assert reply.status == 400, reply
-            assert "EXO_CLUSTER_KEY" in reply.body["error"]["message"]
-        assert running.process.poll() is None
-        assert not (running.data_dir / "cluster.key").exists()
 
 
 # ------------------------------------------------------------------------------- refused
@@ -410,7 +421,7 @@ def test_two_established_clusters_name_each_other_once_and_stay_apart(tmp_path: 
         ) as two,
     ):
         for each in (one, two):
-            eventually(lambda each=each: "is of another cluster" in each.log.read_text(), 15)
+            eventually(lambda each=each: "is of another cluster" in each.log.read_text(), WITHIN_S)
             assert each.log.read_text().count("is of another cluster") == 1
             assert "Handshake failed" not in each.log.read_text(), "gRPC tells it every second"
         assert "of this cluster" in two.log.read_text()
@@ -429,68 +440,61 @@ def _copy(original: Node, folder: Path) -> Path:
 def test_a_copied_data_folder_is_refused_by_the_first_and_exits_with_3(tmp_path: Path) -> None:
     with node(tmp_path / "first", QUIET) as first:
         copy = _copy(first, tmp_path / "copy")
-        process = start_process(copy, QUIET, "--peer", f"127.0.0.1:{first.itself()['port']}")
-        try:
-            assert process.wait(20) == 3
-        finally:
-            process.kill()
-            _ = process.wait()
+        assert _status(copy, first) == 3
         assert "runs already" in (copy / "log").read_text()
         assert first.log.read_text().count("runs already") == 1
         assert [n["status"] for n in cluster(first)["nodes"]] == ["alive"]
 
 
 def test_a_copied_data_folder_is_refused_by_others_and_the_first_is_unaffected(
-    tmp_path: Path,
+    members: list[Node], tmp_path: Path
 ) -> None:
-    with fresh(tmp_path, ["a", "b"], env={"EXO_CLUSTER_KEY": "a" * 32}) as nodes:
-        eventually(lambda: together(nodes), 15)
-        first, third = nodes
-        copy = _copy(first, tmp_path / "copy")
-        process = start_process(
-            copy,
-            QUIET,
-            "--peer",
-            f"127.0.0.1:{third.itself()['port']}",
-            env={"EXO_CLUSTER_KEY": "a" * 32},
-        )
-        try:
-            assert process.wait(20) == 3
-        finally:
-            process.kill()
-            _ = process.wait()
-        assert "runs already" in (copy / "log").read_text()
-        assert "runs already" in third.log.read_text()
-        assert together(nodes)
-        assert "restarted" not in third.log.read_text()
+    first, third = members
+    copy = _copy(first, tmp_path / "copy")
+    told = len(third.log.read_text())
+    assert _status(copy, third, env=ONE_KEY) == 3
+    assert "runs already" in (copy / "log").read_text()
+    assert "runs already" in third.log.read_text()[told:]
+    assert together(members)
+    assert "restarted" not in third.log.read_text()
 
 
-def test_a_node_with_a_copied_node_key_alone_is_not_let_in(tmp_path: Path) -> None:
-    with fresh(tmp_path, ["a", "b"], env={"EXO_CLUSTER_KEY": "a" * 32}) as nodes:
-        eventually(lambda: together(nodes), 15)
-        first, third = nodes
-        (tmp_path / "copy").mkdir()
-        _ = shutil.copy(first.data_dir / "node.key", tmp_path / "copy" / "node.key")
-        peer = f"127.0.0.1:{third.itself()['port']}"
-        process = start_process(tmp_path / "copy", QUIET, "--peer", peer)
-        try:
-            assert process.wait(20) == 3
-        finally:
-            process.kill()
-            _ = process.wait()
-        eventually(lambda: "runs already" in third.log.read_text(), 5)
-        assert waiting(third) == []
-        assert together(nodes)
+def test_a_node_with_a_copied_node_key_alone_is_not_let_in(
+    members: list[Node], tmp_path: Path
+) -> None:
+    first, third = members
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    _ = shutil.copy(first.data_dir / "node.key", copy / "node.key")
+    told = len(third.log.read_text())
+    assert _status(copy, third) == 3
+    eventually(lambda: "runs already" in third.log.read_text()[told:], WITHIN_S)
+    assert waiting(third) == []
+    assert together(members)
 
 
-def test_a_node_that_is_killed_and_comes_back_at_another_port_is_no_copy(tmp_path: Path) -> None:
-    env = {"EXO_CLUSTER_KEY": "a" * 32}
-    with node(tmp_path / "a", QUIET, env=env) as one:
-        peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
-        with node(tmp_path / "b", QUIET, *peer, env=env) as two:
-            eventually(lambda: together([one, two]), 15)
-            two.process.kill()
-            _ = two.process.wait()
-        (two.data_dir / "node.json").unlink()  # `node` waits for the next process's
-        with node(tmp_path / "b", QUIET, *peer, env=env) as again:
-            eventually(lambda: together([one, again]), 15)
+def _status(data_dir: Path, peer: Node, env: Any = None) -> int:
+    """With which a node ends that is told of `peer`."""
+    process = start_process(
+        data_dir, QUIET, "--peer", f"127.0.0.1:{peer.itself()['port']}", env=env
+    )
+    try:
+        return process.wait(WITHIN_S)
+    finally:
+        process.kill()
+        _ = process.wait()
+
+
+def test_a_node_that_is_killed_and_comes_back_at_another_port_is_no_copy(
+    members: list[Node],
+) -> None:
+    """The last test of `members`: one of them is now this test's."""
+    one, two = members
+    port = two.itself()["port"]
+    two.process.kill()
+    _ = two.process.wait()
+    (two.data_dir / "node.json").unlink()  # `node` waits for the next process's
+    peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
+    with node(two.data_dir, QUIET, *peer, env=ONE_KEY) as again:
+        eventually(lambda: together([one, again]), WITHIN_S)
+        assert again.itself()["port"] != port

@@ -3,15 +3,17 @@
 The long version, with every combination at random, is `bench/kills.py`.
 """
 
+import itertools
 import random
 import signal
 from collections.abc import Generator
 from itertools import islice
 
+import nodes
 import psutil
 import pytest
-from laboratory import Laboratory, laboratory
-from listening import ask
+from laboratory import WHOLE_WITHIN_S, Laboratory, laboratory
+from listening import Answer, ask
 from nodes import alive, eventually
 from trials import (
     HOWS,
@@ -30,6 +32,8 @@ from trials import (
     trials,
 )
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Generator[Laboratory]:
@@ -44,14 +48,23 @@ def story(lab: Laboratory) -> Question:
 
 
 def struck(
-    lab: Laboratory, story: Question, target: Target, how: How, phase: Phase = "decode"
-) -> Outcome:
-    """The outcome of one trial, which must have met an answer that still went on."""
-    trial = Trial("test", target, how, phase, story, random.Random(1))
-    outcome = attempt(lab, trial)
-    assert outcome.hit
-    assert outcome.warm
-    return outcome
+    lab: Laboratory, question: Question, target: Target, how: How, phase: Phase = "decode"
+) -> tuple[Outcome, int]:
+    """A trial that met an answer that still went on, and how many spares began with copies.
+
+    On top of the limits of an idle machine a wait may take as long as a load took here.
+    """
+    seeds = itertools.count(1)
+
+    def attempted() -> tuple[Outcome, int] | None:
+        before = from_copies(lab)
+        trial = Trial("test", target, how, phase, question, random.Random(next(seeds)))
+        outcome = attempt(lab, trial, slack_s=lab.load_s)
+        assert outcome.faults == ()
+        met = outcome.hit and (outcome.warm or phase == "resume")
+        return (outcome, from_copies(lab) - before) if met else None
+
+    return nodes.struck(attempted)
 
 
 def from_copies(lab: Laboratory) -> int:
@@ -65,23 +78,21 @@ def test_an_answer_goes_on_when_a_stages_runner_is_killed(
     lab: Laboratory, story: Question, target: Target
 ) -> None:
     assert all(spare["follows"] for spare in lab.placement()["spares"])
-    before = from_copies(lab)
-    outcome = struck(lab, story, target, "kill")
-    assert outcome.faults == ()
+    outcome, copies = struck(lab, story, target, "kill")
     assert outcome.resumes == 1
-    assert from_copies(lab) == before + 1, "its spare began with what it had been sent"
+    assert copies == 1, "its spare began with what it had been sent"
 
 
 def test_an_answer_goes_on_when_a_stages_runner_is_stopped(
     lab: Laboratory, story: Question
 ) -> None:
-    assert struck(lab, story, "stage 1", "stop, continue").faults == ()
+    _ = struck(lab, story, "stage 1", "stop, continue")
 
 
 def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     lab: Laboratory, story: Question
 ) -> None:
-    assert struck(lab, story, "node", "kill").faults == ()
+    _ = struck(lab, story, "node", "kill")
 
 
 def test_an_answer_goes_on_when_a_stage_is_killed_while_its_prompt_is_read(
@@ -89,18 +100,13 @@ def test_an_answer_goes_on_when_a_stage_is_killed_while_its_prompt_is_read(
 ) -> None:
     prompt = " ".join([story.prompt] * 45)
     long = Question("long prompt", prompt, {"max_tokens": 16, **NEVER_END}).asked(lab)
-    outcome = attempt(lab, Trial("test", "stage 1", "kill", "prefill", long, random.Random(1)))
-    assert outcome.hit
-    assert outcome.faults == ()
+    _ = struck(lab, long, "stage 1", "kill", "prefill")
 
 
 def test_an_answer_goes_on_when_another_stage_is_killed_while_it_is_resumed(
     lab: Laboratory, story: Question
 ) -> None:
-    trial = Trial("test", "stage 1", "kill", "resume", story, random.Random(2))
-    outcome = attempt(lab, trial)
-    assert outcome.hit
-    assert outcome.faults == ()
+    outcome, _ = struck(lab, story, "stage 1", "kill", "resume")
     assert outcome.resumes >= 1
 
 
@@ -109,7 +115,7 @@ def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
 ) -> None:
     before = {place.pid for place in lab.ready_spares()}
     trial = Trial("test", "spare", "kill", "decode", story, random.Random(1))
-    outcome = attempt(lab, trial)
+    outcome = attempt(lab, trial, slack_s=lab.load_s)
     assert (outcome.faults, outcome.resumes) == ((), 0)
     after = {place.pid for place in lab.ready_spares()}
     assert len(after) == len(before) == 3
@@ -120,38 +126,43 @@ def test_two_of_four_nodes_killed_at_once_cost_an_answer_nothing(
     lab: Laboratory, story: Question
 ) -> None:
     """The head and another one with a stage: what is left has room for all of them."""
-    head = lab.head()
-    other = next(place.node for place in lab.places() if place.node != head)
-    [door, _] = [node for node in lab.ids if node not in (head, other)]
-    answer = ask(lab.node(door), story.prompt, **story.fields)
-    assert answer.until(lambda a: len(a.ids) >= 5, 60), answer.error
-    for victim in (head, other):
-        lab.node(victim).process.kill()
-    assert answer.ended_at is None, "it was to be hit"
-    assert answer.ended(120)
-    assert answer.error == ""
-    assert tuple(answer.ids) == story.ids
+
+    def killed() -> Answer | None:
+        head = lab.head()
+        other = next(place.node for place in lab.places() if place.node != head)
+        [door, _] = [node for node in lab.ids if node not in (head, other)]
+        answer = ask(lab.node(door), story.prompt, **story.fields)
+        assert answer.until(lambda a: len(a.ids) >= 5, WHOLE_WITHIN_S), answer.error
+        for victim in (head, other):
+            lab.node(victim).process.kill()
+        hit = answer.ended_at is None
+        assert answer.ended(WHOLE_WITHIN_S)
+        assert answer.error == ""
+        assert tuple(answer.ids) == story.ids
+        for victim in (head, other):
+            lab.until_ended(victim)
+        _ = lab.until_whole()
+        return answer if hit else None
+
+    answer = nodes.struck(killed)
     assert answer.stats["resumes"] >= 1
     assert answer.stats["resume_exact"] is True
-    for victim in (head, other):
-        lab.until_ended(victim)
-    _ = lab.until_whole()
 
 
 def test_an_answer_with_drafts_goes_on_when_its_only_runner_is_killed(
     lab: Laboratory, story: Question
 ) -> None:
     _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
-    eventually(lambda: lab.placement()["status"] == "ready", 20)
+    eventually(lambda: lab.placement()["status"] == "ready", WHOLE_WITHIN_S)
     [place] = lab.places()
     answer = ask(lab.node(lab.head()), story.prompt, **story.fields)
-    assert answer.until(lambda a: len(a.ids) >= 20, 30)
+    assert answer.until(lambda a: len(a.ids) >= 20, WHOLE_WITHIN_S)
     psutil.Process(place.pid).send_signal(signal.SIGKILL)
-    assert answer.until(lambda a: a.commented("resuming"), 30)
+    assert answer.until(lambda a: a.commented("resuming"), WHOLE_WITHIN_S)
     models = lab.node(lab.head()).call("GET", "/v1/models").body["data"]
     assert [m["id"] for m in models if m["loaded"]] == ["demo"], "clients that pick it keep to it"
     assert answer.ended_at is None
-    assert answer.ended(30)
+    assert answer.ended(WHOLE_WITHIN_S)
     assert answer.error == ""
     assert tuple(answer.ids) == story.ids
     stats = answer.stats
@@ -166,22 +177,22 @@ def test_all_answers_on_one_stopped_runner_go_on(lab: Laboratory, story: Questio
     """H5: two on each of three nodes; what one of them gives up another one may be asking."""
     if len(lab.placement()["stages"]) > 1:
         _ = lab.place(min_nodes=1, max_nodes=1, spares=0)
-    eventually(lambda: lab.placement()["status"] == "ready", 60)
+    eventually(lambda: lab.placement()["status"] == "ready", WHOLE_WITHIN_S)
     [place] = lab.places()
     hangs = psutil.Process(place.pid)
     doors = [lab.node(node) for node in lab.ids[:3]]
-    answers = [ask(door, story.prompt, **story.fields) for door in [*doors, *doors]]
+    answers = [ask(door, story.prompt, max_tokens=48) for door in [*doors, *doors]]
     for answer in answers:
-        assert answer.until(lambda a: len(a.ids) >= 3, 60), answer.error
+        assert answer.until(lambda a: len(a.ids) >= 3, WHOLE_WITHIN_S), answer.error
     hangs.suspend()
     try:
         assert all(answer.ended_at is None for answer in answers), "they were to be hit"
         for answer in answers:
-            assert answer.ended(60)
+            assert answer.ended(WHOLE_WITHIN_S)
             assert answer.error == ""
-            assert tuple(answer.ids) == story.ids
+            assert tuple(answer.ids) == story.ids[:48]
             assert answer.stats["resumes"] >= 1
-        eventually(lambda: not alive(place.pid), 20)
+        eventually(lambda: not alive(place.pid), WHOLE_WITHIN_S)
     finally:
         if hangs.is_running():
             hangs.resume()

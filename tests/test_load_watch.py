@@ -139,7 +139,7 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended(
 
     async def play() -> None:
         supervisor = Supervisor(
-            faulty(tmp_path, STUCK, load_timeout_s=60), lambda _, why: exited.append(why)
+            faulty(tmp_path, STUCK, load_timeout_s=40), lambda _, why: exited.append(why)
         )
         exited: list[str] = []
 
@@ -149,7 +149,7 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended(
 
         stopped: list[int] = []
         async with asyncio.timeout(120):
-            with pytest.raises(LoadFailed, match="said nothing for 12 s while it loaded"):
+            with pytest.raises(LoadFailed, match="said nothing for 8 s while it loaded"):
                 _ = await supervisor.load(spec(), stop)
         assert (supervisor.states(), exited) == ([], [])
         assert stopped and not psutil.pid_exists(stopped[0])

@@ -14,6 +14,8 @@ from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
 
+pytestmark = pytest.mark.timeout(900)
+
 MODELS = ("demo", "second", "third")
 CARD = packaged_cards()[ModelId("demo")]
 WHOLE = stage_bytes(CARD, 0, CARD.num_layers, True, CARD.context_length, True)
@@ -31,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
         one = stack.enter_context(node(root / "one", *flags))
         folder = join(one, root / "two")
         two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one)))
-        eventually(lambda: sees(one, 2) and sees(two, 2), 15)
+        eventually(lambda: sees(one, 2) and sees(two, 2), 60)
         yield one, two
 
 
@@ -62,10 +64,10 @@ def test_models_asked_for_at_once_are_never_planned_over_the_limit(
 
     def asked(door: Node, model: str) -> Reply:
         body = chat_body("Who are you?", model=model, max_tokens=8)
-        return door.call("POST", CHAT, body, timeout_s=120)
+        return door.call("POST", CHAT, body, timeout_s=240)
 
     def watched(answers: list[Future[Reply]]) -> None:
-        eventually(lambda: not exceeds() and all(each.done() for each in answers), 120)
+        eventually(lambda: not exceeds() and all(each.done() for each in answers), 240)
 
     def exceeds() -> bool:
         for tally in (promised_by_node(one), used_by_node(one)):

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import ORACLE
-from nodes import Node, alive, chat_body, eventually, node
+from nodes import Node, alive, chat_body, eventually, node, struck
 from trials import NEVER_END
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
@@ -44,7 +44,7 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
 @pytest.mark.parametrize(
     ("row", "k"),
     [(row, number % 4) for number, row in enumerate(ORACLE)],
-    ids=lambda value: str(value["prompt"] if isinstance(value, dict) else value),
+    ids=[f"{row['prompt']} {number % 4}" for number, row in enumerate(ORACLE)],
 )
 def test_answers_over_http_are_the_oracles(demo: Node, row: dict[str, Any], k: int) -> None:
     budget = len(row["greedy_ids"]) + k
@@ -181,20 +181,21 @@ def test_synchronous_draft_evaluation_gives_the_same_ids_and_a_kill_takes_the_ru
 def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
     demo: Node, sign: signal.Signals
 ) -> None:
-    for _ in range(10):  # until the signal comes before the answer's end
+    def resumed() -> tuple[int, Any] | None:
         demo.chat("Who are you?", max_tokens=2)
         pid = demo.stages()[0]["pid"]
-        ids, stats = struck(demo, pid, sign)
+        ids, stats = signalled(demo, pid, sign)
         assert ids == STORY["greedy_ids"]
         assert stats["drafter_kind"] == "native_mtp"
-        if stats["resumes"]:
-            break
+        return (pid, stats) if stats["resumes"] else None
+
+    pid, stats = struck(resumed)
     assert (stats["resumes"], stats["resume_exact"]) == (1, True)
     assert demo.stages()[0]["pid"] != pid
     eventually(lambda: not alive(pid), 60)
 
 
-def struck(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], Any]:
+def signalled(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], Any]:
     """An answer's ids and stats whose runner is sent a signal after the first ten."""
     ids: list[int] = []
     stats: Any = None

@@ -7,6 +7,7 @@ from urllib.request import urlopen
 import pytest
 from nodes import Node, eventually, node
 from samples import Samples, of_demo, sampled
+from trials import NEVER_END
 
 from exo_node.node.chat.metrics import CONTENT_TYPE
 
@@ -30,7 +31,7 @@ def test_a_real_nodes_metrics_are_the_sums_of_what_its_answers_said(demo: Node) 
     fields: list[dict[str, Any]] = [
         {"num_draft_tokens": 3},
         {"num_draft_tokens": 0, "max_tokens": 5},
-        {"temperature": 1, "seed": 5, "draft_policy": "fixed"},
+        {"temperature": 1, "seed": 5, "draft_policy": "fixed", "max_tokens": 24},
     ]
     bodies = [demo.chat("Tell me a story.", **each) for each in fields]
     stats = [body["generation_stats"] for body in bodies]
@@ -65,10 +66,10 @@ def test_a_real_nodes_metrics_are_the_sums_of_what_its_answers_said(demo: Node) 
     assert seen["exo_node_placements", (("status", "ready"),)] == 1
     runner = (("model_name", "demo"), ("stage", "0"))
     assert seen["exo_node_runner_weights_bytes", runner] > 30e6
-    with demo.stream("Tell me a story.", max_tokens=4000) as events:
+    with demo.stream("Tell me a story.", max_tokens=4000, **NEVER_END) as events:
         assert next(events)
     success, aborts = "vllm:request_success_total", {"finished_reason": "abort"}
-    eventually(lambda: of_demo(scraped(demo), success, **aborts) == 1, 5)
+    eventually(lambda: of_demo(scraped(demo), success, **aborts) == 1, 60)
 
 
 def test_a_real_nodes_totals_and_models_tell_of_policy_rule_and_identity(demo: Node) -> None:
@@ -90,7 +91,7 @@ def test_a_real_nodes_totals_and_models_tell_of_policy_rule_and_identity(demo: N
 
 
 def drafted_by_default(running: Node) -> str:
-    return running.chat("Who are you?")["generation_stats"]["draft_policy"]
+    return running.chat("Who are you?", max_tokens=2)["generation_stats"]["draft_policy"]
 
 
 def logprobs_of(running: Node, **fields: Any) -> tuple[Any, list[dict[str, Any]]]:

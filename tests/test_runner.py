@@ -13,6 +13,7 @@ import psutil
 import pytest
 from engines import DEMO, ORACLE, load_quietly, spec
 from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
+from test_load_watch import STUCK
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
@@ -23,6 +24,8 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
+WITHIN_S = 60.0
+"""Long, so that a loaded machine fails no test."""
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 
 
@@ -34,7 +37,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def one(loop: asyncio.Runner) -> Iterator[Placement]:
-    with shared(loop, (0, 16), native_mtp=True, max_draft_tokens=2, context_length=4096) as made:
+    with shared(loop, (0, 16), native_mtp=True, max_draft_tokens=3, context_length=4096) as made:
         yield made
 
 
@@ -85,7 +88,7 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages that are no JSON": ("messages", {"messages": pb.Messages(json="{")}),
     "messages that are no list": ("messages", {"messages": pb.Messages(json="{}")}),
     "messages without content": ("messages", {"messages": pb.Messages(json='[{"role": 1}]')}),
-    "more drafts than loaded": ("num_draft_tokens", {"num_draft_tokens": 3}),
+    "more drafts than loaded": ("num_draft_tokens", {"num_draft_tokens": 4}),
     "negative drafts": ("num_draft_tokens", {"num_draft_tokens": -1}),
     "more tokens than the context": ("max_tokens", {"max_tokens": 4096}),
     "a replay without tokens": ("replay", {"replay": [pb.Round(forward=pb.Forward(rows=1))]}),
@@ -152,18 +155,21 @@ def test_a_name_that_is_in_use_is_refused_and_its_holder_goes_on(
     loop.run(play())
 
 
-def test_a_client_that_goes_away_frees_the_state_within_a_second(
+def test_a_client_that_goes_away_frees_the_state_long_before_the_end(
     loop: asyncio.Runner, one: Placement
 ) -> None:
     async def play() -> None:
+        begun = time.monotonic()
         events = one.generate(one.request(STORY["prompt"], max_tokens=4000, ignore_eos=True))
-        while (await anext(events)).WhichOneof("event") != "delta":
-            pass
+        for _ in range(20):
+            while (await anext(events)).WhichOneof("event") != "delta":
+                pass
+        whole_s = (time.monotonic() - begun) * 4000 / 20
         assert (await one.inspect()).cache_bytes > 0
         await events.aclose()
         gone = time.monotonic()
         while (state := await one.inspect()).live_requests or state.cache_bytes:
-            assert time.monotonic() - gone < 1.0
+            assert time.monotonic() - gone < max(2.0, whole_s / 10)
 
     loop.run(play())
 
@@ -235,7 +241,7 @@ def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
     folder = broken(tmp_path, change)
     with Child(spec(folder, **changes), tmp_path / "stderr") as child:
         failure = child.until("failure").failure
-        assert (failure.code, child.process.wait(5)) == (code, 1)
+        assert (failure.code, child.process.wait(WITHIN_S)) == (code, 1)
         assert failure.message
         assert "Traceback" not in child.stderr
 
@@ -261,7 +267,7 @@ def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner
     async def play() -> None:
         process = RunnerProcess(spec(), lambda _: None, LAN.runners)
         loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
-        _ = await eventually(lambda: process.pid > 0, 5)
+        _ = await eventually(lambda: process.pid > 0, WITHIN_S)
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(LoadFailed, match="demo, layers 0-15, was ended by signal 9"):
             _ = await loading
@@ -275,10 +281,12 @@ def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner
 
 
 def test_a_runner_ends_with_its_node_while_it_loads(tmp_path: Path) -> None:
-    with Child(spec(), tmp_path / "stderr") as child:
+    """The load never ends, so that it is not what the runner waits for."""
+    _ = (tmp_path / "sitecustomize.py").write_text(STUCK)
+    with Child(spec(), tmp_path / "stderr", PYTHONPATH=str(tmp_path)) as child:
         _ = child.until("progress")
         child.hang_up()
-        assert child.process.wait(2) == 0
+        assert child.process.wait(WITHIN_S) == 0
 
 
 def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
@@ -296,13 +304,14 @@ def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
             token_ids=pb.TokenIds(ids=STORY["prompt_ids"]),
             ignore_eos=True,
         )
+        begun = time.monotonic()
         call = stub.Generate(request)
-        while (await call.read()).WhichOneof("event") != "delta":  # pyright: ignore
-            pass
+        for _ in range(20):
+            while (await call.read()).WhichOneof("event") != "delta":  # pyright: ignore
+                pass
+        whole_s = (time.monotonic() - begun) * 4000 / 20
         child.hang_up()
-        gone = time.monotonic()
-        _ = await eventually(lambda: child.process.poll() is not None, 2)
-        assert time.monotonic() - gone < 2
+        _ = await eventually(lambda: child.process.poll() is not None, max(2.0, whole_s / 10))
         call.cancel()
         await channels.close()
 
@@ -314,7 +323,7 @@ def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
     with Child(spec(end=1, num_stages=2), tmp_path / "stderr") as child:
         _ = child.until("ready")
         child.stop()
-        assert child.process.wait(4) == 0
+        assert child.process.wait(WITHIN_S) == 0
         assert child.stderr == ""
 
 

@@ -23,7 +23,7 @@ def test_a_split_answers_over_its_runners_second_addresses() -> None:
                 assert ready.layers.decode_s > 0
                 ready.host, ready.port = second.host, second.port
             await placement.connect()
-            answer = await placement.answer(STORY["prompt"])
-            assert answer.ids == STORY["greedy_ids"]
+            answer = await placement.answer(STORY["prompt"], max_tokens=24)
+            assert answer.ids == STORY["greedy_ids"][:24]
 
     asyncio.run(run())
