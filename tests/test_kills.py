@@ -141,7 +141,7 @@ def test_two_of_four_nodes_killed_at_once_cost_an_answer_nothing(
         assert tuple(answer.ids) == story.ids
         for victim in (head, other):
             lab.until_ended(victim)
-        _ = lab.until_whole()
+        _ = lab.until_whole(together=hit)
         return answer if hit else None
 
     answer = nodes.struck(killed)
