@@ -104,7 +104,11 @@ class Cluster:
         self._dials[address] = self._loops.keep(exchange, f"the exchange with {address}")
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """A heartbeat that came in; the answer is this node's own."""
+        """A heartbeat that came in; the answer is this node's own.
+
+        A head that follows the sender from now on answers as the head once more: what it held and
+        was asked is the sender's to go on with, or to tell.
+        """
         if beat.leaving:
             self._tell(self._cluster_state.left(sender, time.monotonic()))
             _ = self._members.pop(sender, None)
@@ -112,9 +116,10 @@ class Cluster:
         address = f"{beat.sender.host}:{beat.sender.port}"
         known = self._members.get(sender)
         moved = known is not None and known.beat.sender.port != beat.sender.port
+        last_word = self._beat() if self.is_head and beat.head == sender else None
         self._note(sender, address if known is None or moved else known.address, beat)
         self.dial(address, sender)
-        return self._beat()
+        return self._beat() if last_word is None or self.is_head else last_word
 
     # ------------------------------------------------------------------------- the head
 

@@ -1,0 +1,78 @@
+"""Two heads that meet after a partition: what the losing one held is heard by the other."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from simulated import Disk
+
+from exo_node.node.cluster.cluster import Cluster
+from exo_node.node.cluster.cluster_state import ClusterState
+from exo_node.node.cluster.desired import DesiredPlacements
+from exo_node.node.cluster.held import Held
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.tasks import Loops
+from exo_node.node.machine.timing import LOCAL
+from exo_node.placement.errors import PeerLost
+from exo_node.placement.ids import NodeId, Term
+from exo_node.proto import peer_pb2 as pb
+
+Call = Callable[[pb.Heartbeat], pb.Heartbeat]
+
+
+class Way:
+    """A client that reaches one node, once there is a way to it."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+    async def exchange(self, _: str, __: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
+        if self.call is None:
+            raise PeerLost("nobody is there")
+        return self.call(beat)
+
+
+class Head:
+    """A real Cluster that leads alone, under the term after `term`, and holds one placement."""
+
+    def __init__(self, name: str, term: int) -> None:
+        self.id, self.way, self.held, events = NodeId(name), Way(), Held(), EventLog()
+        client: Any = self.way
+        self.held.own = lambda: [pb.HeldPlacement(placement=f"p-{name}", model="demo")]
+        self.cluster = Cluster(
+            lambda: pb.NodeFacts(id=name, name=name, host="127.0.0.1", port=ord(name)),
+            list,
+            client,
+            ClusterState(self.id, 1000, Disk(Term(term)), 0.0, LOCAL.cluster, wait_s=0.0),
+            lambda _, __: None,
+            "f",
+            events,
+            DesiredPlacements(),
+            Loops(events, LOCAL.loops),
+            self.held,
+            LOCAL.cluster,
+        )
+        self.cluster.start()
+
+
+@pytest.mark.parametrize("caller", ["the winner", "the loser"])
+def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: str) -> None:
+    async def meet() -> None:
+        loser, winner = Head("a", 1), Head("b", 7)
+        try:
+            assert loser.cluster.is_head and winner.cluster.is_head
+            first, second = (winner, loser) if caller == "the winner" else (loser, winner)
+            first.way.call = lambda beat: second.cluster.heard(first.id, beat)
+            first.cluster.dial(f"127.0.0.1:{ord(second.id)}", second.id)
+            async with asyncio.timeout(60):
+                while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
+                    await asyncio.sleep(0.01)
+            [told] = winner.held.take(winner.cluster.leads).values()
+            assert [held.placement for held in told.placements] == ["p-a"]
+            assert winner.cluster.is_head
+        finally:
+            for each in (loser, winner):
+                await each.cluster.close()
+
+    asyncio.run(meet())
