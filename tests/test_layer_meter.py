@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from engines import ORACLE, answer, load_quietly, request, spec, split_engine
 from runners import eventually
+from small import small_checkpoint
 
 from exo_node.node.cluster.member_facts import MemberFacts
 from exo_node.node.links.layer_profiles import LayerProfiles
@@ -39,7 +40,7 @@ from exo_node.shard.pipeline.stage import StageWorker
 
 DEMO = packaged_cards()[ModelId("demo")]
 ROWS = ProbeRows(verify=4, prefill=16)
-HIDDEN = 256
+HIDDEN = 64
 LAYER_S = 1e-3
 ENOUGH = WINDOW * (1 + FIRST)
 
@@ -123,7 +124,7 @@ class Meter(LayerTimer):
 def test_only_forwards_that_are_computed_whole_count(last: bool) -> None:
     """The last stage evaluates caches alone where nobody reads its rows."""
     end = 16 if last else 12
-    loaded = load_quietly(spec(first=8, end=end, stage=1, num_stages=2 if last else 3))
+    loaded = load_quietly(spec(small_checkpoint(16), 8, end, stage=1, num_stages=2 if last else 3))
     worker = StageWorker(loaded.model, loaded.expected, lambda: 0.0)
     loaded.model.meter = meter = Meter()
     _ = worker.forward(block(0, 4, pb.REPLY_NONE))
@@ -138,7 +139,7 @@ def test_only_forwards_that_are_computed_whole_count(last: bool) -> None:
 
 @dataclass
 class Pipeline:
-    """The demo in two halves, each layer of which turns a clock by LAYER_S, or by its own."""
+    """A small model in two halves, each layer of which turns a clock by LAYER_S, or by its own."""
 
     clock: Clock
     engine: TextEngine
@@ -181,7 +182,7 @@ def layers_of(model: StageModel) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def halves() -> tuple[TextEngine, list[Loaded]]:
-    engine, _, loaded = split_engine((0, 8, 16))
+    engine, _, loaded = split_engine((0, 8, 16), folder=small_checkpoint(16))
     return engine, loaded
 
 

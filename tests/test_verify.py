@@ -6,9 +6,10 @@
 import getpass
 import json
 import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from shims import by_contents, by_rows, perturb
+from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.accept import VerifyResult, accept_matching
@@ -308,8 +310,12 @@ def test_a_defect_says_what_to_do() -> None:
 
 
 @pytest.fixture
-def demo_request() -> Iterator[tuple[verify.VerifyRequest, pb.StageSpec]]:
-    found = resolve("demo", load_settings({"dtype": "float32"}, {}), frozenset())
+def whole_request(tmp_path: Path) -> tuple[verify.VerifyRequest, pb.StageSpec]:
+    """As the command makes it, of a folder with a card that declares the head."""
+    folder = tmp_path / "model"
+    _ = shutil.copytree(small_checkpoint(), folder)
+    _ = (folder / "exo-card.toml").write_text("[native_mtp]\ndefault_k = 1\nmax_k = 3\n")
+    found = resolve(str(folder), load_settings({"dtype": "float32"}, {}), frozenset())
     request = verify.VerifyRequest(
         stage=found.spec.SerializeToString().hex(),
         k=1,
@@ -320,18 +326,18 @@ def demo_request() -> Iterator[tuple[verify.VerifyRequest, pb.StageSpec]]:
         memory_bytes=2**34,
         quantization=None,
     )
-    yield verify.parse_request(request.model_dump_json().encode())
+    return verify.parse_request(request.model_dump_json().encode())
 
 
-def test_the_demo_is_exact_from_its_files_to_the_report(
-    demo_request: tuple[verify.VerifyRequest, pb.StageSpec],
+def test_a_model_is_exact_from_its_files_to_the_report(
+    whole_request: tuple[verify.VerifyRequest, pb.StageSpec],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = verify.Effort(prompts=1, tokens=6, rows=4, samples=40)
     monkeypatch.setattr(verify, "QUICK", small)
-    request, spec = demo_request
+    request, spec = whole_request
     done = verify.run_verify(request, spec, lambda _: None)
     assert (done.verdict, done.exit_status, done.settings["max_k"]) == ("exact", 0, 1)
     file = tmp_path / "report.json"
