@@ -23,7 +23,8 @@ qwen3_next.py: the Qwen3-Next family
 rollback.py: takes rows back from caches, bit for bit
 sampler.py: from logits to tokens and verdicts, for one request
 sampling.py: the one target distribution, for drafts and their verification
-seams.py: the Protocols Verifier, Drafter and Ending
+schedule.py: where the forwards over a prompt end
+seams.py: the Protocols Verifier, Drafter and StopCondition
 stats.py: counts what a generation did
 types.py: Sampling, Round, GenerationStats; free of MLX
 weights.py: fills a head: quantisation, dtype, what is missing

@@ -6,7 +6,7 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from .drafters import NoDrafter
 from .finite import NO_TOKEN, NotFinite
 from .logprobs import Scores, score
 from .sampler import Sampler
+from .schedule import prefill_ends
 from .seams import Block, Drafter, Drafts, StopCondition, Verifier, Wait, Want, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
@@ -38,6 +39,7 @@ class Task:
     """What to generate. `replay` holds the rounds of an earlier attempt: rebuilt, not emitted.
 
     `top_logprobs` None: rounds carry no log-probabilities; else each token's and so many others.
+    `turn_ends`: tokens behind which a forward over the prompt may end; see `schedule`.
     """
 
     prompt: Sequence[int]
@@ -45,6 +47,11 @@ class Task:
     prefill_chunk: int
     replay: Sequence[Round] = ()
     top_logprobs: int | None = None
+    turn_ends: frozenset[int] = frozenset()
+
+    @property
+    def prefill_ends(self) -> list[int]:
+        return prefill_ends(self.prompt, self.prefill_chunk, self.turn_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +153,16 @@ class Generation:
 
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
         """One pass over the prompt: each chunk's hidden also primes the drafter."""
-        prompt, chunk = self._task.prompt, self._task.prefill_chunk
-        held = min(self._verifier.position, len(prompt))  # kept from an earlier attempt
+        prompt, ends = self._task.prompt, self._task.prefill_ends
+        held = min(self._verifier.position, len(prompt))  # of an earlier attempt, or of a prefix
         yield Prefilled(held, len(prompt))
         if prompt and held == len(prompt):
             if self._task.replay:  # nothing reads these logits
                 return mx.zeros((0, 1)), None, Forward(0, 0)
-            start = (len(prompt) - 1) // chunk * chunk
+            start = ends[-2] if len(ends) > 1 else 0
             block = yield from self._verifier.again(as_row(prompt[-1:]))
             return block.logits, block.hidden, Forward(start, len(prompt) - start)
-        for start in range(held, len(prompt), chunk):
-            end = min(start + chunk, len(prompt))
+        for start, end in pairwise((held, *(end for end in ends if end > held))):
             rows = as_row(prompt[start:end])
             ends = end == len(prompt) and not (self._task.replay and self._verifier.remote)
             want: Want = "last" if ends else "none"

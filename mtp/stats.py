@@ -65,8 +65,12 @@ class StatsCollector:
         resumes: int = 0,
         parked: bool = False,
         kernels: tuple[str, ...] = (),
+        cached: int = 0,
     ) -> GenerationStats:
-        """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more."""
+        """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more.
+
+        `cached`: rows of the prompt that were not read, because another one begins alike.
+        """
         first = self._last if self._first is None else self._first
         to_first, decoding = first - self._begun, self._last - first
         width = k if k else 0
@@ -87,7 +91,7 @@ class StatsCollector:
             draft_k_trace=tuple(self._trace),
             draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
             head_parked=parked,
-            prompt_tps=prompt_tokens / to_first if to_first > 0 else 0.0,
+            prompt_tps=(prompt_tokens - cached) / to_first if to_first > 0 else 0.0,
             generation_tps=(
                 (self._tokens - self._tokens_of_first) / decoding if decoding > 0 else 0.0
             ),
@@ -95,6 +99,7 @@ class StatsCollector:
             peak_memory_bytes=mx.get_peak_memory(),
             resumes=resumes,
             kernels=kernels,
+            cached_tokens=cached,
         )
 
     def _extend_trace(self, k: int) -> None:

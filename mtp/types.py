@@ -107,7 +107,8 @@ class GenerationStats:
     `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
     order as (k, rounds in a row), its last TRACE_LENGTH entries. The two shares of acceptance are
     of proposed drafts and of emitted tokens; None where there were none. `kernels` names those of
-    our own that computed; none: all are MLX's.
+    our own that computed; none: all are MLX's. `cached_tokens` are the prompt's that were not read
+    again; `prompt_tps` is of the others.
     """
 
     drafter_kind: Literal["native_mtp", "none"]
@@ -133,3 +134,4 @@ class GenerationStats:
     resumes: int = 0
     resume_exact: bool = True
     kernels: tuple[str, ...] = ()
+    cached_tokens: int = 0

@@ -1531,6 +1531,7 @@ class StageSpec(_message.Message):
     FIXED_ROWS_FIELD_NUMBER: _builtins.int
     PROFILE_FOLDER_FIELD_NUMBER: _builtins.int
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
     LISTEN_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
@@ -1572,6 +1573,8 @@ class StageSpec(_message.Message):
     """where measured round costs are kept; empty: nowhere. As `path`"""
     draft_vocabulary: _builtins.int
     """ids below this are drafted; 0: all"""
+    prefix_cache_bytes: _builtins.int
+    """for prompts that were read and live requests; 0: none is kept"""
     measure_layers: _builtins.bool
     """time the layers after the load: the node has no profile of them yet"""
     hidden_size: _builtins.int
@@ -1609,6 +1612,7 @@ class StageSpec(_message.Message):
         fixed_rows: _builtins.int = ...,
         profile_folder: _builtins.str = ...,
         draft_vocabulary: _builtins.int = ...,
+        prefix_cache_bytes: _builtins.int = ...,
         measure_layers: _builtins.bool = ...,
         listen: _abc.Iterable[_builtins.str] | None = ...,
         hidden_size: _builtins.int = ...,
@@ -1617,7 +1621,7 @@ class StageSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3036,6 +3040,7 @@ class RunnerState(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -3046,6 +3051,8 @@ class RunnerState(_message.Message):
     """its compute thread is gone: it only looks alive"""
     head_parked: _builtins.str
     """why its draft head is not used any more"""
+    prefix_cache_bytes: _builtins.int
+    """held of prompts that were read"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
         """what its layers take at work, as far as that is known"""
@@ -3061,10 +3068,11 @@ class RunnerState(_message.Message):
         layers: _abc.Iterable[Global___LayerMean] | None = ...,
         compute_ended: _builtins.bool = ...,
         head_parked: _builtins.str = ...,
+        prefix_cache_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,11 +1,13 @@
 """One answer, from token ids to text and stats.
 
 attempts.py: what an attempt leaves for the next one, and a running one gives to a spare
+cache_parts.py: parts of a request's caches, kept apart from it
 compute.py: the one thread that owns MLX
 draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
 engine.py: one answer: prefill, rounds, text, stats
 local.py: the Verifier of a model that is here whole
 options.py: what a stage's specification says of its engine
+prefix_cache.py: the state behind prompts that were read, for prompts that begin alike
 probing.py: what is measured before the first request
 request.py: what the engine is asked
 """

@@ -28,6 +28,8 @@ class Running:
 
     generation: Generation
     verifier: PipelineVerifier | LocalVerifier
+    cached: int = 0
+    """Rows of the prompt that a prefix cache had."""
 
     def copied(self, ids: Sequence[int]) -> RequestState:
         """A whole model's state as a spare is sent it.

@@ -18,6 +18,7 @@ from ...mtp.head import DraftHead
 from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ...mtp.probe import Costs
 from ...mtp.sampler import Sampler
+from ...mtp.schedule import prefill_ends
 from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
@@ -33,6 +34,7 @@ from .attempts import Kept, Running
 from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .options import EngineOptions
+from .prefix_cache import PrefixCache
 from .probing import Subject, probe_costs, probe_fixed_rows, probe_identity
 from .request import EngineRequest
 
@@ -113,6 +115,9 @@ class TextEngine:
         self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
         self._kept: dict[str, Kept] = {}
         self._parked: set[tuple[str, int]] = set()
+        budget = options.prefix_cache_bytes if link is None else 0
+        self._prefixes = PrefixCache(budget, stage.make_caches)
+        self._turn_ends = codec.end_tokens if budget else frozenset[int]()
         self.identity = "off"
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
@@ -214,12 +219,14 @@ class TextEngine:
                 resumes=request.attempt - 1,
                 parked=bool(self.head_parked),
                 kernels=self._kernels,
+                cached=running.cached,
             )
             yield Done(reason, text.finish(), final, self.identity if request.k else "off")
         except PeerLost:
             lost = True
             raise
         except NotFinite as fault:
+            self._prefixes.clear()
             raise numeric_error(
                 fault.position, self._options.dtype, alone=self._link is None
             ) from fault
@@ -246,6 +253,8 @@ class TextEngine:
                 return end.value
             if isinstance(event, Delta):
                 ids += event.round.tokens
+            elif isinstance(event, Prefilled):
+                self._keep_prefix(request, running, event.done)
             yield event
             if self._state_sender is None or isinstance(event, Wait):
                 continue
@@ -273,7 +282,9 @@ class TextEngine:
         sampler = Sampler(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        taken = self._taken_up(request) if self._link is None else None
+        taken, cached = self._taken_up(request) if self._link is None else None, 0
+        if taken is None and (taken := self._prefix_of(request)) is not None:
+            cached = taken.position
         verifier = self._verifier(request, taken)
         drafter = self._drafter(sampler, request)
         if taken is not None and taken.drafter is not None and isinstance(drafter, NativeDrafter):
@@ -284,6 +295,7 @@ class TextEngine:
             self._options.prefill_chunk,
             request.replay,
             request.top_logprobs,
+            self._turn_ends,
         )
         padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
         generation = Generation(
@@ -297,7 +309,7 @@ class TextEngine:
         )
         # Not of FixedRows: asking must not settle what it leaves open until the next forward.
         self._live[request.request, request.attempt] = lambda: verifier.arrays() + drafter.arrays()
-        return Running(generation, verifier)
+        return Running(generation, verifier, cached)
 
     def _end(self, request: EngineRequest, verifier: Verifier, *, lost: bool) -> None:
         """Frees the answer's state, or keeps it where another attempt follows."""
@@ -363,7 +375,7 @@ class TextEngine:
             verifier is not None
             and request.keeps
             and verifier.take_up(request.attempt, request.committed)
-            and request.ends_a_forward(verifier.position, self._options.prefill_chunk)
+            and request.ends_a_forward(verifier.position, self._ends(request))
         ):
             return verifier
         return PipelineVerifier(
@@ -377,9 +389,35 @@ class TextEngine:
         # Behind the prompt's last row nobody would know its first token.
         rows = request.committed if request.replay else len(request.prompt) - 1
         state = self._copies.take(request.request, request.attempt, rows, request.ids)
-        if state is None or not request.ends_a_forward(state.position, self._options.prefill_chunk):
+        if state is None or not request.ends_a_forward(state.position, self._ends(request)):
             return None
         return None if request.k and state.drafter is None else state
+
+    def _ends(self, request: EngineRequest) -> list[int]:
+        return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)
+
+    def _prefix_of(self, request: EngineRequest) -> RequestState | None:
+        """What earlier requests left of this prompt's beginning."""
+        if not self._prefixes.enabled:
+            return None
+        self._prefixes.shrink(self.cache_bytes())
+        found = self._prefixes.find(request.prompt, self._ends(request), drafts=request.k > 0)
+        if found is None:
+            return None
+        return RequestState(found.caches, position=found.position, drafter=found.drafter)
+
+    def _keep_prefix(self, request: EngineRequest, running: Running, rows: int) -> None:
+        if not self._prefixes.enabled or not running.cached < rows < len(request.prompt):
+            return
+        drafter, ends = running.generation.settle(), self._ends(request)
+        state = drafter.state if isinstance(drafter, NativeDrafter) else None
+        caches = running.verifier.state.caches
+        self._prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
+        self._prefixes.shrink(self.cache_bytes())
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        return self._prefixes.bytes
 
     def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
         """What this runner, a spare, was sent of an earlier attempt."""

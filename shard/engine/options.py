@@ -20,6 +20,8 @@ class EngineOptions:
     """Strict mode: the rows of every decode forward. 0: as many as there are."""
     draft_vocabulary: int = 0
     """Only ids below it are drafted. 0: all."""
+    prefix_cache_bytes: int = 0
+    """For prompts that were read and requests in progress together. 0: nothing is kept."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":
@@ -31,4 +33,5 @@ class EngineOptions:
             spec.max_draft_tokens,
             spec.fixed_rows,
             spec.draft_vocabulary,
+            spec.prefix_cache_bytes,
         )

@@ -60,10 +60,10 @@ class EngineRequest:
             return "none"
         return "adaptive" if self.adaptive else "fixed"
 
-    def ends_a_forward(self, rows: int, prefill_chunk: int) -> bool:
+    def ends_a_forward(self, rows: int, prefill_ends: Sequence[int]) -> bool:
         """Whether the recorded forwards can go on behind so many rows."""
         prompt = len(self.prompt)
         if rows <= prompt:
-            return rows % prefill_chunk == 0 or rows == prompt
+            return rows in (0, *prefill_ends)
         tokens = (len(recorded.tokens) for recorded in self.replay[1:])
         return rows in accumulate(tokens, initial=prompt)

@@ -1,0 +1,36 @@
+"""Where the forwards over a prompt end."""
+
+from collections.abc import Collection, Sequence
+
+LEAST_TURN = 128
+"""Rows of a forward that may end with a turn: shorter ones would cost more than they spare."""
+
+
+def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] = ()) -> list[int]:
+    """The row behind each forward, ascending; the last is the prompt's length.
+
+    A forward ends behind `chunk` rows, or with the first of the tokens `turn_ends` that is at least
+    LEAST_TURN rows behind the last end. An end depends on the ids before it alone, so that prompts
+    which begin alike are read by the same forwards as far as they are alike: only then is what one
+    of them computed, bit for bit, what another would have.
+    """
+    ends, start = list[int](), 0
+    while start + chunk < len(prompt):
+        start = _turn_end(prompt, start, chunk, turn_ends) or start + chunk
+        ends.append(start)
+    if turn_ends:
+        while end := _turn_end(prompt, start, chunk, turn_ends):
+            ends.append(start := end)
+    return ends if start == len(prompt) and ends else [*ends, len(prompt)]
+
+
+def _turn_end(
+    prompt: Sequence[int], start: int, chunk: int, turn_ends: Collection[int]
+) -> int | None:
+    if not turn_ends:
+        return None
+    stop = min(start + chunk, len(prompt))
+    for row in range(start + LEAST_TURN - 1, stop):
+        if prompt[row] in turn_ends:
+            return row + 1
+    return None
