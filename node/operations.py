@@ -199,6 +199,7 @@ class NodeOperations:
                     stage=stage["stage"],
                     weights=stage["weight_bytes"],
                     cache=stage["cache_bytes"],
+                    prefixes=stage["prefix_cache_bytes"],
                     peak=stage["peak_memory_bytes"],
                 )
                 for node in nodes

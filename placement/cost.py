@@ -46,6 +46,7 @@ class ModelSizes:
     ends: int
     head: int
     """The MTP head, its cache included."""
+    head_cache: int
 
     @classmethod
     def of(cls, card: ModelCard, context: int) -> Self:
@@ -58,6 +59,7 @@ class ModelSizes:
             cache=cache,
             ends=card.endpoint_bytes,
             head=card.mtp_bytes + mtp.num_layers * cache if mtp else 0,
+            head_cache=mtp.num_layers * cache if mtp else 0,
         )
 
     @property
@@ -68,6 +70,11 @@ class ModelSizes:
     def caches_before(self, end: int) -> int:
         """As `ModelCard.layers_before`."""
         return end * self.attention_layers // self.layers
+
+    def caches(self, first: int, end: int, *, mtp: bool = False) -> int:
+        """KV of layers [first, end), and of the head, for the whole context."""
+        own = (self.caches_before(end) - self.caches_before(first)) * self.cache
+        return own + (self.head_cache if mtp else 0)
 
     def need(self, first: int, end: int, *, generator: bool, mtp: bool = False) -> int:
         """Bytes of layers [first, end), with the headroom."""

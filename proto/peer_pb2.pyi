@@ -545,6 +545,7 @@ class StageState(_message.Message):
     CHECKPOINT_BYTES_READ_FIELD_NUMBER: _builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -565,6 +566,8 @@ class StageState(_message.Message):
     live_requests: _builtins.int
     head_parked: _builtins.str
     """why its draft head is not used any more"""
+    prefix_cache_bytes: _builtins.int
+    """of prompts that were read; goes where requests need the room"""
     def __init__(
         self,
         *,
@@ -583,10 +586,11 @@ class StageState(_message.Message):
         checkpoint_bytes_read: _builtins.int = ...,
         live_requests: _builtins.int = ...,
         head_parked: _builtins.str = ...,
+        prefix_cache_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "progress", b"progress", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

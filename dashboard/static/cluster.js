@@ -148,6 +148,7 @@ function Stage({ stage, spare }) {
     `layers ${range(stage.layers)}`,
     `weights ${bytes(stage.weight_bytes)}`,
     `KV cache ${bytes(stage.cache_bytes)}`,
+    stage.prefix_cache_bytes > 0 && `prompts kept ${bytes(stage.prefix_cache_bytes)}`,
     `peak ${bytes(stage.peak_memory_bytes)}`,
     stage.status === "loading" && `${bytes(stage.checkpoint_bytes_read)} read`,
     live > 0 && plural(live, "request"),

@@ -319,7 +319,7 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
         reason="stop" if finished.reason == "stop" else "length",
         prompt_tokens=prompt,
         completion_tokens=completion,
-        cached_tokens=0,
+        cached_tokens=stats["cached_tokens"],
         accepted_draft_tokens=stats["accepted_draft_tokens"],
         stats=stats,
     )

@@ -57,6 +57,7 @@ class RunnerMemory:
     stage: int
     weights: int
     cache: int
+    prefixes: int
     peak: int
 
 
@@ -152,6 +153,9 @@ class AnswerMeter:
             case TextDelta() if event.token_ids:
                 self._emitted(len(event.token_ids))
             case Finished():
+                families = self._families
+                families.prefix_queries.labels(*self._labels).inc(event.prompt_tokens)
+                families.prefix_hits.labels(*self._labels).inc(event.cached_tokens)
                 self._end(event.reason)
             case _:
                 pass
@@ -213,6 +217,12 @@ class _Families:
             "vllm:num_requests_waiting", "Requests that wait for their turn or for their model."
         )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self.prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for among read ones."
+        )
+        self.prefix_hits = counter(
+            "vllm:prefix_cache_hits", "Those of them that were found, and not read again."
+        )
         self.generation_tokens = counter(
             "vllm:generation_tokens", "Tokens emitted, those of answers that broke off among them."
         )
@@ -264,7 +274,13 @@ class _Families:
         """A model's series at 0, so that a rate sees its first request."""
         for how in ENDINGS:
             _ = self.endings.labels(*labels, how)
-        for counter in (self.prompt_tokens, self.generation_tokens, self.numeric_errors):
+        for counter in (
+            self.prompt_tokens,
+            self.prefix_queries,
+            self.prefix_hits,
+            self.generation_tokens,
+            self.numeric_errors,
+        ):
             _ = counter.labels(*labels)
 
 
@@ -358,6 +374,9 @@ class _Scrape(Collector):
         cache = GaugeMetricFamily(
             "exo_node_runner_cache_bytes", "Caches of answers in progress.", labels=labels
         )
+        prefixes = GaugeMetricFamily(
+            "exo_node_runner_prefix_cache_bytes", "Kept of prompts that were read.", labels=labels
+        )
         peak = GaugeMetricFamily(
             "exo_node_runner_peak_memory_bytes", "Most memory so far.", labels=labels
         )
@@ -365,5 +384,6 @@ class _Scrape(Collector):
             at = (runner.model, str(runner.stage))
             weights.add_metric(at, runner.weights)
             cache.add_metric(at, runner.cache)
+            prefixes.add_metric(at, runner.prefixes)
             peak.add_metric(at, runner.peak)
-        yield from (weights, cache, peak)
+        yield from (weights, cache, prefixes, peak)

@@ -164,6 +164,8 @@ def stats_line(stats: Mapping[str, Any]) -> str:
         parts.append(f"accepted {_text(accepted)}/{_text(proposed)}")
     parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
+    if cached := stats.get("cached_tokens"):
+        parts.append(f"{_text(cached)} prompt tokens cached")
     if resumes := stats.get("resumes"):
         exact = "exact" if stats.get("resume_exact") else "not exact"
         parts.append(f"resumed {_text(resumes)}x, {exact}")

@@ -99,6 +99,7 @@ def _stage(state: pb.StageState) -> Mapping[str, Any]:
         "weight_bytes": state.weight_bytes,
         "checkpoint_bytes_read": state.checkpoint_bytes_read,
         "cache_bytes": state.cache_bytes,
+        "prefix_cache_bytes": state.prefix_cache_bytes,
         "peak_memory_bytes": state.peak_memory_bytes,
         "live_requests": state.live_requests,
         "progress": state.progress,

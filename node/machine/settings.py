@@ -108,6 +108,7 @@ class Settings(BaseModel):
     load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
+    prefix_cache_enabled: Switch = True
 
 
 class ClientSettings(BaseModel):
@@ -151,6 +152,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
+    "prefix_cache_enabled": _Source("EXO_PREFIX_CACHE_ENABLED"),
     "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
     "kernels": _Source("EXO_KERNELS"),
     "timing": _Source("EXO_TIMING"),

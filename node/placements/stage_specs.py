@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...placement.card import ModelCard
+from ...placement.cost import ModelSizes
 from ...placement.drafting import EnabledState, HeadState, choose_drafting
 from ...placement.ids import PlacementId
 from ...placement.plan import Placement
@@ -47,6 +48,7 @@ def build_specs(
     stages, mtp = plan.stages, card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
+    sizes = ModelSizes.of(card, plan.context_length)
     return [
         pb.StageSpec(
             placement=placement,
@@ -70,6 +72,7 @@ def build_specs(
             mtp_hidden=mtp.hidden if mtp else "",
             lease_s=lease_s,
             mtp_off_reason=off,
+            prefix_cache_bytes=sizes.caches(stage.first_layer, stage.end_layer, mtp=not off),
         )
         for number, stage in enumerate(stages)
     ]
@@ -85,4 +88,6 @@ def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.
     own.ClearField("profile_folder")
     own.memory_limit_bytes = settings.memory_limit or 0
     own.kernels = settings.kernels
+    if not settings.prefix_cache_enabled:
+        own.prefix_cache_bytes = 0
     return own

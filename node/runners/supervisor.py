@@ -323,4 +323,5 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
         pid=runner.pid,
         error=runner.error,
         head_parked=state.head_parked,
+        prefix_cache_bytes=state.prefix_cache_bytes,
     )

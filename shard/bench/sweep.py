@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -74,7 +74,7 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
         loaded.codec,
         loaded.model,
         loaded.vocabulary,
-        EngineOptions.of(spec),
+        replace(EngineOptions.of(spec), prefix_cache_bytes=0),  # each repeat reads its prompt
         head=loaded.head,
     )
     engine.probe()

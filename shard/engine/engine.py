@@ -283,7 +283,7 @@ class TextEngine:
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
         taken, cached = self._taken_up(request) if self._link is None else None, 0
-        if taken is None and (taken := self._prefix_of(request)) is not None:
+        if taken is None and (taken := self.prefix_of(request)) is not None:
             cached = taken.position
         verifier = self._verifier(request, taken)
         drafter = self._drafter(sampler, request)
@@ -396,7 +396,7 @@ class TextEngine:
     def _ends(self, request: EngineRequest) -> list[int]:
         return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)
 
-    def _prefix_of(self, request: EngineRequest) -> RequestState | None:
+    def prefix_of(self, request: EngineRequest) -> RequestState | None:
         """What earlier requests left of this prompt's beginning."""
         if not self._prefixes.enabled:
             return None

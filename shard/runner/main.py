@@ -317,6 +317,9 @@ class Runner:
                 progress=self._compute.progress,
                 layers=self._meter.means(),
                 head_parked=watch.head_parked if isinstance(watch, TextEngine) else "",
+                prefix_cache_bytes=(
+                    watch.prefix_cache_bytes if isinstance(watch, TextEngine) else 0
+                ),
             )
 
         def looked() -> "asyncio.Future[pb.RunnerState]":

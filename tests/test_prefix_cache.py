@@ -1,0 +1,284 @@
+"""Answers on a kept prefix are the cold ones, whatever was asked before; bytes keep their bound.
+
+A small model whose numbers depend on how many rows a forward has: a prefix that was read by other
+forwards than the cold prompt would show.
+"""
+
+import functools
+import random
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import Answer, answer, engine_of, load_quietly, request
+from models import DEMO
+from shims import by_rows, perturb
+from small import small_spec
+from zoo import VOCABULARY, tiny_config
+from zoo_runs import small
+
+from exo_node.mtp.rollback import cache_arrays
+from exo_node.mtp.types import Round, Sampling
+from exo_node.placement.errors import NumericError
+from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.text.codec import TextCodec
+
+CHUNK = 160
+ROOM = 256 << 20
+END = 4095
+"""The tokenizer's end token."""
+TOKENS = 6
+GREEDY = Sampling()
+
+
+@functools.cache
+def hybrid() -> Loaded:
+    loaded = load_quietly(small_spec(native_mtp=True))
+    model: Any = loaded.model.model
+    assert perturb(model, by_rows, size=0.1) > 4
+    return loaded
+
+
+def engine(loaded: Loaded | None = None, room: int = ROOM, **changes: Any) -> TextEngine:
+    wanted = small_spec(
+        native_mtp=True, prefill_chunk=CHUNK, **({"prefix_cache_bytes": room} | changes)
+    )
+    return engine_of(loaded or hybrid(), wanted)
+
+
+@functools.cache
+def _cold(prompt: tuple[int, ...], k: int, tokens: int, sampling: Sampling) -> tuple[object, ...]:
+    return told(answer(engine(), request(prompt, k, tokens, sampling=sampling)))
+
+
+def cold(
+    prompt: Sequence[int], k: int, tokens: int = TOKENS, sampling: Sampling = GREEDY
+) -> tuple[object, ...]:
+    """The answer of an engine that never read anything before."""
+    return _cold(tuple(prompt), k, tokens, sampling)
+
+
+def turn(rows: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), END]
+
+
+def told(got: Answer) -> tuple[object, ...]:
+    drafts = [(r.drafted, r.accepted, r.forward) for r in got.rounds]
+    return got.ids, drafts
+
+
+SYSTEM = turn(300, 1)
+FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
+SECOND = [*SYSTEM, *turn(40, 2), 7, 8, *turn(30, 3), *turn(150, 4), 7, 8]
+OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
+ALIEN = [*turn(300, 6), *SECOND[300:]]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
+    warm = engine()
+    cached: list[int] = []
+    for prompt in (FIRST, SECOND, FIRST, OTHER, SECOND, ALIEN):
+        got = answer(warm, request(prompt, k, TOKENS))
+        assert told(got) == cold(prompt, k)
+        cached.append(got.stats.cached_tokens)
+    # Forwards end at the chunk (160), the system's turn (300), a chunk (460); the last is not kept.
+    assert cached == [0, 300, 300, 300, 460, 0]
+
+
+def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:
+    """Caches, the head's, and the hidden states that it is yet to read: bit for bit."""
+    warm, alone = engine(), engine()
+    for prompt in (FIRST, SECOND):
+        _ = answer(warm, request(prompt, 3, 1))
+    _ = answer(alone, request(SECOND, 3, 1))
+    some, others = (each.prefix_of(request(SECOND, 3, 1)) for each in (warm, alone))
+    assert some is not None and others is not None and some.position == others.position == 460
+    assert some.drafter is not None and others.drafter is not None
+    mine, theirs = (
+        [
+            *cache_arrays(each.caches),
+            *cache_arrays([d.cache]),
+            *(x for x in (d.read, d.pending) if x is not None),
+        ]
+        for each, d in ((some, some.drafter), (others, others.drafter))
+    )
+    assert len(mine) == len(theirs) > 10
+    assert some.drafter.rows == others.drafter.rows and some.drafter.observed == 460
+    assert all(mx.array_equal(a, b).item() for a, b in zip(mine, theirs, strict=True))
+
+
+def test_what_a_plain_answer_kept_gives_a_drafting_one_the_same_drafts() -> None:
+    """It has no drafter's state: that request reads the prompt, and the next one need not."""
+    warm = engine()
+    _ = answer(warm, request(SECOND, 0, TOKENS))
+    wanted = cold(SECOND, 3)
+    first, second = (answer(warm, request(SECOND, 3, TOKENS)) for _ in range(2))
+    assert told(first) == told(second) == wanted
+    assert first.stats.cached_tokens == 0 < second.stats.cached_tokens
+    plain = answer(warm, request(SECOND, 0, TOKENS))
+    assert plain.stats.cached_tokens == second.stats.cached_tokens
+
+
+def test_a_seeded_answer_is_the_cold_one() -> None:
+    sampling = Sampling(temperature=1.0, seed=5)
+    warm = engine()
+    _ = answer(warm, request(FIRST, 3, TOKENS))
+    got = answer(warm, request(SECOND, 3, TOKENS, sampling=sampling))
+    assert got.stats.cached_tokens and told(got) == cold(SECOND, 3, sampling=sampling)
+
+
+def traces(seed: int, count: int) -> list[list[int]]:
+    """Conversations that grow, branch and begin anew."""
+    draw = random.Random(seed)
+    talks = [turn(draw.choice([10, 130, 190]), draw.randrange(4)) for _ in range(2)]
+    asked: list[list[int]] = []
+    for _ in range(count):
+        talk = draw.choice(talks)
+        if draw.random() < 0.2 and len(talk) > 100:
+            talk = talk[: draw.randrange(1, len(talk))]
+        talk = [*talk, *turn(draw.choice([3, 64, 140, 200]), draw.randrange(3))]
+        talks = [*talks[-3:], talk]
+        asked.append([*talk, 7, 8] if draw.random() < 0.8 else talk)
+    return asked
+
+
+def follow(warm: TextEngine, seed: int, count: int = 6) -> int:
+    """The tokens that were found, in all."""
+    draw, found = random.Random(seed), 0
+    for prompt in traces(seed, count):
+        k, tokens = draw.randrange(4), draw.randrange(1, 4)
+        if draw.random() < 0.2:  # a client that goes at once, or behind a chunk
+            steps = warm.generate(request(prompt, k, tokens))
+            for _ in range(draw.randrange(1, 4)):
+                _ = next(steps)
+            steps.close()
+        got = answer(warm, request(prompt, k, tokens))
+        assert told(got) == cold(prompt, k, tokens)
+        assert warm.prefix_cache_bytes <= ROOM
+        found += got.stats.cached_tokens
+    assert warm.live_requests == warm.cache_bytes() == 0
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traces_are_answered_as_by_a_cold_engine(seed: int) -> None:
+    assert follow(engine(), seed) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_under_pressure_answers_stay_and_bytes_keep_their_bound(seed: int) -> None:
+    one = engine()
+    _ = answer(one, request(SECOND, 3, 1))
+    tight = engine(room=one.prefix_cache_bytes)
+    _ = follow(tight, seed + 50)
+    assert tight.prefix_cache_bytes <= one.prefix_cache_bytes
+
+
+KINDS = ("llama", "gemma3_text", "gpt_oss", "nemotron_h", "deepseek_v3", "qwen3_next")
+"""Full attention, windows whose rows are written over, recurrent states without tapes, latents."""
+
+
+def of_class(kind: str, room: int) -> TextEngine:
+    model: Any = small(tiny_config(kind))
+    assert perturb(model, by_rows, size=0.1) > 4
+    stage = StageModel(model, 0, len(model.layers))
+    options = EngineOptions("float32", 4096, CHUNK, prefix_cache_bytes=room)
+    return TextEngine(TextCodec.load(DEMO), stage, VOCABULARY, options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
+    warm, wanted = of_class(kind, ROOM), dict[int, tuple[object, ...]]()
+    ids = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(560)]
+    for rows in (400, 520, 400, 560):
+        prompt = [*ids[:rows], rows % VOCABULARY]
+        if rows not in wanted:
+            alone = of_class(kind, ROOM)
+            wanted[rows] = told(answer(alone, request(prompt, 0, TOKENS)))
+        got = answer(warm, request(prompt, 0, TOKENS))
+        assert told(got) == wanted[rows]
+    assert got.stats.cached_tokens == 480
+
+
+def test_the_system_turn_goes_last() -> None:
+    """Of a long conversation, which goes on behind its last turn and reads nothing before it."""
+    talk = [SYSTEM, *(turn(150, 20 + number) for number in range(4))]
+    asked = [[*chain(*talk[: number + 1]), 7] for number in range(1, len(talk))]
+    roomy = engine()
+    for prompt in asked:
+        _ = answer(roomy, request(prompt, 3, 1))
+    last = roomy.generate(request(asked[-1], 3, 4))
+    _ = [next(last) for _ in range(3)]
+    tight = engine(room=roomy.cache_bytes() + roomy.prefix_cache_bytes * 2 // 3)
+    last.close()
+    for prompt in asked:
+        _ = answer(tight, request(prompt, 3, 1))
+    assert 0 < tight.prefix_cache_bytes < roomy.prefix_cache_bytes
+    assert answer(tight, request(OTHER, 3, 1)).stats.cached_tokens == 300
+
+
+def test_a_request_in_progress_has_the_room() -> None:
+    warm = engine()
+    _ = answer(warm, request(SECOND, 3, 1))
+    kept = warm.prefix_cache_bytes
+    tight = engine(room=kept)
+    _ = answer(tight, request(SECOND, 3, 1))
+    assert tight.prefix_cache_bytes > 0
+    other = turn(400, 77)
+    steps = tight.generate(request(other, 0, 3))
+    for _ in range(5):
+        _ = next(steps)
+    assert tight.cache_bytes() + tight.prefix_cache_bytes <= max(kept, tight.cache_bytes())
+    steps.close()
+
+
+def test_two_answers_at_once_share_a_prefix_and_neither_changes_it() -> None:
+    warm = engine()
+    _ = answer(warm, request(FIRST, 3, 1))
+    wanted = [cold(p, 3) for p in (SECOND, OTHER, SECOND)]
+    running = [warm.generate(request(p, 3, TOKENS)) for p in (SECOND, OTHER, SECOND)]
+    rounds: list[list[Round]] = [[], [], []]
+    live = {0, 1, 2}
+    while live:
+        for number in sorted(live):
+            event = next(running[number], None)
+            if event is None:
+                live.discard(number)
+            elif isinstance(event, Delta):
+                rounds[number].append(event.round)
+    got = [
+        (
+            tuple(token for r in each for token in r.tokens),
+            [(r.drafted, r.accepted, r.forward) for r in each],
+        )
+        for each in rounds
+    ]
+    assert got == wanted
+
+
+def test_without_room_nothing_is_kept() -> None:
+    off = engine(room=0)
+    for _ in range(2):
+        assert answer(off, request(SECOND, 3, 1)).stats.cached_tokens == 0
+    assert off.prefix_cache_bytes == 0
+
+
+def test_numbers_that_are_none_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_quietly(small_spec(native_mtp=True))
+    model: Any = loaded.model.model
+    norm = model.language_model.model.norm
+    warm = engine(loaded)
+    whole = norm.weight
+    norm.weight = whole * mx.nan
+    with pytest.raises(NumericError):
+        _ = answer(warm, request(SECOND, 0, 2))
+    assert warm.prefix_cache_bytes == 0
+    norm.weight = whole
+    assert answer(warm, request(SECOND, 0, 2)).stats.cached_tokens == 0
