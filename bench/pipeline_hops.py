@@ -31,12 +31,13 @@ from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
+from exo_node.proto.grpc_options import SERVER_OPTIONS
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.tensors import from_bytes, to_bytes
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.streams import SERVER_OPTIONS, Ring
+from exo_node.shard.pipeline.streams import Ring
 from exo_node.shard.runner.stage_service import NextStage, StageService
 
 PLACEMENT = PlacementId("hops")

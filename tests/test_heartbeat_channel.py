@@ -13,7 +13,7 @@ from exo_node.node.api.connection_limits import ConnectionLimits
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.control_client import ControlClient
-from exo_node.node.rpc.control_server import SERVER_OPTIONS
+from exo_node.node.rpc.control_server import NODE_SERVER_OPTIONS
 from exo_node.node.trust.certificates import node_credentials, server_credentials
 from exo_node.node.trust.keys import load_or_create_cluster_key, load_or_create_identity
 from exo_node.proto import peer_pb2 as pb
@@ -77,4 +77,4 @@ def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> No
 
 
 def test_a_connection_carries_every_request_that_http_may_forward() -> None:
-    assert dict(SERVER_OPTIONS)["grpc.max_concurrent_streams"] > ConnectionLimits().connections
+    assert dict(NODE_SERVER_OPTIONS)["grpc.max_concurrent_streams"] > ConnectionLimits().connections

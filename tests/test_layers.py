@@ -24,19 +24,19 @@ ROOMS: dict[str, str] = {
     "shard/text": "placement mtp shard/checkpoint",
     "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
     "shard/pipeline": "placement proto mtp shard/model",
-    "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text",
+    "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text shard/checkpoint",
     "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
     "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
     "shard/runner": (
         "placement proto mtp mtp/kernels "
         "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
     ),
-    "node/machine": "placement",
+    "node/machine": "placement shard/checkpoint",
     "node/trust": "placement node/machine",
     "node/models": "placement shard/checkpoint",
     "node/rpc": "placement proto node/trust node/machine",
     "node/runners": "placement proto node/rpc node/trust node/machine",
-    "node/cluster": "placement proto node/rpc node/machine",
+    "node/cluster": "placement proto shard/checkpoint node/rpc node/machine",
     "node/links": (
         "placement proto shard/checkpoint "
         "node/cluster node/runners node/rpc node/trust node/machine"
@@ -61,6 +61,9 @@ MODULES = {
     ("node", "mtp"): {"types"},
     ("shard/text", "mtp"): {"types"},
     ("node/cli", "node"): {"run"},
+    **{
+        (r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster", "shard/engine")
+    },
     ("node/cli", "node/placements"): {"local_model"},
 }
 """Where only some modules of the other room may be imported; `node` stands for its rooms too."""

@@ -1,11 +1,11 @@
 """The highest term that this node knew, on disk before it is used."""
 
-import os
 from pathlib import Path
 from typing import Final
 
 from ...placement.errors import InvalidSettings
 from ...placement.ids import Term
+from ...shard.checkpoint.files import write_atomic
 from .election import MAX_TERM
 
 _NAME: Final = "term"
@@ -33,17 +33,7 @@ class TermFile:
 
     def save(self, term: Term) -> None:
         """Returns when the file and its name are on the disk. Raises OSError where they are not."""
-        draft = self._path.with_suffix(".new")
-        with draft.open("w", encoding="ascii") as file:
-            _ = file.write(f"{term}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomic(self._path, f"{term}\n".encode("ascii"), mode=0o644, sync=True)
 
     def _damaged(self, why: str) -> InvalidSettings:
         return InvalidSettings(

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ...placement.errors import ExoNodeError, InvalidSettings, JoinRefused, PeerLost, Untrusted
 from ...proto import peer_pb2 as pb
+from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.timing import JoinTiming
 from ..trust.certificates import (
     Credentials,
@@ -109,7 +110,7 @@ class JoinConnection:
         body = frame.SerializeToString()
         try:
             async with asyncio.timeout(self.timing.answer_s):
-                self._writer.write(len(body).to_bytes(4, "big") + body)
+                self._writer.write(framed(body))
                 await self._writer.drain()
         except (OSError, TimeoutError) as fault:
             raise _gone(self.address) from fault
@@ -141,7 +142,7 @@ class JoinConnection:
             async with asyncio.timeout(within_s):
                 # Whoever waits here may be cancelled between the two and read on later.
                 if self._due is None:
-                    self._due = int.from_bytes(await self._reader.readexactly(4), "big")
+                    self._due = body_bytes(await self._reader.readexactly(HEAD_BYTES))
                 if (size := self._due) > FRAME_BYTES:
                     raise Untrusted(f"{self.address} sent a frame of {size} bytes to the join port")
                 body = await self._reader.readexactly(size)

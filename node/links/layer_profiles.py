@@ -17,7 +17,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...proto import peer_pb2 as pb
-from ...shard.checkpoint.files import write_whole
+from ...shard.checkpoint.files import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,8 @@ class LayerProfiles:
 
     def _write(self, key: ProfileKey, stored: _Stored) -> None:
         try:
-            write_whole(self._folder / key.file, stored.model_dump_json())
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._folder / key.file, stored.model_dump_json().encode())
         except OSError as fault:
             log.warning("measured layer times could not be saved: %s", fault.strerror)
 

@@ -1,4 +1,4 @@
-"""This machine and process: settings, log, hardware, files, tasks. Imports no other room.
+"""This machine and process: settings, log, hardware, files, tasks. Imports no room of node/.
 
 data_dir_lock.py: one node for each data folder, and how commands find it
 events.py: the log of what happened, one line each

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Final
 
 from ...placement.errors import InvalidSettings
+from ...shard.checkpoint.files import write_atomic
 
 _LOCK: Final = "node.lock"
 _RECORD: Final = "node.json"
@@ -62,10 +63,8 @@ class DataDirLock:
             "started": time.time() if started is None else started,
             "version": version,
         }
-        path = self._data_dir / _RECORD
-        draft = path.with_suffix(".json.new")
-        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        draft.replace(path)
+        text = json.dumps(record) + "\n"
+        write_atomic(self._data_dir / _RECORD, text.encode(), mode=0o644)
 
     def close(self) -> None:
         """Remove the run file, then let go of the folder; a second call does nothing."""

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-import secrets
-from collections.abc import Generator
 from pathlib import Path
 
 from ...placement.errors import InvalidSettings
+from ...shard.checkpoint.files import draft, sync_folder, write_atomic
 
 _FILE_LIMIT = 4096  # bytes: no key is longer, and the file may be a pipe without an end
 
@@ -41,37 +40,13 @@ def read_or_create(path: Path, fresh: bytes) -> bytes:
 
 def create_private(path: Path, data: bytes) -> None:
     """Readable by its owner from the first byte on; whole or not there; never over another's."""
-    with _draft(path, data) as draft, contextlib.suppress(FileExistsError):
-        os.link(draft, path)  # where another start was first, its key is the key
-    _sync_folder(path.parent)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with draft(path, data, sync=True) as written, contextlib.suppress(FileExistsError):
+        os.link(written, path)  # where another start was first, its key is the key
+    sync_folder(path.parent)
 
 
 def replace_private(path: Path, data: bytes) -> None:
     """As `create_private`, but over what is there: at every moment the old file or the new."""
-    with _draft(path, data) as draft:
-        draft.replace(path)
-    _sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def _draft(path: Path, data: bytes) -> Generator[Path]:
-    """A file beside `path`, written to the disk; gone at the end unless it was renamed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            _ = file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomic(path, data, sync=True)

@@ -16,20 +16,11 @@ from ...placement.errors import (
     Untrusted,
     from_code,
 )
+from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..trust.certificates import Credentials, channel_credentials, clock_trouble
 
 Reply = TypeVar("Reply")
-CHANNEL_OPTIONS = (
-    # Both timeouts are needed: without the second a stopped peer is noticed only after a minute.
-    # Three seconds hold three losses in a row of one segment on a way of 200 ms.
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
+NODE_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
 # What gRPC's text says of a certificate that one side does not accept; a process that ended during
 # the handshake says "Handshake read failed", which is no matter of trust.
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
@@ -87,7 +78,7 @@ class Channels:
         """
         key = (address, name, beats)
         if key not in self._channels:
-            options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+            options = [*NODE_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
             if beats:  # else gRPC shares one connection between channels to the same target
                 options.append(("grpc.use_local_subchannel_pool", 1))
                 # A second refusal is told from the first one's echo.

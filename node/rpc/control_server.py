@@ -22,6 +22,7 @@ from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bound_server import BoundNumbers
+from ...proto.grpc_options import SERVER_OPTIONS
 from ..trust.certificates import Credentials, authenticated_node, server_credentials
 from .callers import PeersOnly
 from .link_rpc import LinkService
@@ -33,20 +34,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 PROTOCOL = 1
 _MAX_TOLD = 256
 
-SERVER_OPTIONS = (
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
+NODE_SERVER_OPTIONS = (
+    *SERVER_OPTIONS,
     # More than HTTP connections, each of which may be one forwarded stream.
     ("grpc.max_concurrent_streams", 512),
     # Of two minutes otherwise: a connection that says nothing holds a file as long.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_receive_message_length", 16 << 20),  # a forwarded HTTP body may have 8 MiB
 )
 
 
@@ -222,7 +215,7 @@ class ControlServer:
     def __init__(self, node: NodeSide, credentials: Credentials, links: LinkService) -> None:
         # In this order: what a stranger sends is not even looked at.
         first = (PeersOnly(), BoundNumbers())
-        self._server = grpc.aio.server(interceptors=first, options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=first, options=NODE_SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
         peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
         peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)

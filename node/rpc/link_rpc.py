@@ -14,7 +14,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..trust.certificates import Credentials, channel_credentials, node_name
-from .channels import CHANNEL_OPTIONS, from_status
+from .channels import NODE_CHANNEL_OPTIONS, from_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -102,7 +102,7 @@ class LinkClient:
 
     def _channel(self, address: str, node: NodeId) -> grpc.aio.Channel:
         options = [
-            *CHANNEL_OPTIONS,
+            *NODE_CHANNEL_OPTIONS,
             ("grpc.ssl_target_name_override", node_name(node)),
             # Otherwise gRPC gives it the connection that the heartbeats travel on.
             ("grpc.use_local_subchannel_pool", 1),

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import socket
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -14,6 +13,7 @@ from typing import Literal
 
 from ...placement.errors import LoadFailed, from_code
 from ...proto import peer_pb2 as pb
+from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
 from ..machine.timing import RunnerTiming
@@ -132,8 +132,7 @@ class RunnerProcess:
 
     async def _send(self, message: pb.ToRunner) -> None:
         assert self._writer is not None
-        data = message.SerializeToString()
-        self._writer.write(struct.pack(">I", len(data)) + data)
+        self._writer.write(framed(message.SerializeToString()))
         await self._writer.drain()
 
     async def _loaded(
@@ -290,8 +289,7 @@ def _size(folder: str) -> int:
 
 async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:
     try:
-        head = await reader.readexactly(4)
-        body = await reader.readexactly(struct.unpack(">I", head)[0])
+        body = await reader.readexactly(body_bytes(await reader.readexactly(HEAD_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return pb.FromRunner.FromString(body)

@@ -3,7 +3,7 @@
 checkpoint.py: a folder as a validated table of tensors
 download.py: from the hub into its ordinary cache
 fetch.py: one file over HTTP, resumed and hashed
-files.py: small files, written whole
+files.py: small files, replaced whole or not at all; the node's, too
 head_layouts.py: which tensors an MTP head has
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint

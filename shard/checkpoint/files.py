@@ -1,18 +1,44 @@
-"""Small files of measurements: written whole or not at all."""
+"""The one writer of files that are replaced: whole or not at all, whatever happens meanwhile."""
 
 import os
-import tempfile
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whoever reads sees the old text or the new one, after a crash too. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> None:
+    """Whoever reads sees the old content or the new one. Raises OSError, and leaves the old one.
+
+    `sync`: returns when the file and its name are safe from a power cut. The folder is not made: a
+    data folder that is gone must not come back empty.
+    """
+    with draft(path, data, mode=mode, sync=sync) as written:
+        written.replace(path)
+    if sync:
+        sync_folder(path.parent)
+
+
+@contextmanager
+def draft(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> Generator[Path]:
+    """A file beside `path`, of that mode from its first byte on; gone at the end unless renamed."""
+    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w") as file:
-            _ = file.write(text)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            _ = file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(descriptor)
+        yield written
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in it are on the disk then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,8 +8,6 @@ mode. It holds no text and no token.
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...mtp.costs import LONGEST_S, RECENT, RoundCosts
 from ...mtp.depth import Prior
 from ...mtp.probe import Identity
+from ..checkpoint.files import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,8 @@ class Profile:
             return
         self._saved_at = now
         try:
-            _write(self.path, self._stored().model_dump_json())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, self._stored().model_dump_json().encode())
         except OSError as fault:
             log.warning("measured speeds could not be saved: %s", fault.strerror)
         except ValidationError as fault:
@@ -151,15 +151,3 @@ def _read(path: Path, key: ProfileKey) -> _Stored:
     if any(a > n for a, n in zip(stored.accepted, stored.seen, strict=True)):
         raise ValueError("it counts more accepted drafts than there were")
     return stored
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            _ = file.write(text)
-        os.replace(name, path)  # whoever reads meanwhile sees the old one or the new one, whole
-    except OSError:
-        os.unlink(name)
-        raise

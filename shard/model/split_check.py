@@ -28,7 +28,7 @@ from ...mtp.rollback import cache_arrays, can_roll_back, rollback
 from ...placement.config import vocabulary_size
 from ...placement.errors import InvalidCard, LoadFailed
 from ...placement.split_refusal import SplitRefusal
-from ..checkpoint.files import write_whole
+from ..checkpoint.files import write_atomic
 from .layer_view import Notes
 from .small_config import small_config
 from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, known_type, said
@@ -306,6 +306,7 @@ def _read(path: Path, key: _Stored) -> _Stored | None:
 def _write(path: Path, result: _Stored) -> None:
     """A disk that is full costs the file only: the class is checked again."""
     try:
-        write_whole(path, result.model_dump_json())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, result.model_dump_json().encode())
     except OSError as fault:
         log.warning("the result of a check could not be saved: %s", fault.strerror)

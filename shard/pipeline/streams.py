@@ -12,31 +12,11 @@ import grpc.aio
 from ...placement.errors import ExoNodeError, PeerLost, StateLost, from_code
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ...proto.grpc_options import CHANNEL_OPTIONS
 from .frames import HiddenBlock, cut
 from .replay_buffer import ReplayBuffer
 
 log = logging.getLogger(__name__)
-
-CHANNEL_OPTIONS = (
-    # Both timeouts are needed: without the second a stopped peer is noticed only after a minute.
-    # Three seconds hold three losses in a row of one segment on a way of 200 ms.
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),  # a step that ran twice would corrupt a cache
-)
-MAX_MESSAGE = 16 << 20
-"""Bytes: a request's messages may be as long as an HTTP body (8 MiB); frames are far smaller."""
-
-SERVER_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
-)
 
 DECODE_DEADLINE_S = 8.0
 PREFILL_DEADLINE_S = 60.0

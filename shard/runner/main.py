@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -32,6 +31,8 @@ from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bound_server import BoundNumbers
+from ...proto.framing import HEAD_BYTES, body_bytes, framed
+from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.draft_profile import Profile, ProfileKey
 from ..engine.engine import TextEngine
@@ -44,7 +45,7 @@ from ..model.tensors import DTYPES
 from ..pipeline.stage import StageWorker
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
-from ..pipeline.streams import SERVER_OPTIONS, Ring
+from ..pipeline.streams import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
 from .stage_service import NextStage, RunnerService, StageService
@@ -64,18 +65,18 @@ class Parent:
 
     def receive(self) -> pb.ToRunner | None:
         """The next message; None when the node is gone."""
-        head = self._exactly(4)
+        head = self._exactly(HEAD_BYTES)
         if head is None:
             return None
-        body = self._exactly(struct.unpack(">I", head)[0])
+        body = self._exactly(body_bytes(head))
         return None if body is None else pb.ToRunner.FromString(body)
 
     def send(self, message: pb.FromRunner) -> None:
         """Any thread. A node that is gone is noticed by the reader."""
-        data = message.SerializeToString()
+        data = framed(message.SerializeToString())
         with self._lock:
             try:
-                self._sock.sendall(struct.pack(">I", len(data)) + data)
+                self._sock.sendall(data)
             except OSError:
                 log.debug("the node is gone")
 

@@ -14,13 +14,14 @@ from google.protobuf.message import DecodeError
 from ...placement.errors import ExoNodeError, InvalidFrame
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..engine.compute import ComputeThread
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..pipeline.frames import MAX_DATA
 from ..pipeline.state_sender import MAX_COPY, StateSender
 from ..pipeline.state_store import StateStore
-from ..pipeline.streams import CHANNEL_OPTIONS, RENEW_S, Address
+from ..pipeline.streams import RENEW_S, Address
 from .stage_service import Context, refuse
 
 log = logging.getLogger(__name__)

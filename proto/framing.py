@@ -1,0 +1,15 @@
+"""Messages on a socket or a join port: a length of four bytes, big-endian, and so many bytes."""
+
+from typing import Final
+
+HEAD_BYTES: Final = 4
+
+
+def framed(body: bytes) -> bytes:
+    """`body` behind its length."""
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+def body_bytes(head: bytes) -> int:
+    """The length that a frame's first HEAD_BYTES say. Whoever reads a stranger's bounds it."""
+    return int.from_bytes(head, "big")
