@@ -56,7 +56,7 @@ def run(
     async def bounded() -> None:
         ports = Ports()
         pursuits = Pursuits(ports.approach, Loops(EventLog(), LOCAL.loops), timing)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scenario(ports, pursuits)
             await pursuits.close()
 

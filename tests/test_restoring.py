@@ -132,7 +132,7 @@ def play(scenario: Scenario, timing: PlacementTiming = AT_ONCE, **made: Any) -> 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

@@ -58,7 +58,7 @@ async def settled() -> None:
 
 async def fault_of(future: "Future[HiddenBlock]") -> BaseException | None:
     wrapped = asyncio.wrap_future(future)
-    _ = await asyncio.wait([wrapped], timeout=5)
+    _ = await asyncio.wait([wrapped], timeout=60)
     assert wrapped.done()
     return wrapped.exception()
 
