@@ -72,10 +72,10 @@ def _why_split(
 def _speedup(candidate: Candidate) -> str:
     profile = candidate.nodes[0].profile
     known = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
-    return (
-        f"native MTP counts as {candidate.speedup:.3g} times as fast "
-        f"({'by measurement' if known else 'assumed'})"
-    )
+    source = "measured here" if known else "assumed, not measured"
+    if candidate.speedup <= 1:
+        return f"native MTP is expected to make it no faster ({source})"
+    return f"native MTP is expected to make it {candidate.speedup:.3g} times as fast ({source})"
 
 
 def drafting_reason(task: Task, best: Candidate, *, native_mtp: bool) -> str:

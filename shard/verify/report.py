@@ -80,10 +80,10 @@ def as_json(report: Report) -> str:
 def as_text(report: Report) -> str:
     model, device = report.model, report.device
     bits = f", {model['quantization']} bits" if model["quantization"] else ""
-    memory = device["memory_bytes"] / 2**30
+    memory = device["memory_bytes"] / 1e9
     lines = [
         f"{model['id']} ({model['dtype']}{bits}) on {device['chip']}, {device['backend']}, "
-        f"{memory:.0f} GiB, MLX {report.versions['mlx']}",
+        f"{memory:.0f} GB, MLX {report.versions['mlx']}",
         "",
     ]
     for check in report.checks:
