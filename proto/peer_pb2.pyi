@@ -3018,21 +3018,6 @@ class ParkReply(_message.Message):
 Global___ParkReply: _TypeAlias = ParkReply  # noqa: Y015
 
 @_typing.final
-class InspectRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
-
-@_typing.final
 class RunnerState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

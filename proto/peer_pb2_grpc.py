@@ -927,11 +927,6 @@ class GeneratorStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
                 _registered_method=True)
-        self.Inspect = channel.unary_unary(
-                '/exo_node.v1.Generator/Inspect',
-                request_serializer=exo__node_dot_proto_dot_peer__pb2.InspectRequest.SerializeToString,
-                response_deserializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
-                _registered_method=True)
 
 
 class GeneratorServicer:
@@ -954,12 +949,6 @@ class GeneratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Inspect(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_GeneratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -972,11 +961,6 @@ def add_GeneratorServicer_to_server(servicer, server):
                     servicer.Park,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.SerializeToString,
-            ),
-            'Inspect': grpc.unary_unary_rpc_method_handler(
-                    servicer.Inspect,
-                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.InspectRequest.FromString,
-                    response_serializer=exo__node_dot_proto_dot_peer__pb2.RunnerState.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1036,33 +1020,6 @@ class Generator:
             '/exo_node.v1.Generator/Park',
             exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Inspect(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/exo_node.v1.Generator/Inspect',
-            exo__node_dot_proto_dot_peer__pb2.InspectRequest.SerializeToString,
-            exo__node_dot_proto_dot_peer__pb2.RunnerState.FromString,
             options,
             channel_credentials,
             insecure,

@@ -258,7 +258,6 @@ class GeneratorStub:
     """The call of that attempt is about to be cancelled, and another attempt follows: its state is
     kept for the length of a lease.
     """
-    Inspect: _aio.UnaryUnaryMultiCallable[_peer_pb2.InspectRequest, _peer_pb2.RunnerState]
 
 class GeneratorServicer(metaclass=_abc_1.ABCMeta):
     """----------------------------------------------------------------- generator
@@ -282,12 +281,5 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         """The call of that attempt is about to be cancelled, and another attempt follows: its state is
         kept for the length of a lease.
         """
-
-    @_abc_1.abstractmethod
-    def Inspect(
-        self,
-        request: _peer_pb2.InspectRequest,
-        context: _aio.ServicerContext[_peer_pb2.InspectRequest, _abc.Awaitable[_peer_pb2.RunnerState]],
-    ) -> _abc.Awaitable[_peer_pb2.RunnerState]: ...
 
 def add_GeneratorServicer_to_server(servicer: GeneratorServicer, server: _aio.Server) -> None: ...

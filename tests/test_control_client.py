@@ -46,9 +46,6 @@ class _Endless(peer_pb2_grpc.GeneratorServicer):
     async def Park(self, request: pb.ParkRequest, context: Any) -> pb.ParkReply:
         raise NotImplementedError
 
-    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.RunnerState:
-        return pb.RunnerState()
-
 
 async def _during_an_answer(data_dir: Path, cut: str) -> None:
     """Runs `cut` between an answer's first event and its next."""

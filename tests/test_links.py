@@ -22,6 +22,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.pipeline.frames import HiddenBlock, cut
 from exo_node.shard.pipeline.streams import Address, OutgoingStream
+from exo_node.shard.runner.main import STATE_EVERY_S
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
@@ -248,8 +249,8 @@ def test_who_is_not_of_the_cluster_is_refused(
                         pb.ConnectRequest(), timeout=WITHIN_S
                     )
                 else:
-                    _ = await peer_pb2_grpc.GeneratorStub(channel).Inspect(
-                        pb.InspectRequest(), timeout=WITHIN_S
+                    _ = await peer_pb2_grpc.GeneratorStub(channel).Park(
+                        pb.ParkRequest(), timeout=WITHIN_S
                     )
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await good(two)
@@ -283,7 +284,7 @@ def test_a_client_that_goes_away_frees_every_stage_before_a_lease_does(
 ) -> None:
     async def play() -> float:
         events = await begun(two)
-        assert (await two.inspect()).cache_bytes > 0
+        await two.holds_state()
         _ = await eventually(lambda: two.live_requests(1) == 1, WITHIN_S)
         await events.aclose()
         return await all_freed(two)
@@ -300,6 +301,7 @@ async def until_lost(events: AsyncGenerator[Any, None]) -> None:
 
 async def kept_and_freed(placement: Placement) -> None:
     """The generator holds a lost answer's state for another attempt, and no longer than a lease."""
+    await asyncio.sleep(2 * STATE_EVERY_S)  # what was seen before the loss is outdated
     assert (await placement.inspect()).cache_bytes > 0
     async with asyncio.timeout(LEASE_S + WITHIN_S):
         while (await placement.inspect()).cache_bytes:

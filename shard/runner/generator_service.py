@@ -64,15 +64,6 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         self._engine.park(request.request, int(request.attempt))
         return pb.ParkReply()
 
-    async def Inspect(
-        self,
-        request: pb.InspectRequest,
-        context: "Context",
-    ) -> pb.RunnerState:
-        engine = self._engine
-        cache = await asyncio.wrap_future(self._compute.submit(engine.cache_bytes))
-        return pb.RunnerState(live_requests=engine.live_requests, cache_bytes=cache)
-
     async def _prepare(self, request: pb.GenerateRequest) -> EngineRequest:
         _check_request(request, self._expected)
         match request.WhichOneof("prompt"):
