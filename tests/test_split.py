@@ -47,7 +47,7 @@ def test_shares_sum_to_the_total_and_nobody_goes_without(weights: list[int], mor
 
 
 def sizes(layers: int, holding: int, cache: int) -> ModelSizes:
-    return ModelSizes(layers, holding, layer=100, cache=cache, ends=70, head=0)
+    return ModelSizes(layers, holding, layer=100, cache=cache, ends=70, head=0, head_cache=0)
 
 
 @settings(deadline=None)
