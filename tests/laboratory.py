@@ -61,7 +61,7 @@ class Laboratory:
 
     def head(self) -> str:
         """As a node that answers names it."""
-        return str(self._any().call("GET", "/v1/cluster", timeout_s=60).body["head"])
+        return str(self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["head"])
 
     def place(self, **options: Any) -> Any:
         """Places the demo model, replacing what there was."""
@@ -74,7 +74,7 @@ class Laboratory:
 
     def placement(self) -> Any:
         """The entry in `GET /v1/placements`; None where there is none."""
-        found = self._any().call("GET", "/v1/placements", timeout_s=60).body["data"]
+        found = self._any().call("GET", "/v1/placements", timeout_s=WHOLE_WITHIN_S).body["data"]
         return found[0] if found else None
 
     def places(self) -> list[Place]:
@@ -99,7 +99,7 @@ class Laboratory:
 
     def nodes(self) -> list[Any]:
         """As a node that answers shows them."""
-        return list(self._any().call("GET", "/v1/cluster", timeout_s=60).body["nodes"])
+        return list(self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"])
 
     def until_spared(self) -> None:
         eventually(self.is_whole, WHOLE_WITHIN_S)
@@ -155,7 +155,7 @@ class Laboratory:
 
         A node that has died still shows its last report, which counts for nothing.
         """
-        nodes = self._any().call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
+        nodes = self._any().call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
         return {
             f"{node['name']} {stage['stage']}": stage["live_requests"] or stage["cache_bytes"]
             for node in nodes
@@ -200,7 +200,7 @@ class Laboratory:
         self._kept[own["id"]] = _Kept(folder, opened, running, own["id"], address)
 
     def _alive(self, running: Node) -> int:
-        nodes = running.call("GET", "/v1/cluster", timeout_s=60).body["nodes"]
+        nodes = running.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
         return [node["status"] for node in nodes].count("alive")
 
     def _any(self) -> Node:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nodes import Node, chat_body
 
-SILENCE_S = 60.0
+SILENCE_S = 120.0
 """Without a single line for this long, the answer hangs."""
 
 

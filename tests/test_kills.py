@@ -32,7 +32,7 @@ from trials import (
     trials,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,15 @@ def struck(
 ) -> tuple[Outcome, int]:
     """A trial that met an answer that still went on, and how many spares began with copies.
 
-    On top of the limits of an idle machine a wait may take as long as a load took here.
+    On top of the limits of an idle machine a wait may take as long as a load and two readings
+    of the prompt took here.
     """
     seeds = itertools.count(1)
 
     def attempted() -> tuple[Outcome, int] | None:
         before = from_copies(lab)
         trial = Trial("test", target, how, phase, question, random.Random(next(seeds)))
-        outcome = attempt(lab, trial, slack_s=lab.load_s)
+        outcome = attempt(lab, trial, slack_s=lab.load_s + 2 * question.first_s)
         assert outcome.faults == ()
         met = outcome.hit and (outcome.warm or phase == "resume")
         return (outcome, from_copies(lab) - before) if met else None

@@ -48,7 +48,7 @@ class Question:
     def asked(self, lab: Laboratory) -> "Question":
         """With the ids and times of an undisturbed answer. Fails the test where it does not end."""
         answer = ask(lab.node(lab.head()), self.prompt, **self.fields)
-        assert answer.ended(120) and not answer.error, answer.error
+        assert answer.ended(4 * SILENCE_S) and not answer.error, answer.error
         first, *rest = answer.gaps()
         assert self.ids in ((), tuple(answer.ids)), f"{self.name} is not the oracle's"
         ids = tuple(answer.ids)
