@@ -130,12 +130,12 @@ def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
         events = claims.acquire(asked())
         got = await placed(events)
         record = placements.find(PlacementId(got.placement))
-        assert record is not None and record.active == 1
+        assert record is not None and record.activity.requests == 1
         claims.let_go()
         await placements.let_go()
         with pytest.raises(HeadGone):
             _ = await anext(events)
-        assert record.active == 0
+        assert record.activity.requests == 0
         assert placements.records == []
 
     run(scenario, FakeStages())
@@ -358,8 +358,8 @@ def test_a_claim_keeps_its_placement_in_use() -> None:
         got = await placed(events)
         assert got.stages[0].node == NODE
         [record] = placements.records
-        assert record.active == 1
+        assert record.activity.requests == 1
         await events.aclose()
-        assert record.active == 0
+        assert record.activity.requests == 0
 
     run(scenario, FakeStages())

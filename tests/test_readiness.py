@@ -53,7 +53,7 @@ async def loaded(asked: Asked) -> None:
 def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
-        asked.placements.records[0].stepped_at = asked.now - LOCAL.chat.recent_s + 1
+        asked.placements.records[0].activity.stepped_at = asked.now - LOCAL.chat.recent_s + 1
         assert await asked.readiness.fault() == ""
         assert asked.generators.requests == []
 
@@ -80,7 +80,7 @@ def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
         await loaded(asked)
         record = asked.placements.records[0]
         record.moved = "a stage was lost"
-        record.stepped_at = record.moved_at = asked.now
+        record.activity.stepped_at = record.moved_at = asked.now
         looks = 0
         while asked.now < 100.0 + LAN.placements.settle_after_s + 1:
             asked.now += 20.0
@@ -100,7 +100,7 @@ def test_one_that_gives_none_is_not_ready_and_says_why(fault: Exception | None, 
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
         assert said in await asked.readiness.fault()
-        assert asked.placements.records[0].active == 0
+        assert asked.placements.records[0].activity.requests == 0
 
     play(scenario, fault=fault, timing=replace(LOCAL.chat, probe_within_s=0.05))
 
@@ -109,7 +109,9 @@ def test_one_that_is_degraded_is_not_ready_however_lately_it_worked() -> None:
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
         record = asked.placements.records[0]
-        record.stepped_at, record.status, record.error = asked.now, "degraded", "it broke"
+        record.activity.stepped_at = asked.now
+        record.load.lose("it broke")
+        record.load.give_up()
         assert await asked.readiness.fault() == "demo is degraded: it broke"
 
     play(scenario)

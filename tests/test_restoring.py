@@ -357,10 +357,10 @@ def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None
         placements.lost(record.id, 1, "its node died")
         assert await placements.ensure(DEMO) is record
         assert record.moved == "since then stage 1 moved to a (its node died)"
-        record.begin()
+        record.activity.begin()
         placements.tend()
         assert await placements.ensure(DEMO) is record, "not while it answers"
-        record.end()
+        record.activity.end()
         placements.tend()
         alone = await placements.ensure(DEMO)
         assert len(alone.plan.stages) == 1, "with the whole of it on one node there are drafts"
@@ -414,11 +414,11 @@ def test_spares_are_loaded_once_the_interrupted_answer_speaks_again() -> None:
         cluster.calls.clear()
         placements.lost_runner(gone, record.id, 1, "it is gone")
         assert await placements.ensure(DEMO) is record
-        record.begin()
+        record.activity.begin()
         for _ in range(100):  # polls of the loop, through the wait for the answer's return
             await asyncio.sleep(0.001)
         assert not [call for call in cluster.calls if call.startswith("load")]
-        record.spoke_at = time.monotonic()
+        record.activity.spoke_at = time.monotonic()
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
 
     play(scenario, replace(AT_ONCE, answers_return_s=0.02, refill_poll_s=0.001))

@@ -40,10 +40,9 @@ class Readiness:
 
     async def _of(self, record: LoadedPlacement) -> str:
         if record.status != "ready":
-            why = record.error or record.progress
+            why = record.load.error or record.load.step
             return f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
-        worked_at = max(record.stepped_at, record.probed_at)
-        if self._clock() - worked_at < self._timing.recent_s:
+        if self._clock() - record.activity.worked_at < self._timing.recent_s:
             return ""
         probe = self._probes.get(record.card.id)
         if probe is None or probe.done():
@@ -62,17 +61,17 @@ class Readiness:
             drafting_reason="a probe",
         )
         within_s = self._timing.probe_within_s
-        record.begin()
+        record.activity.begin()
         try:
             async with asyncio.timeout(within_s):
                 async with aclosing(self._generators.generate(record.generator, request)) as events:
                     async for event in events:
                         if event.WhichOneof("event") == "delta":
-                            record.probed_at = self._clock()
+                            record.activity.probed_at = self._clock()
         except TimeoutError:
             return f"{record.card.id} gave no token within {within_s:.0f} s"
         except ExoNodeError as fault:
             return f"{record.card.id} gave no token: {fault.message}"
         finally:
-            record.end()
+            record.activity.end()
         return ""

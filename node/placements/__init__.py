@@ -1,8 +1,10 @@
 """Placements on their head: planned, loaded, restored, and given to answers.
 
+activity.py: who uses a placement, and when it last did something
 claims.py: which answers run on a placement, and who holds one
 handover.py: placements as the next head learns them
-loaded_placement.py: one placement and its state
+load_state.py: whether a placement loads, answers, is restored, or failed
+loaded_placement.py: one placement: its plan, its runners, its spares
 loading.py: a placement's first load
 local_model.py: one model by name or folder, for commands that load it without a node
 maintenance.py: spares, moves off leaving nodes, stray stages, and better places for moved ones

@@ -83,9 +83,10 @@ class Claims:
         record = self._placements.find(PlacementId(told.placement))
         if record is None:
             return
-        record.stepped_at = time.monotonic()
+        activity = record.activity
+        activity.stepped_at = time.monotonic()
         if told.speaks:
-            record.spoke_at = record.stepped_at
+            activity.spoke_at = activity.stepped_at
         if told.well:
             self._placements.succeeded(record)
 
@@ -154,14 +155,14 @@ class Claims:
     async def _held(
         self, record: LoadedPlacement, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
     ) -> Acquired:
-        record.begin()
+        record.activity.begin()
         try:
             yield pb.AcquireEvent(placed=self._placed(record, asked))
             _ = await asyncio.wait([over])
             raise HeadGone("another node is the head now")
         finally:
-            record.end()
-            record.stepped_at = time.monotonic()
+            record.activity.end()
+            record.activity.stepped_at = time.monotonic()
 
     def _enter(self, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())
@@ -229,7 +230,7 @@ class Claims:
                 _ = work.exception()  # seen, also where nobody asks for the result
 
     def _loading_step(self, model: ModelId) -> str:
-        steps = [r.progress for r in self._placements.records if r.card.id == model]
+        steps = [r.load.step for r in self._placements.records if r.card.id == model]
         return steps[0] if steps and steps[0] else "loading"
 
 

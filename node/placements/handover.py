@@ -9,6 +9,7 @@ from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
 from ..runners.runner_client import Endpoint
+from .load_state import Load, Ready
 from .loaded_placement import LoadedPlacement, Spare
 
 Near = Callable[[Endpoint], Endpoint]
@@ -42,7 +43,12 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
     )
     desired = desired_from_wire(held.desired)
     record = LoadedPlacement(
-        PlacementId(held.placement), card, plan, desired.options, spares_wanted=desired.spares
+        PlacementId(held.placement),
+        card,
+        plan,
+        desired.options,
+        spares_wanted=desired.spares,
+        load=Load(Ready()),
     )
     record.specs = [each.spec for each in held.stages]
     record.head_asked_for = record.specs[0].native_mtp
@@ -52,7 +58,6 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
     record.chips = {NodeId(node): chip for node, chip in held.chips.items()}
     record.moved = held.moved
     record.take_over()
-    record.status = "ready"
     return record
 
 

@@ -15,8 +15,9 @@ from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import DesiredPlacement
 from ..runners.runner_client import Endpoint
+from .activity import Activity
+from .load_state import Load, Status
 
-Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
 SpareStatus = Literal["loading", "ready", "failed"]
 
 
@@ -50,9 +51,8 @@ class LoadedPlacement:
     options: PlanOptions = field(default_factory=PlanOptions)
     spares_wanted: int = 0
     """Spares of each stage."""
-    status: Status = "loading"
-    error: str = ""
-    progress: str = ""
+    load: Load = field(default_factory=Load)
+    activity: Activity = field(default_factory=Activity)
     specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
     endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
     spares: list[Spare] = field(default_factory=list[Spare])
@@ -71,14 +71,9 @@ class LoadedPlacement:
     retired: list[tuple[int, Endpoint]] = field(default_factory=list[tuple[int, Endpoint]])
     """Stages' former runners, which are to be ended."""
     restoring: "asyncio.Task[None] | None" = None
+    """The work of it, until its last bit; the state may be another one by then."""
     connections: int = 0
     """How often its stages were connected: what broke before the last time is mended."""
-    stepped_at: float = float("-inf")
-    """When it last made a step, such as a chunk of a prompt, by the monotonic clock."""
-    probed_at: float = float("-inf")
-    """When it last gave a readiness probe a token: that it works, and no work that it has."""
-    spoke_at: float = float("-inf")
-    """When it last gave a token, by the monotonic clock."""
     as_planned: tuple[StageAssignment, ...] = ()
     """Where its stages were before losses moved them."""
     moved: str = ""
@@ -87,12 +82,13 @@ class LoadedPlacement:
     """When that was, or a better place was last looked for, by the monotonic clock."""
     unloaded: bool = False
     """It holds nothing any more, and is promised nothing."""
-    active: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.idle.set()
         self.as_planned = self.plan.stages
+
+    @property
+    def status(self) -> Status:
+        return self.load.status
 
     @property
     def desired(self) -> DesiredPlacement:
@@ -102,16 +98,6 @@ class LoadedPlacement:
     @property
     def generator(self) -> Endpoint:
         return self.endpoints[0]
-
-    def begin(self) -> None:
-        """A request starts to use it; it is not unloaded before `end`."""
-        self.active += 1
-        self.idle.clear()
-
-    def end(self) -> None:
-        self.active -= 1
-        if self.active == 0:
-            self.idle.set()
 
     def see(self, view: ClusterView) -> None:
         """Remembers the chips of the live nodes: a lost one's is asked for afterwards."""

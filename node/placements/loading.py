@@ -27,7 +27,7 @@ async def load(
 
     def progress(news: pb.LoadProgress) -> None:
         share = f" {100 * news.done // news.total} %" if news.total else ""
-        record.progress = news.step + share
+        record.load.advance(news.step + share)
 
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -52,9 +52,9 @@ def finish(record: LoadedPlacement, started: float) -> float:
     Raises LoadFailed where a stage was lost while others were still loading.
     """
     if record.status == "failed":
-        raise LoadFailed(record.error)
+        raise LoadFailed(record.load.error)
     record.take_over()
-    record.status, record.progress = "ready", ""
+    record.load.ready()
     return time.monotonic() - started
 
 

@@ -124,10 +124,11 @@ class Maintenance:
         """A load takes the cores that answers in progress need to catch up: they go first."""
         timing, begun = self._timing, time.monotonic()
         await asyncio.sleep(timing.answers_return_s)
-        if record.active:
+        activity = record.activity
+        if activity.requests:
             await asyncio.sleep(timing.refill_after_s)
         latest = begun + timing.refill_latest_s
-        while record.active and record.spoke_at < begun and time.monotonic() < latest:
+        while activity.requests and activity.spoke_at < begun and time.monotonic() < latest:
             await asyncio.sleep(timing.refill_poll_s)
 
     async def _move(self, record: LoadedPlacement, stages: Sequence[int], node: NodeId) -> None:
@@ -155,8 +156,9 @@ def may_settle(
     """Whether it is time to look for a better place: `after_s` without an answer or a look, which
     is noted."""
     now = clock()
-    quiet = now - max(record.moved_at, record.stepped_at) >= after_s
-    if not (record.moved and record.status == "ready" and not record.active and quiet):
+    quiet = now - max(record.moved_at, record.activity.stepped_at) >= after_s
+    at_rest = record.status == "ready" and not record.activity.requests
+    if not (record.moved and at_rest and quiet):
         return False
     record.moved_at = now
     return True

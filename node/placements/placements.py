@@ -15,7 +15,8 @@ from ..machine.events import EventLog
 from ..machine.log import apart
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
-from .loaded_placement import LoadedPlacement, Status
+from .load_state import Status
+from .loaded_placement import LoadedPlacement
 from .loading import finish, load
 from .maintenance import Maintenance, may_settle, settles
 from .restart_backoff import MAX_FAILURES, RestartBackoff
@@ -135,7 +136,7 @@ class Placements:
             return own is not None and own.id == record.id
         self._records[model] = record
         record.see(self._facts.view(model))
-        record.stepped_at = time.monotonic()
+        record.activity.stepped_at = time.monotonic()
         text = f"goes on with {record.id} of {model}, which the last head placed"
         self._events.add("adopted", text, model=model, placement=record.id)
         self._maintenance.look_over(record, self._silent)
@@ -159,7 +160,7 @@ class Placements:
             if stage is not None:
                 record.gone.add(stage)
             if record.status == "loading":
-                record.status, record.error = "failed", why
+                record.load.lose(why)
             elif record.restoring is None:
                 self._events.add(
                     "stage_lost",
@@ -168,7 +169,7 @@ class Placements:
                     placement=record.id,
                     stage=stage,
                 )
-                record.status, record.error = "restoring", why
+                record.load.lose(why)
                 restore = self._restore(model, record, planned=planned)
                 record.restoring = asyncio.create_task(restore, context=apart())
 
@@ -267,7 +268,7 @@ class Placements:
             await self._recovery.connect(record)
             took = finish(record, started)
         except ExoNodeError as fault:
-            record.status, record.error = "failed", fault.message
+            record.load.fail(fault.message)
             await self._recovery.unload(record)
             if dead:
                 log.warning("%s is planned anew: %s", model, fault)
@@ -314,11 +315,11 @@ class Placements:
             self._failures.note(model, covered=covered)
         try:
             if not planned and self._failures.too_many(model):
-                record.status = "degraded"
+                record.load.give_up()
                 self._events.add(
                     "degraded",
                     f"{record.id} of {model} is not restored again by itself after "
-                    f"{MAX_FAILURES} failures in a row: {record.error}",
+                    f"{MAX_FAILURES} failures in a row: {record.load.error}",
                     model=model,
                     placement=record.id,
                 )
@@ -326,10 +327,10 @@ class Placements:
                 return
             if not planned and not self._recovery.has_spares(record, record.gone):
                 await asyncio.sleep(self._failures.pause_s(model))
-            begun, why = time.monotonic(), record.error
+            begun, why = time.monotonic(), record.load.error
             before = record.plan.stages
             replaced = await self._recovery.restore(record)
-            record.status, record.error, record.progress = "ready", "", ""
+            record.load.ready()
             self._changed()
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
             if record.plan.stages != before:
@@ -344,7 +345,7 @@ class Placements:
                 model=model,
                 placement=record.id,
             )
-            record.status, record.error = "failed", fault.message
+            record.load.fail(fault.message)
             await self._recovery.unload(record)
         finally:
             record.restoring = None
@@ -397,7 +398,7 @@ class Placements:
         record = self._records[model]
         within_s = self._timing.drain_s
         try:
-            _ = await asyncio.wait_for(record.idle.wait(), within_s)
+            _ = await asyncio.wait_for(record.activity.idle.wait(), within_s)
         except TimeoutError:
             log.warning("placement %s did not drain in %.0f s", record.id, within_s)
         if self._records.get(model) is record:
@@ -412,6 +413,6 @@ class Placements:
         if record is not None and self._failures.too_many(model):
             raise LoadFailed(
                 f"{model} failed {MAX_FAILURES} times in a row and is not tried again by itself: "
-                f"{record.error}. Mend that, then load it with `POST /v1/placements`",
+                f"{record.load.error}. Mend that, then load it with `POST /v1/placements`",
                 param="model",
             )

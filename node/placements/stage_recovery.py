@@ -181,7 +181,7 @@ class StageRecovery:
         record.plan = replace(record.plan, stages=_with_node(stages, stage, node))
 
         def progress(news: pb.LoadProgress) -> None:
-            record.progress = news.step
+            record.load.advance(news.step)
 
         ready = await self._stages.load(node, record.specs[stage], progress)
         record.move(stage, Endpoint(node, ready))
