@@ -10,9 +10,9 @@ _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test st
 
 LONGEST_FIRST = (
     "test_kills",
-    "test_join_nodes",
     "test_head_answers",
     "test_cluster",
+    "test_join_nodes",
     "test_engine",
     "test_long_runs",
     "test_node",
