@@ -24,20 +24,20 @@ start: $(RUN_VENV)/.run
 	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
-# The tests, a process for each core, or some: make test ARGS="tests/test_plan.py -k fastest"
+# The tests, a process for each core, or some: make test ARGS="tests/placement/test_plan.py -k fastest"
 test: $(VENV)/.dev
 	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The CUDA kernels on the GPU; elsewhere in an emulator on the CPU
 test-gpu: $(RUN_VENV)/.dev-gpu
-	@$(RUN_VENV)/bin/pytest tests/test_kernel_texts.py $(ARGS)
+	@$(RUN_VENV)/bin/pytest tests/mtp/kernels/test_kernel_texts.py $(ARGS)
 
 # Style, types, and that the generated code fits proto/peer.proto
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/basedpyright
-	$(VENV)/bin/pytest -q tests/test_generated.py
+	$(VENV)/bin/pytest -q tests/proto/test_generated.py
 
 # The figures of docs/benchmarks.md, on this machine: make bench ARGS="--repeats 15"
 bench: $(RUN_VENV)/.run

@@ -3,13 +3,13 @@
     python bench/joining.py [--runs 50] [--nodes 3] [--open] [--answer]
     python bench/joining.py --capture 100
 
-The second form attacks instead, over real sockets of one process (`tests/captures.py`): a cluster
-that approves everything, heard of or calling by itself, with and without the owner's cluster; and
-somebody in the middle, who relays or guesses. It needs no root, and ends with status 1 where one
-node was captured, or a screen did not say that the digits did not match.
+The second form attacks instead, over real sockets of one process (`tests/lab/captures.py`): a
+cluster that approves everything, heard of or calling by itself, with and without the owner's one;
+and somebody in the middle, who relays or guesses. It needs no root, and ends with status 1 where
+one node was captured, or a screen did not say that the digits did not match.
 
-Needs root, for the namespaces of `tests/namespaces.py`. In each run every node starts with an empty
-data folder; a "person" reads the digits of all nodes but the first and types them at the first,
+Needs root, for the namespaces of `tests/lab/namespaces.py`. In each run every node starts with
+an empty data folder; a "person" reads the digits of all nodes but the first and types them there,
 each as soon as it shows them. A run counts as good when every node sees all others alive in one
 cluster under one head within a minute. It ends with a table of the times and the worst one, and
 with status 1 where a run was not good.
@@ -30,6 +30,7 @@ from typing import Any
 
 TESTS = str(Path(__file__).resolve().parents[1] / "tests")
 sys.path.insert(0, TESTS)
+sys.path.insert(0, str(Path(TESTS) / "lab"))
 
 from captures import Outcome, impostor_cluster, middle  # noqa: E402
 from namespaces import network, why_not  # noqa: E402

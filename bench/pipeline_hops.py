@@ -20,7 +20,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
 from runners import KEY, NODE
 

@@ -21,7 +21,7 @@ LONGEST_FIRST = (
     "test_runner",
     "test_resume_exact",
     "test_bench_mtp",
-    "test_layer_meter",
+    "test_layer_timer",
     "test_namespaces",
     "test_model_classes",
     "test_following",

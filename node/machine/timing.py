@@ -9,7 +9,7 @@ value that follows from another is a property. All values are in seconds.
 
 A time stays a constant of its module where nothing else waits by it: the bound on one call to
 something outside, the bound on a value, the buckets of a histogram, a command's own patience, the
-lifetime of a credential, a limit against abuse. `tests/test_timing.py` lists those.
+lifetime of a credential, a limit against abuse. `tests/node/machine/test_timing.py` lists those.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
 BUILD_INPUTS = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,7 +15,7 @@ from exo_node.mtp.weights import HeadSource, load_head
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 
-ORACLE = Path(__file__).parent / "oracle"
+ORACLE = Path(__file__).parents[2] / "oracle"
 
 Weights = dict[str, mx.array]
 

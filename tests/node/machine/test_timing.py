@@ -11,7 +11,7 @@ import pytest
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.machine.timing import LAN, LOCAL, PROFILES, Timing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 HOME = "node/machine/timing.py"
 
 CONSTANTS = {

@@ -9,7 +9,7 @@ import pytest
 from exo_node.proto.framing import HEAD_BYTES, body_bytes, framed
 from exo_node.shard.checkpoint.files import write_atomic
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 WRITERS = {"shard/checkpoint/files.py", "shard/checkpoint/fetch.py"}
 """The one writer, and the downloader, whose partial file outlives its process."""
 

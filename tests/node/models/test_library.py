@@ -9,7 +9,7 @@ from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import nearest_ids, packaged_cards, read_card_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "shard" / "models" / "demo"
 KNOWN = [ModelId(name) for name in ("demo", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "llama")]
 

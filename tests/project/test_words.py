@@ -30,7 +30,7 @@ from exo_node.placement.errors import (
 )
 from exo_node.placement.ids import ModelId
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("model", ["nothing-like-it", "demp"])

@@ -20,7 +20,7 @@ from exo_node.shard.model.small_config import small_config
 from exo_node.shard.model.split_check import Trial, require_splittable, small_model, stage_fault
 from exo_node.shard.model.stage_model import StageModel
 
-HEADERS = Path(__file__).parent / "headers"
+HEADERS = Path(__file__).parents[2] / "headers"
 PLAIN: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PROTO = Path(__file__).parents[1] / "proto"
+PROTO = Path(__file__).parents[2] / "proto"
 REMEDY = "run `python proto/generate.py` and commit what it writes"
 
 

@@ -33,7 +33,7 @@ from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.card import parse_card
 from exo_node.placement.library import packaged_cards
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = (
     "README.md",

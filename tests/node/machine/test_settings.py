@@ -54,7 +54,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_PEER", "10.0.0.2:52416, mac.local:9", "peers", ("10.0.0.2:52416", "mac.local:9")),
         ("EXO_PEER", "[fe80::1]:9,[fe80::1]:9", "peers", ("[fe80::1]:9",)),
         ("EXO_CLUSTER_KEY_FILE", __file__, "cluster_key_file", Path(__file__)),
-        ("EXO_MODELS_DIR", str(Path(__file__).parent), "models_dir", Path(__file__).parent),
+        ("EXO_MODELS_DIR", str(Path(__file__).parents[2]), "models_dir", Path(__file__).parents[2]),
         ("EXO_DATA_DIR", "~/x", "data_dir", Path("~/x").expanduser()),
         ("EXO_MDNS", "off", "mdns", False),
         ("EXO_OFFLINE", "1", "offline", True),

@@ -224,7 +224,7 @@ def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
         (["--against", "vllm"], 2, "--against: 'vllm'; it knows mlx-lm"),
         (["--dtype", "int4"], 2, "--dtype: "),
         (["--output", str(Path(__file__))], 2, "is not a folder"),
-        (["--output", str(Path(__file__).parent)], 2, "is not empty"),
+        (["--output", str(Path(__file__).parents[2])], 2, "is not empty"),
     ],
 )
 def test_bad_input_is_one_clear_line(

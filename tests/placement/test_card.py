@@ -11,7 +11,7 @@ from exo_node.placement.card import MAX_K, ModelCard, derive_card, parse_card
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
 
-DEMO = Path(__file__).parents[1] / "shard" / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "shard" / "models" / "demo"
 PLAIN: dict[str, object] = {
     "model_type": "llama",
     "num_hidden_layers": 24,
