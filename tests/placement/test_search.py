@@ -15,7 +15,7 @@ def problem(seed: int, room: int, size: int = 16) -> Problem:
     """Nodes of `room` layers each, their speeds and links at random, around 64 layers."""
     rng = random.Random(seed)
     return Problem(
-        sizes=ModelSizes(64, 64, layer=10, cache=0, ends=0, head=0),
+        sizes=ModelSizes(64, 64, layer=10, cache=0, ends=0, head=0, head_cache=0),
         memory=[12 * room] * size,
         layer=sorted(rng.randint(10**6, 10**7) for _ in range(size)),
         tail=[rng.randint(10**6, 10**7) for _ in range(size)],
