@@ -107,9 +107,9 @@ class Load:
         match self._state:
             case Loading():
                 self._state = Failed(why)
-            case Ready():
+            case Ready() | Restoring():  # a restore that was cancelled begins anew
                 self._state = Restoring(why)
-            case Restoring() | Degraded() | Failed():
+            case Degraded() | Failed():
                 raise AssertionError(f"{self.status}: nothing more can be lost")
             case _:
                 assert_never(self._state)

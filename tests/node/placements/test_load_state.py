@@ -44,10 +44,14 @@ def test_one_that_is_given_up_says_what_was_lost_last() -> None:
     assert (load.state, load.error) == (Degraded("again"), "again")
 
 
-@pytest.mark.parametrize("state", [Restoring("x"), Degraded("x"), Failed("x")])
-def test_what_is_lost_already_is_not_lost_again(
-    state: Restoring | Degraded | Failed,
-) -> None:
+def test_a_restore_that_was_cancelled_begins_anew() -> None:
+    load = Load(Restoring("x", "loading"))
+    load.lose("y")
+    assert load.state == Restoring("y")
+
+
+@pytest.mark.parametrize("state", [Degraded("x"), Failed("x")])
+def test_what_is_lost_for_good_is_not_lost_again(state: Degraded | Failed) -> None:
     with pytest.raises(AssertionError):
         Load(state).lose("y")
 
