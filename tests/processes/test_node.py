@@ -114,6 +114,38 @@ def test_a_client_that_goes_away_frees_the_cache_long_before_the_end(demo: Node)
     assert time.monotonic() - gone < max(5, whole_s / 4)
 
 
+def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_a_fresh_nodes(
+    demo: Node, tmp_path: Path
+) -> None:
+    system = "Once upon a time a little dog lived in a house with a garden. " * 12
+    turns = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "Tell me a story."},
+    ]
+
+    def ask(node: Node, turns: list[dict[str, str]]) -> Any:
+        asked = {"messages": turns, "max_tokens": 16, "num_draft_tokens": 3}
+        return node.chat("", return_token_ids=True, **asked)
+
+    first = ask(demo, turns)
+    said = first["choices"][0]["message"]["content"]
+    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+    second = ask(demo, turns)
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 128 < cached == second["generation_stats"]["cached_tokens"]
+    assert cached < second["usage"]["prompt_tokens"]
+    assert demo.stages()[0]["prefix_cache_bytes"] > 0
+    alone_env = {"EXO_PREFIX_CACHE_ENABLED": "0"}
+    with node(tmp_path, "--no-mdns", "--dtype", "float32", env=alone_env) as fresh:
+        alone = ask(fresh, turns)
+        assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+    drafts = ("proposed_draft_tokens", "accepted_draft_tokens", "spec_decode_rounds")
+    mine, theirs = second["generation_stats"], alone["generation_stats"]
+    assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
+
+
 def test_models_tell_their_mtp_state(demo: Node) -> None:
     demo.chat("Who are you?", max_tokens=2)
     models = {model["id"]: model for model in demo.call("GET", "/v1/models").body["data"]}
