@@ -72,7 +72,7 @@ def _why_split(
 def _speedup(candidate: Candidate) -> str:
     profile = candidate.nodes[0].profile
     known = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
-    source = "measured here" if known else "assumed, not measured"
+    source = "by measurement" if known else "assumed"
     if candidate.speedup <= 1:
         return f"native MTP is expected to make it no faster ({source})"
     return f"native MTP is expected to make it {candidate.speedup:.3g} times as fast ({source})"
