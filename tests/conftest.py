@@ -14,6 +14,7 @@ LONGEST_FIRST = (
     "test_cluster",
     "test_join_nodes",
     "test_engine",
+    "test_prefix_cache",
     "test_long_runs",
     "test_node",
     "test_distribution",

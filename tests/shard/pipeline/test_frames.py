@@ -317,7 +317,7 @@ def test_the_checks_hold_without_asserts() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-O", "-c", program],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=60,
