@@ -299,8 +299,8 @@ class Cluster:
                 beat = checked(beat, dial.address)
             except ExoNodeError as fault:
                 self._complain(dial, fault)
-                if isinstance(fault, PeerRefused) and dial.node is not None:
-                    self._tell(self._cluster_state.refused(dial.node, time.monotonic()))
+                if isinstance(fault, PeerRefused):
+                    self._refused(dial)
                 await asyncio.sleep(self._until_next_try(dial))
                 continue
             node = NodeId(beat.sender.id)
@@ -314,6 +314,12 @@ class Cluster:
             for address in beat.peers:
                 self.dial(address)
             await self._pause()
+
+    def _refused(self, dial: Dial) -> None:
+        """Where it listened before a restart says nothing of a node that only pauses."""
+        member = None if dial.node is None else self._members.get(dial.node)
+        if dial.node is not None and member is not None and member.address == dial.address:
+            self._tell(self._cluster_state.refused(dial.node, time.monotonic()))
 
     def _until_next_try(self, dial: Dial) -> float:
         """Seconds. Soon where a live node did not answer: the others wait to know about it."""
