@@ -164,9 +164,9 @@ class AnswerMeter:
         now = self._clock()
         if self._first is None:
             self._first = now
-            self._observe(self._families.first_token, now - self._arrived)
+            self._observe(self._families.spread.first_token, now - self._arrived)
         else:
-            self._observe(self._families.between_rounds, now - self._last)
+            self._observe(self._families.spread.between_rounds, now - self._last)
         self._last = now
         self._tokens += tokens
         self._families.generation_tokens.labels(*self._labels).inc(tokens)
@@ -183,59 +183,29 @@ class AnswerMeter:
             self._measure(families, self._clock())
 
     def _measure(self, families: "_Families", now: float) -> None:
-        self._observe(families.answer, now - self._arrived)
-        self._observe(families.prompt, self._prompt_tokens)
-        self._observe(families.generation, self._tokens)
+        self._observe(families.spread.answer, now - self._arrived)
+        self._observe(families.spread.prompt, self._prompt_tokens)
+        self._observe(families.spread.generation, self._tokens)
         if self._ran is None or self._first is None:
             return
-        self._observe(families.queue, self._ran - self._arrived)
-        self._observe(families.prefill, self._first - self._ran)
-        self._observe(families.decode, self._last - self._first)
+        self._observe(families.spread.queue, self._ran - self._arrived)
+        self._observe(families.spread.prefill, self._first - self._ran)
+        self._observe(families.spread.decode, self._last - self._first)
         if self._tokens > 1:
             each = (self._last - self._first) / (self._tokens - 1)
-            self._observe(families.each_token, each)
+            self._observe(families.spread.each_token, each)
 
     def _observe(self, histogram: Histogram, value: float) -> None:
         histogram.labels(*self._labels).observe(value)
 
 
-class _Families:
-    """The metrics of requests."""
+class _Spread:
+    """The histograms of answers: times and sizes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, says: str) -> Gauge:
-            return Gauge(name, says, _LABELS, registry=registry)
-
-        def counter(name: str, says: str, *labels: str) -> Counter:
-            return Counter(name, says, (*_LABELS, *labels), registry=registry)
-
         def histogram(name: str, says: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(name, says, _LABELS, registry=registry, buckets=buckets)
 
-        self.running = gauge("vllm:num_requests_running", "Requests that a runner works on.")
-        self.waiting = gauge(
-            "vllm:num_requests_waiting", "Requests that wait for their turn or for their model."
-        )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.prefix_queries = counter(
-            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for among read ones."
-        )
-        self.prefix_hits = counter(
-            "vllm:prefix_cache_hits", "Those of them that were found, and not read again."
-        )
-        self.generation_tokens = counter(
-            "vllm:generation_tokens", "Tokens emitted, those of answers that broke off among them."
-        )
-        self.endings = counter(
-            "vllm:request_success",
-            "Answers that ended, by how: stop, length, abort (the client left), error (the node's "
-            "fault), rejected (for what it asked, or because too many wait).",
-            "finished_reason",
-        )
-        self.numeric_errors = counter(
-            "exo_node_numeric_errors",
-            "Answers that ended because the model gave NaN or infinity.",
-        )
         self.first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token, waiting and loading included.",
@@ -269,6 +239,43 @@ class _Families:
         self.generation = histogram(
             "vllm:request_generation_tokens", "Tokens of a whole answer.", _TOKENS
         )
+
+
+class _Families:
+    """The metrics of requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, says: str) -> Gauge:
+            return Gauge(name, says, _LABELS, registry=registry)
+
+        def counter(name: str, says: str, *labels: str) -> Counter:
+            return Counter(name, says, (*_LABELS, *labels), registry=registry)
+
+        self.running = gauge("vllm:num_requests_running", "Requests that a runner works on.")
+        self.waiting = gauge(
+            "vllm:num_requests_waiting", "Requests that wait for their turn or for their model."
+        )
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self.prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for among read ones."
+        )
+        self.prefix_hits = counter(
+            "vllm:prefix_cache_hits", "Those of them that were found, and not read again."
+        )
+        self.generation_tokens = counter(
+            "vllm:generation_tokens", "Tokens emitted, those of answers that broke off among them."
+        )
+        self.endings = counter(
+            "vllm:request_success",
+            "Answers that ended, by how: stop, length, abort (the client left), error (the node's "
+            "fault), rejected (for what it asked, or because too many wait).",
+            "finished_reason",
+        )
+        self.numeric_errors = counter(
+            "exo_node_numeric_errors",
+            "Answers that ended because the model gave NaN or infinity.",
+        )
+        self.spread = _Spread(registry)
 
     def introduce(self, labels: tuple[str, str]) -> None:
         """A model's series at 0, so that a rate sees its first request."""
