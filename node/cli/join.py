@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ..machine.node_names import meant_nodes
 from .flags import AsJson, DataDir, LocalPort, client_settings
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ def leave(
 def rekey(
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", help="A node that stays out: its name or id. Repeatable."),
+        typer.Option(
+            "--without",
+            help="A node that stays out: its name, or 8 characters or more of its id. Repeatable.",
+        ),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
@@ -214,11 +218,11 @@ def _chosen(endpoint: "Endpoint", text: str) -> Mapping[str, Any]:
     from . import output as cli_output
 
     pending: list[Mapping[str, Any]] = cli_client.call(endpoint, _REQUESTS).get("data", [])
-    found = [
-        r
-        for r in pending
-        if not text or r.get("name") == text or str(r.get("node")).startswith(text)
-    ]
+    found = (
+        meant_nodes(text, pending, name=lambda r: str(r.get("name")), id=lambda r: str(r["node"]))
+        if text
+        else pending
+    )
     if len(found) == 1:
         return found[0]
     raise InvalidRequest(cli_output.no_choice(text, pending, found), param="NODE")

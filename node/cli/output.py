@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..join.handshake import spaced
 from ..machine.log import escape_controls
+from ..machine.node_names import meant_nodes
 from .client import Comment
 
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -94,14 +95,19 @@ def no_choice(
 def rekey_question(cluster: Mapping[str, Any], without: Sequence[str]) -> str:
     """What a person is asked before the cluster key is changed."""
     others = [n for n in cluster.get("nodes", []) if not n.get("self")]
-    out = [n for n in others if _is_meant(n, without) or n.get("status") != "alive"]
+    meant = [n for text in without for n in meant_nodes(text, others, name=_name, id=_id)]
+    out = [n for n in others if n in meant or n.get("status") != "alive"]
     stay = ", ".join(_text(n.get("name")) for n in others if n not in out) or "no other node"
     left = ", ".join(f"{_text(n.get('name'))} ({_text(n.get('status'))})" for n in out) or "nobody"
     return escape_controls(f"Give a new cluster key to this node and {stay}, and leave out {left}?")
 
 
-def _is_meant(node: Mapping[str, Any], names: Sequence[str]) -> bool:
-    return any(node.get("name") == name or str(node.get("id")).startswith(name) for name in names)
+def _name(node: Mapping[str, Any]) -> str:
+    return str(node.get("name"))
+
+
+def _id(node: Mapping[str, Any]) -> str:
+    return str(node.get("id"))
 
 
 def rekeyed(answer: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ events.py: the log of what happened, one line each
 hardware.py: chip, backend, memory, bandwidth
 interfaces.py: addresses that peers may use
 log.py: log lines
+node_names.py: which node a name or the beginning of an id means
 open_files.py: the limit of open files
 private_files.py: files that only their owner may read, created and replaced whole
 setting_values.py: the texts of settings as values
