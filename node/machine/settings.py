@@ -321,12 +321,14 @@ _RUNNER_VARIABLES: Final = (
 def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """What a runner's process gets: enough to run, nothing that could change an answer.
 
-    Its libraries must not reach out to a hub, whatever a checkpoint's files say.
+    Its libraries must not reach out to a hub, whatever a checkpoint's files say, nor write to its
+    log that PyTorch is missing.
     """
     kept = {name: environ[name] for name in _RUNNER_VARIABLES if name in environ}
     offline = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }
     return {**kept, **offline}

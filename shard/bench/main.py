@@ -34,7 +34,7 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     """Raises InvalidSettings for prompts that cannot be used, and what loading raises."""
     prompts = bundled_prompts() if request.prompts is None else read_prompts(Path(request.prompts))
     # Seconds of imports: a prompts file with a fault is told of at once.
-    from ..model import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
+    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
     from .sweep import make_answers, make_arms, measure_steps, open_model, sweep
 
     _note(f"loading {spec.model}")

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -29,7 +29,6 @@ from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
-from ..text.codec import TextCodec
 from .attempts import Kept, Running
 from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
@@ -37,6 +36,9 @@ from .options import EngineOptions
 from .prefix_cache import PrefixCache
 from .probing import Subject, probe_costs, probe_fixed_rows, probe_identity
 from .request import EngineRequest
+
+if TYPE_CHECKING:
+    from ..text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class TextEngine:
 
     def __init__(
         self,
-        codec: TextCodec,
+        codec: "TextCodec",
         stage: StageModel,
         vocabulary: int,
         options: EngineOptions,

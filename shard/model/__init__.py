@@ -1,10 +1,10 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
-file_limit.py: imports mlx-lm where few files may be open
 layer_probe.py: seconds of a layer, measured at load
 layer_timer.py: seconds of a layer at work
 layer_view.py: some layers in the place of a model's all
 load.py: loads what a stage's specification asks for
+loader_import.py: imports mlx-lm's loader, also where few files may be open
 numeric.py: whether numbers are finite, and what is said where they are not
 small_config.py: a small model of the same class and depth
 split_check.py: whether a stage computes what its layers do in the whole model

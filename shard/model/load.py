@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import psutil
@@ -21,11 +21,13 @@ from ...placement.errors import InvalidCheckpoint
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from ..text.codec import TextCodec
 from .split_check import require_splittable
 from .stage_limits import StageLimits
 from .stage_model import StageModel, open_model, read_layers, require_layers
 from .tensors import DTYPES
+
+if TYPE_CHECKING:
+    from ..text.codec import TextCodec
 
 Report = Callable[[pb.LoadProgress], None]
 
@@ -37,7 +39,7 @@ class Loaded:
     model: StageModel
     expected: StageLimits
     vocabulary: int
-    codec: TextCodec | None
+    codec: "TextCodec | None"
     head: Any
     """A `mtp.head.DraftHead`, or None."""
     head_state: str
@@ -97,7 +99,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         model=stage,
         expected=expected,
         vocabulary=expected.vocabulary,
-        codec=TextCodec.load(checkpoint.folder) if generator else None,
+        codec=_codec(checkpoint.folder) if generator else None,
         head=head,
         head_state=head_state,
         weight_bytes=weight_bytes,
@@ -106,6 +108,12 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         fingerprint=checkpoint.fingerprint,
         kernels=kernels,
     )
+
+
+def _codec(folder: Path) -> "TextCodec":
+    from ..text.codec import TextCodec  # transformers, more than a second: a generator's only
+
+    return TextCodec.load(folder)
 
 
 def _choose_kernels(

@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from ...mtp.loop import Prefilled, Rebuilt
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
 from ..engine.engine import Delta, Done, EngineEvent
-from ..text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from ..text.token_bytes import TokenBytes
 
 
-def event_to_wire(event: EngineEvent, token_bytes: TokenBytes) -> pb.GenerateEvent:
+def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes") -> pb.GenerateEvent:
     """What the node sees of one event of the engine."""
     match event:
         case Prefilled(done, total):
@@ -33,7 +36,7 @@ def event_to_wire(event: EngineEvent, token_bytes: TokenBytes) -> pb.GenerateEve
             return pb.GenerateEvent(finished=finished)
 
 
-def _logprob(entry: TokenLogprobs, token_bytes: TokenBytes) -> pb.TokenLogprob:
+def _logprob(entry: TokenLogprobs, token_bytes: "TokenBytes") -> pb.TokenLogprob:
     top = [pb.TokenLogprob(id=i, bytes=token_bytes(i), logprob=x) for i, x in entry.top]
     token, logprob = entry.token, entry.logprob
     return pb.TokenLogprob(id=token, bytes=token_bytes(token), logprob=logprob, top=top)

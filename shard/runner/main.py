@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
-from ..model import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # The limit has to be right before mlx-lm is imported, which mtp does.
 # isort: split

@@ -14,12 +14,11 @@ import struct
 import sys
 import threading
 from array import array
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
+from .bare_mlx_lm import bare_mlx_lm
 from .messages import messages_from_json
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def fault_body(fault: ExoNodeError) -> bytes:
 def main() -> NoReturn:
     """Entry point of the child process; argument 1 is what one request may add to its memory."""
     logging.disable()  # a library's warning may quote a prompt
-    _without_mlx()
+    bare_mlx_lm()
     from .codec import TextCodec
 
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -104,16 +103,6 @@ def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
 def _say(data: bytes) -> None:
     _ = sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
-
-
-def _without_mlx() -> None:
-    """Stands in for mlx_lm's `__init__`, which imports MLX, so that its tokenizers alone load."""
-    found = find_spec("mlx_lm")
-    assert found is not None and found.submodule_search_locations is not None
-    package = ModuleType("mlx_lm")
-    package.__path__ = list(found.submodule_search_locations)
-    package.__spec__ = found
-    sys.modules["mlx_lm"] = package
 
 
 def _limit_memory(more: int) -> None:

@@ -72,7 +72,7 @@ FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
 def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
     """Loads the model as a runner would and checks it. Raises what loading raises."""
     # Seconds of imports: a request with a fault is told of at once.
-    from ..model import file_limit  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # The limit has to be right before mlx-lm is imported, which mtp does.
     # isort: split

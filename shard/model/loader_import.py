@@ -1,0 +1,68 @@
+"""Imports mlx-lm's loader, `mlx_lm.utils`, as a runner needs it.
+
+To be imported before anything else that imports mlx-lm, because the module does two things then:
+
+- It sets a hard limit of 4096 open files. A process may lower its hard limit and not raise it, so
+  where it is below 4096 already the import fails, and with it every load.
+- It imports transformers and the hub's client, for tokenizers and downloads. They take 1.3 s of a
+  CPU, and a stage that is no generator never needs them; here a generator's codec imports them.
+"""
+
+import resource
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ...placement.errors import LoadFailed
+from ..text.bare_mlx_lm import bare_mlx_lm
+
+
+def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
+    """Raises the soft limit as far as the hard one allows, and lowers neither."""
+    soft, hard = resource.getrlimit(which)
+    wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        _SET(which, (wanted, hard))
+
+
+def _load_tokenizer(*given: Any, **named: Any) -> Any:
+    from mlx_lm.tokenizer_utils import load
+
+    return load(*given, **named)
+
+
+def _download(*_: object, **named: object) -> NoReturn:
+    raise LoadFailed("a process that loads a model downloads nothing: give it the model's folder")
+
+
+_STAND_INS = {
+    "mlx_lm.tokenizer_utils": {"TokenizerWrapper": object, "load": _load_tokenizer},
+    "huggingface_hub": {"snapshot_download": _download},
+}
+"""What `mlx_lm.utils` takes from modules that are not imported with it."""
+
+
+@contextmanager
+def _imported_later() -> Generator[None]:
+    """Stand-ins in the place of these modules; the next import finds the real ones."""
+    absent = [name for name in _STAND_INS if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(_STAND_INS[name])
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+_SET = resource.setrlimit
+resource.setrlimit = _keeps_what_there_is
+bare_mlx_lm()
+try:
+    with _imported_later():
+        import mlx_lm.utils  # noqa: F401  # pyright: ignore[reportUnusedImport]
+finally:
+    resource.setrlimit = _SET

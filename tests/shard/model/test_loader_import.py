@@ -1,0 +1,55 @@
+"""mlx-lm's loader without transformers: what is imported then, and what still works."""
+
+import json
+import subprocess
+import sys
+
+from engines import DEMO
+
+CLASSES = """
+import importlib, json, pkgutil, sys
+{first}
+import mlx_lm.models
+found = {{}}
+for module in pkgutil.iter_modules(mlx_lm.models.__path__):
+    try:
+        found[module.name] = sorted(vars(importlib.import_module("mlx_lm.models." + module.name)))
+    except (Exception, SystemExit) as fault:
+        found[module.name] = repr(fault)
+print(json.dumps([found, "transformers" in sys.modules]))
+"""
+LATER = """
+import sys
+from exo_node.shard.model import loader_import
+import mlx_lm.utils
+print("transformers" in sys.modules, "huggingface_hub" in sys.modules)
+loaded = mlx_lm.utils.load_tokenizer(__import__("pathlib").Path({folder!r}))
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+print(isinstance(loaded, TokenizerWrapper), "transformers" in sys.modules)
+try:
+    mlx_lm.utils.load("owner/model")
+except Exception as fault:
+    print(type(fault).__name__)
+"""
+
+
+def test_every_model_class_of_mlx_lm_is_the_same_without_transformers() -> None:
+    bare, without = _told(CLASSES.format(first="import exo_node.shard.runner.main"))
+    usual, with_it = _told(CLASSES.format(first="import mlx_lm"))
+    assert len(usual) > 100 and bare == usual
+    assert (without, with_it) == (False, True)
+
+
+def test_what_is_left_out_is_imported_at_its_first_call_but_nothing_is_downloaded() -> None:
+    lines = _output(LATER.format(folder=str(DEMO))).splitlines()
+    assert lines == ["False False", "True True", "LoadFailed"]
+
+
+def _told(program: str) -> tuple[dict[str, object], bool]:
+    found, heavy = json.loads(_output(program).splitlines()[-1])
+    return found, heavy
+
+
+def _output(program: str) -> str:
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
