@@ -1,12 +1,37 @@
-"""The nodes' timing; files in order, the longest first, so that no core idles; shared profiles."""
+"""The nodes' timing; chance that is the same in every run; the longest files first; profiles."""
 
 import os
+import random
 from collections.abc import Iterator
 
+import hypothesis
 import kept_profiles
+import mlx.core as mx
 import pytest
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
+
+hypothesis.settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("steady")
+"""The same examples in every run; `--hypothesis-profile=search` looks for others."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before the fixtures of any scope: what a test draws depends neither on a clock nor on which
+    tests ran before it."""
+    random.seed(0)
+    mx.random.seed(0)
+
 
 LONGEST_FIRST = (
     "test_kills",

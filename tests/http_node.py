@@ -17,7 +17,7 @@ from exo_node.node.api.connection_limits import ConnectionLimits
 from exo_node.node.api.server import HttpServer, StaticFiles, build_app
 from exo_node.node.machine.timing import LOCAL
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for what should happen at once."""
 
 

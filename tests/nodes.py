@@ -1,9 +1,11 @@
 """Real nodes: `exo-node start` as processes with data folders of their own, on loopback."""
 
 import http.client
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 import kept_profiles
 
 COMMAND = str(Path(sys.executable).parent / "exo-node")
-READY_WITHIN_S = 90.0
+READY_WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 CALL_S = 300.0
 """For a call's silence: a load of the demo took 69 s on two cores with a dozen busy processes."""
@@ -183,12 +185,37 @@ def node(
         kept_profiles.take(data_dir)
 
 
+_FIRST = 20_000 + os.getpid() * 194 % 12_000
+_PORTS = itertools.cycle((*range(_FIRST, 32_000, 2), *range(20_000, _FIRST, 2)))
+"""Below those that the system hands out by itself (Linux from 32,768 on, macOS from 49,152): such a
+one may be another process's by the time that a node binds it, or binds it again."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports with the next one free as well, which the join port then is."""
+    return list(itertools.islice(filter(_is_free, _PORTS), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as first, socket.socket() as second:
+        try:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+        except OSError:
+            return False
+    return True
+
+
 def eventually(condition: Callable[[], object], within_s: float) -> None:
-    """Polls until the condition holds; fails the test when it does not in time."""
-    deadline = time.monotonic() + within_s
+    """Polls until the condition holds; fails the test when it does not in time.
+
+    Ever less often: a look at a node is an HTTP request, which takes from what is waited for.
+    """
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.02)
+        waited = time.monotonic() - begun
+        assert waited < within_s, f"not within {within_s} s"
+        time.sleep(min(0.02 + waited / 20, 0.2))
 
 
 def struck(attempt: Callable[[], T | None]) -> T:

@@ -32,7 +32,7 @@ from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
 LOOPBACK = "127.0.0.1"
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:

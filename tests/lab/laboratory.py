@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from nodes import Node, eventually, node
+from nodes import Node, eventually, free_ports, node
 
 KEY = "b" * 32
 WHOLE_WITHIN_S = 180.0
@@ -184,13 +184,21 @@ class Laboratory:
             _ = list(pool.map(self._start, rest, [[first]] * len(rest)))
         eventually(lambda: self._alive(self._any()) == count, WHOLE_WITHIN_S)
 
-    def _start(self, folder: Path, peers: Iterable[str], *, port: str = "0") -> None:
+    def _start(self, folder: Path, peers: Iterable[str], *, port: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         key = folder / "key"
         _ = key.write_text(KEY)
         key.chmod(0o600)
         dialled = [flag for peer in peers for flag in ("--peer", peer)]
-        flags = ("--no-mdns", "--dtype", "float32", "--grpc-port", port, "--log-format", "human")
+        flags = (
+            "--no-mdns",
+            "--dtype",
+            "float32",
+            "--grpc-port",
+            port or str(*free_ports(1)),
+            "--log-format",
+            "human",
+        )
         if limit := self.memory.get(folder.name):
             flags += ("--memory-limit", limit)
         opened = node(folder, *flags, "--cluster-key-file", str(key), *dialled)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import DEMO, ORACLE
-from nodes import Node, chat_body, eventually, node, start_process
+from nodes import READY_WITHIN_S, Node, chat_body, eventually, node, start_process
 
 CHAT = "/v1/chat/completions"
 ORACLE_IDS = next(row["greedy_ids"] for row in ORACLE if row["prompt"] == "Who are you?")
@@ -151,7 +151,7 @@ def test_a_parked_head_is_told_wherever_its_model_is_shown(hardened: Node) -> No
     answer = hardened.chat("Who are you?", return_token_ids=True, **asked)
     assert answer["choices"][0]["token_ids"] == ORACLE_IDS[:8]
     assert answer["generation_stats"]["head_parked"]
-    eventually(lambda: shown()["parked"], 20)  # its runner tells of itself now and then
+    eventually(lambda: shown()["parked"], 60)  # its runner tells of itself now and then
     assert (shown()["enabled"], shown()["weights"]) == (False, "found")
     assert "not finite at position" in shown()["reason"]
     [placed] = [
@@ -181,7 +181,7 @@ def test_a_port_in_use_ends_the_start_with_the_next_free_one(
         taken.listen()
         port = taken.getsockname()[1]
         process = start_process(tmp_path / "n", "--no-mdns", flag, str(port))
-        assert process.wait(15) == 2
+        assert process.wait(READY_WITHIN_S) == 2
         text = (tmp_path / "n" / "log").read_text()
     assert f"port {port}" in text
     assert error in text
@@ -203,7 +203,7 @@ def test_a_bad_setting_ends_the_start_with_its_name(
     tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], words: str
 ) -> None:
     process = start_process(tmp_path / "n", *flags, env=env)
-    assert process.wait(15) == 2
+    assert process.wait(READY_WITHIN_S) == 2
     text = (tmp_path / "n" / "log").read_text()
     assert words in text
     assert "Traceback" not in text
@@ -211,7 +211,7 @@ def test_a_bad_setting_ends_the_start_with_its_name(
 
 def test_a_second_start_on_the_same_data_folder_names_the_first(hardened: Node) -> None:
     second = start_process(hardened.data_dir, log=hardened.data_dir / "second.log")
-    assert second.wait(15) == 2
+    assert second.wait(READY_WITHIN_S) == 2
     text = (hardened.data_dir / "second.log").read_text()
     assert str(hardened.process.pid) in text
     assert good_answer(hardened)
@@ -221,7 +221,7 @@ def test_prompts_and_keys_never_reach_the_log(hardened: Node) -> None:
     canary = "xylophone-canary"
     _ = hardened.chat(f"Say {canary}", model="good", max_tokens=4)
     _ = hardened.call("POST", CHAT, {**chat_body(canary), "temperature": 9})
-    eventually(lambda: hardened.log.stat().st_size > 0, 5)
+    eventually(lambda: hardened.log.stat().st_size > 0, 60)
     log = hardened.log.read_text()
     assert canary not in log
     assert (hardened.data_dir / "cluster.key").read_text().strip() not in log

@@ -16,7 +16,7 @@ from nodes import Node, alive, eventually, node, struck
 from trials import NEVER_END
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
-WITHIN_S = 60.0
+WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test."""
 
 pytestmark = pytest.mark.timeout(600)

@@ -156,7 +156,7 @@ def test_a_head_that_stops_for_two_seconds_is_not_taken_for_dead(trio: Trio) -> 
         with stopped(head):
             begun = time.monotonic()
             eventually(lambda: status(others[0], own_id) != "alive", WITHIN_S)
-            eventually(lambda: time.monotonic() - begun > 2, 3)
+            time.sleep(max(0.0, begun + 2 - time.monotonic()))
         trio.complete()
         terms = {cluster(n)["term"] for n in trio.nodes.values()}
         same = terms == {term} and [kinds(n).count("died") for n in others] == died
@@ -173,7 +173,7 @@ def test_a_head_that_stops_for_long_is_replaced_and_follows_when_it_wakes(trio: 
         eventually(lambda: all(status(n, old["self"]) == "dead" for n in others), WITHIN_S)
         eventually(lambda: agree(others), WITHIN_S)
         elected = cluster(others[0])
-        eventually(lambda: time.monotonic() - begun > 8, 10)
+        time.sleep(max(0.0, begun + 8 - time.monotonic()))
     eventually(lambda: agree(list(trio.nodes.values())), WITHIN_S)
     eventually(lambda: all(sees(n, 3) for n in trio.nodes.values()), WITHIN_S)
     now = cluster(head)

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from joiners import Impostor
-from nodes import Node, eventually, node
-from test_join_nodes import QUIET, asks_at, cluster, free_ports, joining, together, typed
+from nodes import Node, eventually, free_ports, node
+from test_join_nodes import QUIET, WITHIN_S, asks_at, cluster, joining, together, typed
 
 from exo_node.node.join.port import MAX_CONNECTIONS
 from exo_node.node.join.wire import FRAME_BYTES, ask_for_hint
@@ -51,7 +51,7 @@ def files(running: Node) -> int:
 
 def call(port: int, raw: bytes) -> bytes:
     """What comes back before the other side closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as connection:
         try:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)
@@ -85,7 +85,7 @@ def test_half_open_connections_are_bounded_and_let_go(member: Node, port: int) -
         # Those that it listens to, and as many that wait in line or are just being let go.
         assert files(member) <= before + 2 * MAX_CONNECTIONS + 22
         assert lives(member)
-    eventually(lambda: files(member) <= before + 5, 30)
+    eventually(lambda: files(member) <= before + 5, WITHIN_S)
     assert "Traceback" not in member.log.read_text()
 
 
@@ -120,7 +120,7 @@ def test_frames_that_are_none_end_their_connection_alone(
 ) -> None:
     async def scenario() -> None:
         evil = Impostor(fresh=True)
-        async with asyncio.timeout(30), evil.calling(f"127.0.0.1:{port}") as (line, _, _):
+        async with asyncio.timeout(WITHIN_S), evil.calling(f"127.0.0.1:{port}") as (line, _, _):
             writer = line._writer  # pyright: ignore[reportPrivateUsage]
             writer.write(raw_frames()[kind])
             if kind == "cut":
@@ -132,7 +132,7 @@ def test_frames_that_are_none_end_their_connection_alone(
         asyncio.run(scenario())
     assert lives(member)
     assert joining(member)["data"] == []
-    eventually(lambda: TOLD[kind] in member.log.read_text(), 10)
+    eventually(lambda: TOLD[kind] in member.log.read_text(), WITHIN_S)
     assert "Traceback" not in member.log.read_text()
 
 
@@ -146,7 +146,7 @@ def test_an_honest_node_joins_during_and_after_a_flood(
             _ = each.connect_ex(("127.0.0.1", port))
         peer = ("--peer", f"127.0.0.1:{member.itself()['port']}")
         new = stack.enter_context(node(tmp_path / "honest", QUIET, *peer))
-        eventually(lambda: asks_at(new, member), 30)
+        eventually(lambda: asks_at(new, member), WITHIN_S)
         done = typed(member, new)
         assert done.returncode == 0, done.stderr
-        eventually(lambda: together([member, new]), 30)
+        eventually(lambda: together([member, new]), WITHIN_S)

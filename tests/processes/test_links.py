@@ -28,7 +28,7 @@ STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me 
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 HIDDEN = 256
 LEASE_S = 3
-WITHIN_S = 60.0
+WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test."""
 
 

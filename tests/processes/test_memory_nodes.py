@@ -33,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
         one = stack.enter_context(node(root / "one", *flags))
         folder = join(one, root / "two")
         two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one)))
-        eventually(lambda: sees(one, 2) and sees(two, 2), 60)
+        eventually(lambda: sees(one, 2) and sees(two, 2), 180)
         yield one, two
 
 

@@ -69,7 +69,7 @@ def test_a_real_nodes_metrics_are_the_sums_of_what_its_answers_said(demo: Node) 
     with demo.stream("Tell me a story.", max_tokens=4000, **NEVER_END) as events:
         assert next(events)
     success, aborts = "vllm:request_success_total", {"finished_reason": "abort"}
-    eventually(lambda: of_demo(scraped(demo), success, **aborts) == 1, 60)
+    eventually(lambda: of_demo(scraped(demo), success, **aborts) == 1, 180)
 
 
 def test_a_real_nodes_totals_and_models_tell_of_policy_rule_and_identity(demo: Node) -> None:

@@ -106,7 +106,7 @@ def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
         told = silent = 0
         for _ in range(20):
             surplus = stack.enter_context(node.raw(b""))
-            surplus.settimeout(20)
+            surplus.settimeout(60)
             try:
                 answer = surplus.recv(4096)
             except ConnectionResetError:
@@ -133,7 +133,7 @@ def test_an_answer_in_progress_gives_way_to_nobody() -> None:
         node.chat.scripts["slow"] = hangs(Started((1,)))
         request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
         with node.raw(request) as connection:
-            assert node.chat.began.wait(20)
+            assert node.chat.began.wait(60)
             assert node.ask("GET", "/health/live").status == 503
             received = b""
             while received.count(b": keep-alive") < 4:
@@ -185,7 +185,7 @@ def test_a_remote_address_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch
         assert "of this address" in fault.error["message"]
         with socket.socket() as other:  # another address of this machine
             other.bind(("127.0.0.2", 0))
-            other.settimeout(20)
+            other.settimeout(60)
             other.connect(("127.0.0.1", node.port))
             request = f"GET /health/live HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n"
             other.sendall(request.encode())

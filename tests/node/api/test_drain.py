@@ -30,7 +30,7 @@ def test_a_stream_that_is_cut_off_ends_with_one_error_that_says_why() -> None:
     with serving_fakes(between=leaving.around) as node:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply(stream=True)
-        assert node.chat.closed.wait(20), "its runner is told"
+        assert node.chat.closed.wait(60), "its runner is told"
     assert reply.status == 200
     told = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
     events = [json.loads(each) for each in told if each != "[DONE]"]
@@ -46,7 +46,7 @@ def test_an_answer_in_one_piece_that_is_cut_off_is_a_503() -> None:
         node.chat.scripts["demo"] = until_cut_off(leaving)
         reply = node.chat_reply()
         assert (reply.status, reply.error["code"]) == (503, "peer_lost")
-        assert node.chat.closed.wait(20)
+        assert node.chat.closed.wait(60)
 
 
 def test_new_work_is_refused_and_looking_is_not() -> None:

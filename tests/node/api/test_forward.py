@@ -77,7 +77,7 @@ def ask(heads: Heads, method: str = "POST", path: str = "/v1/settings") -> Reply
         events=log,
     )
     with serving(app) as port:
-        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
         body = b'{"a": 1}' if method == "POST" else None
         connection.request(method, path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()

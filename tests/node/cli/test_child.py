@@ -51,7 +51,7 @@ def test_an_interrupted_command_ends_a_child_that_does_not_listen(tmp_path: Path
         assert started.stderr.readline() == b"up\n"
         [child] = psutil.Process(started.pid).children()
         started.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs([child], timeout=20)
+        _, alive = psutil.wait_procs([child], timeout=60)
         for each in alive:
             each.kill()
         assert alive == []
@@ -67,7 +67,7 @@ def test_the_child_of_a_bench_ends_with_its_command(tmp_path: Path, sent: int, s
         assert started.stderr.readline() == b"loading demo\n"
         [child] = psutil.Process(started.pid).children()
         started.send_signal(sent)
-        assert started.wait(30) == status
-        _, alive = psutil.wait_procs([child], timeout=30)
+        assert started.wait(60) == status
+        _, alive = psutil.wait_procs([child], timeout=60)
         assert alive == []
         assert b"Traceback" not in started.stderr.read()

@@ -278,7 +278,7 @@ def test_stop_ends_the_node_that_holds_the_folder(tmp_path: Path, json_flag: lis
         done = exo_node("stop", "--data-dir", str(tmp_path), *json_flag)
         assert done.returncode == 0
         assert find_running(tmp_path) is None
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
     if json_flag:
         assert json.loads(done.stdout) == {"stopped": True, "pid": process.pid}
     else:

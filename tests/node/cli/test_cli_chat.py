@@ -151,7 +151,7 @@ def test_text_that_stdout_cannot_show_does_not_end_the_answer(stub: Stub) -> Non
 
 def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
     release = threading.Event()
-    stub.replies = {_CHAT: as_events(delta("Hel"), then=lambda: release.wait(30))}
+    stub.replies = {_CHAT: as_events(delta("Hel"), then=lambda: release.wait(60))}
     with ending_on_interrupt():
         process = subprocess.Popen(
             [*COMMAND, "chat", "hi", "--model", "m"],
@@ -162,7 +162,7 @@ def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
     assert process.stdout is not None
     assert process.stdout.read(3) == b"Hel"
     process.send_signal(signal.SIGINT)
-    rest, notes = process.communicate(timeout=30)
+    rest, notes = process.communicate(timeout=60)
     release.set()
     assert (process.returncode, rest, notes) == (130, b"\n", b"")
 

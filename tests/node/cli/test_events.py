@@ -79,7 +79,7 @@ def test_what_follows_the_last_known_event(after: str | int | None, expected: in
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 10))
+    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_a_listener_gets_what_is_held_and_what_happens_until_the_log_closes() -> None:

@@ -70,7 +70,7 @@ def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) 
 def test_work_that_returns_is_done() -> None:
     async def story() -> None:
         loops = Loops(EventLog(), LOCAL.loops)
-        await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 10)
+        await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 60)
         assert loops.trouble() == ""
 
     asyncio.run(story())

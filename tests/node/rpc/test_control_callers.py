@@ -70,7 +70,7 @@ async def called(path: str, method: Any, credentials: Credentials) -> tuple[Any,
         channel = grpc.aio.secure_channel(address, channel_credentials(credentials), options)
         async with channel:
             full = path.replace("/exo.", f"/{method.containing_service.file.package}.")
-            call = cast(Any, channel).stream_stream(full)(_bytes(), timeout=5)
+            call = cast(Any, channel).stream_stream(full)(_bytes(), timeout=60)
             try:
                 async for _ in call:
                     pass

@@ -333,7 +333,7 @@ def knock(
         async with channel:
             try:
                 stub = peer_pb2_grpc.MembershipStub(channel)
-                outcome = (await stub.Exchange(pb.Heartbeat(), timeout=10)).head
+                outcome = (await stub.Exchange(pb.Heartbeat(), timeout=60)).head
             except grpc.aio.AioRpcError as fault:
                 outcome = fault.code().name
         await running.stop(None)

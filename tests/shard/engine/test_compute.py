@@ -13,7 +13,7 @@ from exo_node.mtp.seams import Wait
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run
 
-SOON_S = 5.0
+SOON_S = 60.0
 """Far more than anything here takes; only a fault waits this long."""
 
 SETTLING_TURNS = 2 * OUTBOX_LIMIT

@@ -357,7 +357,7 @@ def test_a_node_learns_by_itself(machines: list[Machine], pipeline: Pipeline) ->
     slow.load()
     pipeline.decode(ENOUGH)
     told = slow.profiling
-    slow.loop.run(eventually(lambda: bool(told.tell(pb.NodeFacts()).profiles[0].corrected), 60))
+    slow.loop.run(eventually(lambda: bool(told.tell(pb.NodeFacts()).profiles[0].corrected), 180))
 
 
 def test_a_stage_that_grew_slow_gets_fewer_layers_at_the_next_placement(
@@ -409,4 +409,4 @@ def test_a_node_that_is_killed_keeps_what_was_saved_now_and_then(
     pipeline.decode(ENOUGH)
     told = slow.facts().profiles
     assert told[0].corrected
-    slow.loop.run(eventually(lambda: slow.started().tell(pb.NodeFacts()).profiles == told, 60))
+    slow.loop.run(eventually(lambda: slow.started().tell(pb.NodeFacts()).profiles == told, 180))
