@@ -1,0 +1,127 @@
+"""Conversations for `bench/serve.py`: prompts of a wanted length, and traces of agents.
+
+Everything follows from a seed, so two servers are asked the same. No two conversations share a
+beginning, except the system prompt of the agents of one run: what a prefix cache finds there, an
+agent's server finds too.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import ceil
+from typing import Any, Final, Literal
+
+Role = Literal["user", "tool"]
+AGENT: Final = "agent"
+QUESTIONS: Final = "questions"
+_TEXT: Final = (
+    "about after again air all animal answer away back before big boat book boy bring build call "
+    "cat child city close cold come cook count country cross day dog door down draw drink earth "
+    "eat end every eye face family farm fast father feet find fire first fish five flower follow "
+    "food foot four friend garden girl give good grass great green ground grow hand hard head "
+    "hear help high hill home horse house idea keep kind king land large last late learn leave "
+    "letter light line list little live long look made make many moon morning mother mountain"
+)
+_WORDS: Final = tuple(_TEXT.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Tokens of a conversation by its words: `fixed` for the template, `each` for every word.
+
+    `source` says whether the server's usage told them, or a token a word had to be assumed.
+    """
+
+    fixed: float = 0.0
+    each: float = 1.0
+    source: Literal["usage", "assumed"] = "assumed"
+
+    @classmethod
+    def between(cls, few: tuple[int, int], many: tuple[int, int]) -> "Calibration":
+        """From two prompts, each as (words, tokens)."""
+        (w0, t0), (w1, t1) = few, many
+        if w1 <= w0 or t1 <= t0:
+            return cls()
+        each = (t1 - t0) / (w1 - w0)
+        return cls(t0 - each * w0, each, "usage")
+
+    def words(self, tokens: int, *, whole: bool) -> int:
+        """How many words make so many tokens, the template's included if it is the whole prompt."""
+        wanted = tokens - self.fixed if whole else tokens
+        return max(1, round(wanted / self.each))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is said to the model before its next answer."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns that are asked one after the other; the server's own answers come between them."""
+
+    turns: tuple[Turn, ...]
+    system: str = ""
+
+    def messages(self, answers: Sequence[str]) -> list[dict[str, Any]]:
+        """The messages of the request after these answers."""
+        found: list[dict[str, Any]] = []
+        if self.system:
+            found.append({"role": "system", "content": self.system})
+        for number, turn in enumerate(self.turns[: len(answers) + 1]):
+            message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+            if turn.role == "tool":
+                message["tool_call_id"] = f"call_{number}"
+            found.append(message)
+            if number < len(answers):
+                found.append({"role": "assistant", "content": answers[number]})
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One kind of request: a prompt of `tokens`, an agent's conversation, or given questions."""
+
+    name: str
+    tokens: int = 0
+    """Of the prompt; of an agent's system prompt."""
+    questions: tuple[str, ...] = ()
+    """Asked as they are, over and over, so that a prefix cache may know them."""
+    turns: int = 1
+    tool_tokens: int = 0
+    tool_role: Role = "tool"
+
+    def conversations(self, calibration: Calibration, count: int, seed: str) -> list[Conversation]:
+        made = random.Random(seed)
+        if self.questions:
+            from_here = made.randrange(len(self.questions))
+            asked = islice(cycle(self.questions), from_here, from_here + count)
+            return [Conversation((Turn("user", question),)) for question in asked]
+        if self.turns == 1:
+            words = calibration.words(self.tokens, whole=True)
+            return [Conversation((Turn("user", _text(made, words)),)) for _ in range(count)]
+        system = _text(made, calibration.words(self.tokens, whole=False))
+        return [Conversation(tuple(self._agent(made, calibration)), system) for _ in range(count)]
+
+    def needed(self, requests: int) -> int:
+        """Conversations that make at least so many requests."""
+        return ceil(requests / self.turns)
+
+    def _agent(self, made: random.Random, calibration: Calibration) -> Iterator[Turn]:
+        """A task of the user, then the result of a tool before each further answer."""
+        yield Turn("user", _text(made, calibration.words(32, whole=False)))
+        result = calibration.words(self.tool_tokens, whole=False)
+        for _ in range(self.turns - 1):
+            yield Turn(self.tool_role, _text(made, result))
+
+
+def probe_text(words: int) -> str:
+    return _text(random.Random("calibration"), words)
+
+
+def _text(made: random.Random, words: int) -> str:
+    return " ".join(made.choices(_WORDS, k=words))

@@ -1,0 +1,238 @@
+"""`bench/serve.py`: what it asks, how it reads a stream, and what its figures are made of."""
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+from serve_client import Answer, Reading, Server, Usage
+from serve_metrics import Run, errors, figures, percentile, ratios, same_answers
+from serve_output import tables
+from serve_runs import Plan
+from serve_workloads import Calibration, Conversation, Turn, Workload
+
+COUNTED = Calibration(fixed=9, each=1.25, source="usage")
+AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)
+
+
+# --------------------------------------------------------------------------- workloads
+
+
+def test_words_are_chosen_so_that_the_prompt_has_the_tokens_asked_for() -> None:
+    measured = Calibration.between((16, 29), (216, 279))
+    assert measured == COUNTED
+    [asked] = Workload("512", 512).conversations(measured, 1, "s")
+    words = len(asked.turns[0].text.split())
+    assert abs(9 + 1.25 * words - 512) <= 1.25
+
+
+def test_a_server_without_usage_gets_a_word_a_token_and_it_is_said() -> None:
+    assert Calibration.between((16, 9), (216, 9)).source == "assumed"
+    [asked] = Workload("32", 32).conversations(Calibration(), 1, "s")
+    assert len(asked.turns[0].text.split()) == 32
+
+
+def test_no_two_prompts_begin_alike_but_the_same_seed_gives_the_same() -> None:
+    one, again, other = (
+        Workload("32", 32).conversations(COUNTED, 8, seed) for seed in ("1/0", "1/0", "1/1")
+    )
+    assert one == again
+    beginnings = {tuple(each.turns[0].text.split()[:6]) for each in (*one, *other)}
+    assert len(beginnings) == 16
+
+
+def test_agents_share_their_system_prompt_and_nothing_else() -> None:
+    agents = AGENTS.conversations(COUNTED, 4, "s")
+    assert len({agent.system for agent in agents}) == 1
+    assert len({turn.text for agent in agents for turn in agent.turns}) == 12
+    assert [turn.role for turn in agents[0].turns] == ["user", "tool", "tool"]
+    assert len(agents[0].system.split()) == 160
+
+
+def test_an_agents_next_request_repeats_the_servers_answers() -> None:
+    asked = Conversation((Turn("user", "do"), Turn("tool", "done"), Turn("tool", "x")), "be good")
+    assert asked.messages([]) == [
+        {"role": "system", "content": "be good"},
+        {"role": "user", "content": "do"},
+    ]
+    assert asked.messages(["I call"])[2:] == [
+        {"role": "assistant", "content": "I call"},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+    ]
+
+
+def test_questions_are_asked_as_they_are_and_begin_anywhere() -> None:
+    asks = Workload("questions", questions=("a", "b", "c"))
+    found = [c.turns[0].text for c in asks.conversations(COUNTED, 4, "s")]
+    assert "".join(found) in "abcabcabc"
+    assert len({asks.conversations(COUNTED, 1, str(seed))[0] for seed in range(20)}) == 3
+
+
+def test_every_cell_is_run_on_all_servers_one_after_the_other_and_each_begins() -> None:
+    servers = (Server("a", "", ""), Server("b", "", ""))
+    workloads = (Workload("32", 32), AGENTS)
+    plan = Plan(servers, workloads, (1, 4), 3, 5, 8, 1, 1.0)
+    steps = list(plan.steps())
+    assert len(steps) == 3 * 2 * 2 * 2
+    pairs = [steps[at : at + 2] for at in range(0, len(steps), 2)]
+    assert all(a[:3] == b[:3] and a[3] != b[3] for a, b in pairs)
+    assert {pair[0][3].name for pair in islice(pairs, 2)} == {"a", "b"}
+    assert len(plan.conversations(COUNTED, AGENTS, 1, 0)) == 2, "5 requests of 3 turns each"
+    assert len(plan.conversations(COUNTED, AGENTS, 4, 0)) == 4, "one a client"
+    first, later = (plan.conversations(COUNTED, AGENTS, 1, repeat)[0] for repeat in (0, 1))
+    assert first.system != later.system, "a prefix cache would know it"
+
+
+# ------------------------------------------------------------------------------ streams
+
+
+def chunk(text: str | None = None, **fields: Any) -> str:
+    delta = {} if text is None else {"content": text}
+    return json.dumps({"choices": [{"delta": delta, **fields}], "usage": None})
+
+
+USAGE = json.dumps(
+    {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 30,
+            "completion_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 20},
+        },
+    }
+)
+
+
+def read(*events: tuple[float, str], ended: float = 9.0) -> Answer:
+    reading = Reading(1.0)
+    for at, data in events:
+        reading.take(at, data)
+    return reading.answer(ended, 0)
+
+
+def test_only_events_with_text_count_as_tokens() -> None:
+    role = json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    thought = json.dumps({"choices": [{"delta": {"reasoning_content": "hm"}}]})
+    last = chunk(finish_reason="length")
+    found = read((2, role), (3, thought), (4, chunk("a")), (5, last), (6, USAGE), (7, "[DONE]"))
+    assert not found.error
+    assert found.chunks == (3, 4)
+    assert (found.text, found.finish_reason) == ("hma", "length")
+    assert found.usage == Usage(30, 7, 20)
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        (((2, chunk("a")),), "the stream ended before the answer did"),
+        (((2, chunk(finish_reason="stop")), (3, "[DONE]")), "an answer without text"),
+        (((2, chunk("a")), (3, '{"error": {"message": "gone"}}'), (4, "[DONE]")), "gone"),
+        (((2, "<html>"), (3, "[DONE]")), "no JSON: <html>"),
+        (((2, "[1]"), (3, "[DONE]")), "no object"),
+    ],
+)
+def test_a_stream_that_is_no_answer_says_why(
+    events: Sequence[tuple[float, str]], error: str
+) -> None:
+    assert error in read(*events).error
+
+
+# ------------------------------------------------------------------------------ figures
+
+
+def answer(*chunks: float, tokens: int | None = None, cached: int = 0, turn: int = 0) -> Answer:
+    usage = None if tokens is None else Usage(30, tokens, cached)
+    return Answer(0.0, chunks[-1] + 0.5, chunks, "text", usage, "length", "", turn=turn)
+
+
+def failed(error: str, refused: bool = False) -> Answer:
+    return Answer(0.0, 0.001, (), "", None, "", error, refused)
+
+
+def run(*answers: Answer, server: str = "a", repeat: int = 0, duration: float = 2.0) -> Run:
+    return Run(server, "32", 4, repeat, duration, 0.1, answers)
+
+
+def test_latencies_are_those_of_the_events() -> None:
+    row = figures(run(answer(1.0, 1.1, 1.4, tokens=9), answer(2.0, 2.2, tokens=3)))
+    assert row["mean_ttft_ms"] == pytest.approx(1500)
+    assert row["mean_itl_ms"] == pytest.approx(200)
+    assert row["max_itl_ms"] == pytest.approx(300)
+    assert row["mean_tpot_ms"] == pytest.approx((400 / 8 + 200 / 2) / 2)
+    assert row["mean_e2el_ms"] == pytest.approx((1900 + 2700) / 2)
+    assert (row["total_output_tokens"], row["output_tokens_by"]) == (12, "usage")
+    assert row["output_throughput"] == 6
+    assert (row["min_output_len"], row["max_output_len"]) == (3, 9)
+
+
+def test_tokens_without_usage_are_counted_by_events_and_it_is_said() -> None:
+    row = figures(run(answer(1.0, 1.1, 1.2)))
+    assert (row["total_output_tokens"], row["output_tokens_by"]) == (3, "events")
+    assert row["total_input_tokens"] is None
+    assert figures(run(answer(1.0), answer(1.0, tokens=4)))["output_tokens_by"] == "both"
+
+
+def test_failures_are_counted_and_are_in_no_latency() -> None:
+    lost, full = failed("cut"), failed("HTTP 503", refused=True)
+    row = figures(run(answer(1.0, 1.1, tokens=2), lost, full, full))
+    assert (row["completed"], row["failed"], row["refused"]) == (1, 3, 2)
+    assert row["mean_ttft_ms"] == pytest.approx(1000)
+    assert row["request_throughput"] == 0.5
+    assert errors([run(lost, full, full)]) == {"a": {"HTTP 503": 2, "cut": 1}}
+
+
+def test_a_run_without_any_answer_has_no_latency_rather_than_zero() -> None:
+    row = figures(run(failed("cut")))
+    assert row["mean_ttft_ms"] is row["p99_itl_ms"] is row["min_output_len"] is None
+    assert row["output_throughput"] == 0
+
+
+def test_first_and_later_turns_have_their_own_ttft() -> None:
+    row = figures(run(answer(3.0, tokens=1), answer(1.0, tokens=1, cached=25, turn=1)))
+    assert row["mean_ttft_first_turn_ms"] == 3000
+    assert row["mean_ttft_later_turns_ms"] == 1000
+    assert (row["cached_input_tokens"], row["total_input_tokens"]) == (25, 60)
+
+
+def test_percentiles_lie_between_the_nearest_values() -> None:
+    assert percentile([7.0], 99) == 7
+    assert percentile([0.0, 10.0], 95) == pytest.approx(9.5)
+    assert percentile([float(n) for n in range(101)], 99) == pytest.approx(99)
+
+
+def test_a_ratio_is_the_median_of_those_within_a_repeat() -> None:
+    """Seeded drift: the machine is ten times slower in the second repeat, for both."""
+    runs = [
+        run(answer(at, tokens=1), server=server, repeat=repeat)
+        for repeat, server, at in (
+            (0, "a", 1.0),
+            (0, "b", 2.0),
+            (1, "b", 20.0),
+            (1, "a", 10.0),
+            (2, "a", 1.0),
+            (2, "b", 4.0),
+        )
+    ]
+    [found] = ratios(runs, "a", "b").values()
+    ttft = found["mean_ttft_ms"]
+    assert (ttft.median, ttft.least, ttft.most) == (0.5, 0.25, 0.5)
+
+
+def test_a_repeat_in_which_one_server_answered_nothing_has_no_ratio() -> None:
+    good, lost = answer(1.0, tokens=1), failed("cut")
+    runs = [run(good), run(lost, server="b")]
+    assert ratios(runs, "a", "b")["32", 4] == {}
+    assert same_answers(runs, "a", "b") == (0, 0)
+
+
+def test_the_tables_show_failures_and_what_the_output_was_counted_by() -> None:
+    others = run(answer(2.0, 2.4, tokens=5), answer(2.0, 2.4, tokens=5), server="b")
+    runs = [run(answer(1.0, 1.2), failed("boom")), others]
+    text = "\n".join(tables(runs, ["a", "b"]))
+    assert "| 4 | a |" in text
+    assert "2-2 by events | 1/1/0/0 |" in text
+    assert "5-5 by usage | 2/0/0/0 |" in text
+    assert "a: 1 failed: boom" in text
+    assert "a / b: medians" in text
+    assert "0.50 (0.50-0.50)" in text
