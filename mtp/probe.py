@@ -23,6 +23,8 @@ Identity = Literal["bitwise", "near_tie"]
 PROMPT_ROWS = 24
 CONTEXTS = (PROMPT_ROWS, 1100, 4200)
 """Rows of context that are probed: backends change their kernels of attention in between."""
+LONGEST_PROBED = CONTEXTS[-1] + 64
+"""No longer context than this makes a difference to what is measured."""
 
 
 class Forward(Protocol):
@@ -36,7 +38,7 @@ def greedy_identity(
     make_caches: Callable[[], list[Any]],
     vocabulary: int,
     k: int,
-    context_length: int = CONTEXTS[-1] + 64,
+    context_length: int = LONGEST_PROBED,
 ) -> Identity:
     """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 

@@ -4,6 +4,7 @@ candidates.py: single nodes and pipelines with their costs
 card.py: ModelCard and NativeMtp, derived or written down
 cluster.py: what the planner is told of nodes
 config.py: a checkpoint's config.json, read as hostile input
+context.py: how long a context is that nobody asked for
 correction.py: probed layer times, corrected by those at work
 cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, and why not

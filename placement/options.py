@@ -13,7 +13,7 @@ from .search import MAX_NODES
 from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 DEFAULT_CONTEXT = 32768
-"""Tokens of KV that a placement has room for when nobody asks: longer is a choice with a price."""
+"""Tokens of KV that nodes are chosen for when nobody asks; see `context.longest_context`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class PlanOptions:
     min_nodes: int = 1
     max_nodes: int | None = None
     context: int | None = None
-    """Tokens of KV to keep room for; None: the card's context, at most DEFAULT_CONTEXT."""
+    """Tokens of KV to keep room for; None: nodes are chosen for the card's context, at most
+    DEFAULT_CONTEXT, and what they have left may lengthen it."""
     exclude: frozenset[NodeId] = frozenset()
     """Never used; a node that is not live may be named."""
     nodes: tuple[NodeId, ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from .candidates import Candidate, Task, assigned, pipelines, seconds_of, singles
 from .card import ModelCard
 from .cluster import ClusterView, StageAssignment
+from .context import context_reason, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
@@ -39,7 +40,7 @@ class Placement:
     runner_up: str | None
     """The best choice of other nodes, for a person."""
     context_length: int
-    """Tokens of KV that were counted."""
+    """Tokens of KV that there is room for."""
     mtp_off_reason: str
     """Why the generator must not load a head that the card declares; empty where it may."""
     bound: float = 0.0
@@ -115,9 +116,13 @@ def preview(
     best, *others = ranked
     bound = min(floor, *(candidate.seconds for candidate in ranked))
     words = why(task, best, ranked, bound, options, pipeline_refusal)
-    runner_up = _placement(task, others[0], str(others[0]), None, bound) if others else None
+    if context := context_reason(task, best, options):
+        words += f"; {context}"
+    runner_up = None
+    if others:
+        runner_up = _placement(task, options, others[0], str(others[0]), None, bound)
     return Preview(
-        best=_placement(task, best, words, runner_up and runner_up.reason, bound),
+        best=_placement(task, options, best, words, runner_up and runner_up.reason, bound),
         runner_up=runner_up,
         bound_s=bound,
         candidates_considered=weighed,
@@ -143,7 +148,12 @@ def _free(options: PlanOptions) -> PlanOptions:
 
 
 def _placement(
-    task: Task, candidate: Candidate, reason: str, runner_up: str | None, bound: float
+    task: Task,
+    options: PlanOptions,
+    candidate: Candidate,
+    reason: str,
+    runner_up: str | None,
+    bound: float,
 ) -> Placement:
     return Placement(
         model=task.card.id,
@@ -151,7 +161,7 @@ def _placement(
         reason=reason,
         score=candidate.seconds,
         runner_up=runner_up,
-        context_length=task.allowed.context,
+        context_length=longest_context(task, candidate, options),
         mtp_off_reason=mtp_off_reason(task, candidate),
         bound=bound,
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ...placement.context import beside_spares
 from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import PlanOptions, plan
@@ -246,12 +247,13 @@ class Placements:
         view = without(self._facts.view(model), lost)
         refusal = self._facts.split_refusal(model)
         options = desired.within(view)
-        planned = plan(card, view, options, pipeline_refusal=refusal)
+        bounds = beside_spares(card, options, desired.spares)
+        planned = plan(card, view, bounds, pipeline_refusal=refusal)
         if model in self._records:
             await self._drain(model)
             # Others may have been placed meanwhile.
             view = without(self._facts.view(model), lost)
-            planned = plan(card, view, options, pipeline_refusal=refusal)
+            planned = plan(card, view, bounds, pipeline_refusal=refusal)
         placement = PlacementId(f"p-{secrets.token_hex(4)}")
         record = LoadedPlacement(
             placement, card, planned, desired.options, spares_wanted=desired.spares

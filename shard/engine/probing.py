@@ -6,6 +6,7 @@ from typing import Any
 
 from ...mtp.costs import RoundCosts
 from ...mtp.probe import (
+    LONGEST_PROBED,
     PROMPT_ROWS,
     Costs,
     Forward,
@@ -53,12 +54,12 @@ def probe_identity(subject: Subject, k: int, profile: Profile) -> str:
     device, checkpoint, dtype, versions, kernels.
     """
     forward, caches = subject.forward, subject.make_caches
-    known = profile.identity
-    if known is not None and (known.k, known.context_length) == (k, subject.context_length):
+    known, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
+    if known is not None and (known.k, known.context_length) == (k, context):
         warm_up(forward, caches, subject.vocabulary, k)
         return known.value
-    value = greedy_identity(forward, caches, subject.vocabulary, k, subject.context_length)
-    profile.identity = MeasuredIdentity(value=value, k=k, context_length=subject.context_length)
+    value = greedy_identity(forward, caches, subject.vocabulary, k, context)
+    profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
 

@@ -172,7 +172,7 @@ def test_of_more_nodes_than_are_weighed_the_roomy_ones_are_and_the_bound_is_hone
 def test_context_takes_memory_and_is_reported() -> None:
     long = card(context_length=100_000)
     roomy = cluster(10**9)
-    assert plan(long, roomy).context_length == 32768
+    assert plan(long, roomy).context_length == 100_000
     assert plan(card(context_length=500), roomy).context_length == 500
     assert plan(long, roomy, asking(context=100_000)).context_length == 100_000
     just = cluster(stage_bytes(long, 0, 12, True, 1000, False))

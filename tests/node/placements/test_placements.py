@@ -14,6 +14,7 @@ from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.drafting import EnabledState
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
+from exo_node.placement.options import DEFAULT_CONTEXT
 from exo_node.placement.plan import PlanOptions
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -77,6 +78,11 @@ class _Facts:
         return StageSettings("float32")
 
 
+class _Roomy(_Facts):
+    def view(self, placing: ModelId) -> ClusterView:
+        return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
+
+
 def test_requests_that_come_together_share_one_load() -> None:
     async def scenario() -> None:
         stages = _Stages()
@@ -97,6 +103,20 @@ def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
         assert stages.most == 1
         assert [record.id for record in placements.records] == list(stages.loaded)
         assert (await placements.ensure(DEMO)).id in stages.loaded
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("spares", "context"), [(0, 262_144), (1, DEFAULT_CONTEXT)])
+def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
+    spares: int, context: int
+) -> None:
+    async def scenario() -> None:
+        stages = _Stages()
+        placements = Placements(stages, _Roomy(), LOCAL.placements)
+        record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
+        assert record.plan.context_length == record.specs[0].context_length == context
+        assert not record.moved
 
     asyncio.run(scenario())
 

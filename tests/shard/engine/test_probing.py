@@ -7,6 +7,7 @@ import pytest
 from test_probe import forward_of
 from tiny import VOCABULARY, taped_qwen
 
+from exo_node.mtp.probe import LONGEST_PROBED
 from exo_node.mtp.rollback import with_tapes
 from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
 from exo_node.shard.engine.probing import Subject, probe_identity
@@ -49,6 +50,16 @@ def test_another_k_or_context_is_measured_anew(
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
     assert probe_identity(subject_of(model, context), k, profile) == "bitwise"
     assert profile.identity == MeasuredIdentity(value="bitwise", k=k, context_length=context)
+
+
+def test_contexts_beyond_the_longest_that_is_probed_share_what_was_measured(
+    model: Any, tmp_path: Path
+) -> None:
+    """A context that follows the free memory is another one at each load."""
+    profile = profile_in(tmp_path)
+    profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=LONGEST_PROBED)
+    for context in (LONGEST_PROBED, 32_768, 262_144):
+        assert probe_identity(subject_of(model, context), 2, profile) == "near_tie"
 
 
 def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: Path) -> None:

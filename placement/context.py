@@ -1,0 +1,59 @@
+"""The context of a placement for which nobody asked for one: as long as memory allows."""
+
+from dataclasses import replace
+
+from .candidates import Candidate, Task
+from .card import ModelCard
+from .cost import ModelSizes
+from .options import DEFAULT_CONTEXT, PlanOptions
+
+STEP = 16_384
+"""Tokens by which a context grows: free memory that differs a little changes nothing."""
+SHARE = 2
+"""A context beyond DEFAULT_CONTEXT takes one part in so many of what a node has left."""
+
+
+def longest_context(task: Task, chosen: Candidate, options: PlanOptions) -> int:
+    """Tokens of KV for `chosen`, which was planned with `task.allowed.context`.
+
+    What was asked for stays as it is. Else the model's own context, or as many tokens as leave
+    every node of the placement half of the memory that the plan did not take, for other models.
+    """
+    planned, most = task.allowed.context, task.card.context_length
+    if options.context is not None:
+        return planned
+    longer = [*range(planned + STEP - planned % STEP, most, STEP), most]
+    return max((each for each in longer if _fits(task, chosen, each)), default=planned)
+
+
+def context_reason(task: Task, chosen: Candidate, options: PlanOptions) -> str:
+    """What a person is told of it; empty for a model whose context is short anyway."""
+    most = task.card.context_length
+    if options.context is not None or most <= DEFAULT_CONTEXT:
+        return ""
+    context = longest_context(task, chosen, options)
+    if context == most:
+        return f"the model's whole context of {most} tokens fits"
+    return (
+        f"{context} of the model's {most} tokens of context, as more would take over half of the "
+        "memory that is left"
+    )
+
+
+def beside_spares(card: ModelCard, options: PlanOptions, spares: int) -> PlanOptions:
+    """`options` for a placement with standby replicas: a node that takes over a stage needs room
+    for its context too, so that one is not lengthened."""
+    if not spares or options.context is not None:
+        return options
+    return replace(options, context=min(card.context_length, DEFAULT_CONTEXT))
+
+
+def _fits(task: Task, chosen: Candidate, context: int) -> bool:
+    before, after = task.sizes, ModelSizes.of(task.card, context)
+    for node, stage in zip(chosen.nodes, chosen.stages, strict=True):
+        part = (stage.first_layer, stage.end_layer)
+        head = {"generator": stage.first_layer == 0, "mtp": chosen.speedup > 0}
+        need = before.need(*part, **head)
+        if after.need(*part, **head) - need > (node.memory_bytes - need) // SHARE:
+            return False
+    return True

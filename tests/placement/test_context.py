@@ -1,0 +1,145 @@
+"""How long the context of a placement is for which nobody asked for one."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exo_node.placement.card import ModelCard, parse_card
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.context import STEP, beside_spares
+from exo_node.placement.cost import stage_bytes
+from exo_node.placement.errors import InsufficientMemory
+from exo_node.placement.ids import NodeId
+from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
+from exo_node.placement.plan import Placement, plan
+
+MOST = 262_144
+
+
+def card(**changes: object) -> ModelCard:
+    facts = {
+        "id": "m",
+        "model_type": "llama",
+        "num_layers": 12,
+        "hidden_size": 1,
+        "vocab_size": 1,
+        "num_attention_layers": 12,
+        "num_key_value_heads": 1,
+        "head_dim": 1,
+        "context_length": MOST,
+        "weight_bytes": 1_000_000,
+    }
+    return parse_card(facts | changes, "test.toml")
+
+
+def cluster(*memory: int) -> ClusterView:
+    """Nodes a, b, c …, equally fast."""
+    ids = [NodeId(chr(ord("a") + i)) for i in range(len(memory))]
+    return ClusterView(
+        tuple(NodeFacts(id, id, size, 1e9) for id, size in zip(ids, memory, strict=True))
+    )
+
+
+LONG = card()
+MTP = {"default_k": 1, "max_k": 3}
+
+
+def bytes_of(model: ModelCard, context: int, *, mtp: bool = False) -> int:
+    return stage_bytes(model, 0, model.num_layers, True, context, mtp)
+
+
+def leaving(context: int, model: ModelCard = LONG, *, mtp: bool = False) -> int:
+    """Memory of which `context` tokens take just half of what the base leaves."""
+    base = bytes_of(model, DEFAULT_CONTEXT, mtp=mtp)
+    return base + 2 * (bytes_of(model, context, mtp=mtp) - base)
+
+
+def test_the_models_whole_context_is_taken_where_half_of_the_rest_holds_it() -> None:
+    found = plan(LONG, cluster(leaving(MOST)))
+    assert found.context_length == MOST
+    assert f"; the model's whole context of {MOST} tokens fits" in found.reason
+    short = plan(LONG, cluster(leaving(MOST) - 2))
+    assert short.context_length == MOST - STEP
+    assert f"{MOST - STEP} of the model's {MOST} tokens of context, as more would" in short.reason
+
+
+def test_where_nothing_is_left_it_stays_as_it_was_planned() -> None:
+    found = plan(LONG, cluster(bytes_of(LONG, DEFAULT_CONTEXT)))
+    assert found.context_length == DEFAULT_CONTEXT
+    assert f"{DEFAULT_CONTEXT} of the model's {MOST} tokens" in found.reason
+
+
+def test_what_was_asked_for_stays() -> None:
+    for context in (1000, DEFAULT_CONTEXT, 100_000):
+        found = plan(LONG, cluster(10**10), PlanOptions(context=context))
+        assert found.context_length == context
+        assert "tokens of context" not in found.reason
+
+
+def test_a_short_context_is_not_spoken_of() -> None:
+    found = plan(card(context_length=4096), cluster(10**9))
+    assert found.context_length == 4096
+    assert "whole context" not in found.reason
+
+
+def test_the_draft_head_is_counted_and_never_given_up_for_a_longer_context() -> None:
+    model = card(native_mtp=MTP)
+    found = plan(model, cluster(leaving(65_536, model, mtp=True)))
+    assert (found.context_length, found.mtp_off_reason) == (65_536, "")
+    room = leaving(65_536, model, mtp=True) - 2
+    assert plan(model, cluster(room)).context_length == 49_152
+
+
+def test_of_several_stages_the_one_with_the_least_left_decides() -> None:
+    layers = ((NodeId("a"), 6), (NodeId("b"), 6))
+    room = stage_bytes(LONG, 0, 6, True, DEFAULT_CONTEXT, False)
+    more = stage_bytes(LONG, 0, 6, True, DEFAULT_CONTEXT + STEP, False)
+    found = [
+        plan(LONG, cluster(room + 2 * (more - room), rest), PlanOptions(layers=layers))
+        for rest in (10**9, room)
+    ]
+    assert [each.context_length for each in found] == [DEFAULT_CONTEXT + STEP, DEFAULT_CONTEXT]
+    assert plan(LONG, cluster(10**9, 10**9), PlanOptions(layers=layers)).context_length == MOST
+
+
+@given(st.lists(st.integers(1_000_000, 60_000_000), min_size=1, max_size=4), st.integers(1, 3))
+def test_it_never_changes_the_nodes_and_always_leaves_half(memory: list[int], least: int) -> None:
+    view, options = cluster(*memory), PlanOptions(min_nodes=min(least, len(memory)))
+    try:
+        base = plan(LONG, view, replace(options, context=DEFAULT_CONTEXT))
+    except InsufficientMemory:
+        with pytest.raises(InsufficientMemory):
+            plan(LONG, view, options)
+        return
+    grown = plan(LONG, view, options)
+    assert (grown.stages, grown.score, grown.mtp_off_reason) == (
+        base.stages,
+        base.score,
+        base.mtp_off_reason,
+    )
+    assert grown.context_length == MOST or grown.context_length % STEP == 0
+    sizes = {node.id: node.memory_bytes for node in view.nodes}
+
+    def spare(placement: Placement, context: int) -> list[int]:
+        return [
+            sizes[s.node]
+            - stage_bytes(LONG, s.first_layer, s.end_layer, s.first_layer == 0, context, False)
+            for s in placement.stages
+        ]
+
+    before = spare(base, DEFAULT_CONTEXT)
+    if grown.context_length > DEFAULT_CONTEXT:
+        after = spare(grown, grown.context_length)
+        assert all(2 * b >= a for a, b in zip(before, after, strict=True))
+    if grown.context_length < MOST:
+        beyond = spare(grown, min(MOST, grown.context_length + STEP))
+        assert any(2 * b < a for a, b in zip(before, beyond, strict=True))
+
+
+def test_standby_replicas_keep_it_as_it_was_planned() -> None:
+    assert beside_spares(LONG, PlanOptions(), 0).context is None
+    assert beside_spares(LONG, PlanOptions(), 1).context == DEFAULT_CONTEXT
+    assert beside_spares(card(context_length=4096), PlanOptions(), 2).context == 4096
+    assert beside_spares(LONG, PlanOptions(context=9), 1).context == 9
