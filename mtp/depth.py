@@ -102,7 +102,7 @@ class AdaptiveDepth:
         self._ceiling = ceiling
         self._prior = prior
         self._costs = costs
-        self._acceptance = Acceptance([prior.probability(j) for j in range(ceiling)])
+        self.acceptance = Acceptance([prior.probability(j) for j in range(ceiling)])
         self._k = min(default, ceiling)
         self._stretch = FIRST_STRETCH
         self._until_look = FIRST_STRETCH
@@ -121,15 +121,19 @@ class AdaptiveDepth:
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
         self._costs.add(position, k, seconds)
-        if k:
-            self._acceptance.add(k, accepted)
-            self._prior.add(k, accepted)
+        self.saw(k, accepted)
         self._until_look -= 1 + accepted
         if self._look is not None:
             self._look.left -= 1
             self._look.emitted += 1 + accepted
             if self._look.left == 0:
                 self._end_look(self._look, position)
+
+    def saw(self, k: int, accepted: int) -> None:
+        """What became of `k` drafts, in a round whose cost tells nothing here."""
+        if k:
+            self.acceptance.add(k, accepted)
+            self._prior.add(k, accepted)
 
     def _next_look(self, position: int) -> "Exploration | None":
         rates = self._rates(position)
@@ -170,7 +174,7 @@ class AdaptiveDepth:
 
     def _rates(self, position: int) -> list[float]:
         """Tokens a second by depth, empty where some depth's cost is not even estimated."""
-        p = self._acceptance.probabilities
+        p = self.acceptance.probabilities
         seconds = [self._costs.seconds(position, k) for k in range(self._ceiling + 1)]
         if any(s is None for s in seconds):
             return []

@@ -137,12 +137,20 @@ class NativeDrafter:
                 self._speculative += 1
             logits = self._logits(hidden)[0]
             drafts.append(self._sampler.draft(logits, position + depth, drafts))
-        joined = _join(drafts)
+        joined = join(drafts)
         self._evaluate(joined.tokens)
         return joined
 
     def catch_up(self) -> None:
         _ = self._append_pending()
+
+    def settled(self) -> DrafterState:
+        """Its state with nothing pending: the head has read all rows, and no drafts are left."""
+        if self._pending:
+            self._read = self._append_pending()
+        _ = self.cache.trim(self._speculative)
+        self._speculative = 0
+        return self.state
 
     def arrays(self) -> list[mx.array]:
         return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
@@ -169,7 +177,8 @@ def rows_of(hidden: mx.array | None) -> int:
     return 0 if hidden is None else hidden.shape[1]
 
 
-def _join(drafts: list[Drafts]) -> Drafts:
+def join(drafts: Sequence[Drafts]) -> Drafts:
+    """One round's, one after the other."""
     if len(drafts) == 1:
         return drafts[0]
     tokens = mx.concatenate([draft.tokens for draft in drafts])

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .answer import Answer, check_finite, round_of
 from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
 from .drafters import NoDrafter
-from .finite import NO_TOKEN, NotFinite
-from .logprobs import Scores, score
+from .logprobs import Scores
 from .sampler import Sampler
 from .schedule import prefill_ends
 from .seams import Block, Drafter, Drafts, StopCondition, Verifier, Wait, Want, as_ids, as_row
@@ -22,8 +22,6 @@ from .types import FinishReason, Forward, Round
 
 REPORT_EVERY = 16
 """Rounds rebuilt between two reports: other requests have their turn there."""
-CLEAR_EVERY = 256
-"""Tokens between calls of `mx.clear_cache`, as in mlx-lm: buffers of many sizes pile up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Rebuilt:
 
 
 Step = Wait | Prefilled | Rebuilt | Round
-Steps = Generator[Step, None, FinishReason]
+Steps = Generator[Step, None, FinishReason | None]
 
 
 class InFlightToken(NamedTuple):
@@ -91,8 +89,12 @@ Next = tuple[mx.array, FinishReason | None]
 """The last emitted token (1,), whose row is not written yet, and why the answer ended, if so."""
 
 
+def _never() -> bool:
+    return False
+
+
 class Generation:
-    """One answer in the making; `steps()` drives it to its end."""
+    """One answer in the making; `steps()` drives it to its end, or to where it leaves."""
 
     def __init__(
         self,
@@ -103,22 +105,29 @@ class Generation:
         ending: StopCondition,
         depth: DepthPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        leaves: Callable[[], bool] = _never,
     ) -> None:
         """`depth` None: every round drafts as many tokens as the drafter's k.
 
         `clock` gives the seconds that an adaptive `depth` learns from; no other one needs it.
+        `leaves` is asked before each round: whether others are to compute the next ones.
         """
         self._task = task
         self._verifier = verifier
         self._drafter = drafter
         self._sampler = sampler
-        self._ending = ending
         self._depth = FixedDepth(drafter.k) if depth is None else depth
         self._clock = clock
-        self._emitted = 0
-        self._cleared = 0
-        self.parked_at: int | None = None
-        """The position from which on nothing is drafted: the drafter's logits were not finite."""
+        self._leaves = leaves
+        self.answer = Answer(task.max_tokens, task.top_logprobs, sampler, ending)
+        self.token: mx.array | None = None
+        """(1,) the token behind which an answer that left goes on; its row is not written."""
+
+    def come_back(self, drafter: Drafter, token: mx.array) -> None:
+        """`steps()` will go on behind `token` (1,); the verifier holds all rows before it."""
+        self._drafter, self.token = drafter, token
+        if self.answer.parked_at is not None:
+            self._park(self.answer.parked_at)
 
     def settle(self) -> Drafter:
         """Between two steps: computes what they left under way. The drafter that goes with it."""
@@ -126,22 +135,20 @@ class Generation:
         return self._drafter
 
     def steps(self) -> Steps:
-        """Yields what happens; returns why the answer ended.
+        """Yields what happens; returns why the answer ended, None where it leaves.
 
         The caches then fit its tokens, where the verifier takes rows back. Raises NotFinite.
         """
-        logits, last, forward = yield from self._prefill()
-        if self._task.replay:
-            reason = yield from self._rebuild(last)
-            token = as_row(self._task.replay[-1].tokens[-1:])
+        reason: FinishReason | None = None
+        if self.token is None:
+            token, reason = yield from self._begin()
         else:
-            token, scores = self._choose(logits)
-            first = InFlightToken(token, last, scores, forward)
-            # Where nothing drafts, the next forward is built while the first token is computed.
-            rounds = LONGEST_STRETCH if self._drafter.k == 0 and self._verifier.overlaps else 1
-            token, reason = yield from self._plain(first, rounds)
+            token, self.token = self.token, None
         ahead = None
         while reason is None:
+            if self._leaves():
+                self.token = token
+                return None
             plan = self._depth.plan(self._verifier.position) if ahead is None else ahead.plan
             if plan.k == 0 and self._verifier.overlaps:
                 flight = yield from self._issue(token)
@@ -150,6 +157,18 @@ class Generation:
             else:
                 token, reason, ahead = yield from self._round(token, ahead or self._draft(plan))
         return reason
+
+    def _begin(self) -> "Generator[Step, None, Next]":
+        """The prompt, and the rounds of an earlier attempt or the first token."""
+        logits, last, forward = yield from self._prefill()
+        if self._task.replay:
+            reason = yield from self._rebuild(last)
+            return as_row(self._task.replay[-1].tokens[-1:]), reason
+        token, scores = self._choose(logits)
+        first = InFlightToken(token, last, scores, forward)
+        # Where nothing drafts, the next forward is built while the first token is computed.
+        rounds = LONGEST_STRETCH if self._drafter.k == 0 and self._verifier.overlaps else 1
+        return (yield from self._plain(first, rounds))
 
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
         """One pass over the prompt: each chunk's hidden also primes the drafter."""
@@ -184,7 +203,7 @@ class Generation:
     def _draft(self, plan: Plan) -> NextRound:
         """Drafts for the next round, as far as the budget has room; their evaluation begins."""
         begun, start = self._clock(), self._verifier.position
-        k = min(plan.k, self._task.max_tokens - self._emitted - 1)
+        k = min(plan.k, self.answer.room - 1)
         drafts = self._drafter.draft(k, start + 1) if k > 0 else None
         return NextRound(plan, drafts, self._clock() - begun)
 
@@ -200,26 +219,26 @@ class Generation:
         rows = token if drafts is None else mx.concatenate([token, drafts.tokens])
         block = yield from self._verifier.forward(rows, want="all")
         verdict = self._sampler.judge(block.logits, drafts, start + 1)
-        scores = self._scores(block.logits, drafts, verdict.tokens)
+        scores = self.answer.scores(block.logits, drafts, verdict.tokens)
         accepted, ids, sound = verdict.read_with(None if drafts is None else drafts.finite)
-        _check(ids, start + 1)
+        check_finite(ids, start + 1)
         if not sound:
             self._park(start + 1)
         elif k or not ahead.plan.k:  # the last token alone, where drafts were planned, is no step
             self._depth.learn(k, accepted, start, ahead.seconds + self._clock() - begun)
-        reason, ids = self._cut(ids)
+        reason, ids = self.answer.cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
         forward = Forward(start, rows.shape[0])
         following = None
         if reason is None:
             plan = self._depth.plan(self._verifier.position)
             following = self._draft(plan) if plan.k else NextRound(plan, None, 0.0)
-        yield self._round_of(ids, k, min(accepted, len(ids)), forward, scores)
+        yield round_of(ids, k, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
 
     def _park(self, position: int) -> None:
         """Drafts nothing from here on: what the head gives is no distribution."""
-        self.parked_at = position
+        self.answer.parked_at = position
         self._drafter, self._depth = NoDrafter(), FixedDepth(0)
 
     def _commit(self, block: Block, tokens: mx.array, rows: int, kept: int) -> None:
@@ -237,24 +256,25 @@ class Generation:
         the very end; it is rolled back there, or left with caches that nobody reads again. A
         drafter learns of the rows, so that it may go on.
         """
-        rounds = min(rounds, self._task.max_tokens - self._emitted)
+        rounds = min(rounds, self.answer.room)
         for left in range(rounds - 1, -1, -1):
             begun = self._clock()
             token, hidden, scores, forward = flight
             self._drafter.observe(hidden, token)
-            if left:
+            goes_on = left > 0 and not self._leaves()
+            if goes_on:
                 flight = yield from self._issue(token)
             ids = as_ids(token)
-            _check(ids, forward.position + forward.rows)
+            check_finite(ids, forward.position + forward.rows)
             if forward.rows == 1:  # the prompt's own forward says nothing about a plain step
                 self._depth.learn(0, 0, forward.position, self._clock() - begun)
-            reason = self._count(ids[0])
-            if reason is not None and left and self._verifier.takes_back:
+            reason = self.answer.count(ids[0])
+            if reason is not None and goes_on and self._verifier.takes_back:
                 self._verifier.rollback(1)
-            yield self._round_of(ids, 0, 0, forward, scores)
-            if reason is not None:
+            yield round_of(ids, 0, 0, forward, scores)
+            if reason is not None or not goes_on:
                 return token, reason
-        return flight.token, None
+        raise AssertionError("the last of the rounds does not go on")
 
     def _issue(self, token: mx.array) -> Generator[Wait, None, InFlightToken]:
         """The token after `token`, under way."""
@@ -267,21 +287,9 @@ class Generation:
     def _choose(self, logits: mx.array) -> tuple[mx.array, Scores | None]:
         """The target's token (1,) after all rows in the caches: it becomes part of the answer."""
         token = self._sampler.token(logits, self._verifier.position)
-        scores = self._scores(logits, None, token)
+        scores = self.answer.scores(logits, None, token)
         self._sampler.commit(token)
         return token, scores
-
-    def _scores(self, logits: mx.array, drafts: Drafts | None, tokens: mx.array) -> Scores | None:
-        top = self._task.top_logprobs
-        if top is None:
-            return None
-        return score(self._sampler.target_logprobs(logits, drafts), tokens, top)
-
-    def _round_of(
-        self, ids: list[int], drafted: int, accepted: int, forward: Forward, scores: Scores | None
-    ) -> Round:
-        logprobs = () if scores is None else scores.read(ids)
-        return Round(tuple(ids), drafted, accepted, forward, logprobs)
 
     def _rebuild(self, last: mx.array | None) -> Generator[Step, None, FinishReason | None]:
         """Repeats recorded rounds with the same rows, so that the same kernels run.
@@ -290,7 +298,7 @@ class Generation:
         """
         first, *rounds = self._task.replay
         held, rows = self._verifier.position, len(self._task.prompt)
-        reason = self._count(first.tokens[-1])
+        reason = self.answer.count(first.tokens[-1])
         token = as_row(first.tokens)
         self._sampler.commit(token)
         if last is not None:  # else the rows are of an earlier attempt, and what it drafted with
@@ -305,7 +313,7 @@ class Generation:
                 token = _last(some[kept - 1])
             yield from self._rebuild_rounds(token, some[kept:])
             for recorded in some:
-                reason, _ = self._cut(list(recorded.tokens))
+                reason, _ = self.answer.cut(list(recorded.tokens))
             token, rows = _last(some[-1]), ends[-1]
             yield Rebuilt(1 + start + len(some), len(rounds) + 1)
         return reason
@@ -340,29 +348,6 @@ class Generation:
         block = yield from self._verifier.forward(as_row(ids), want=want)
         self._commit(block, as_row(recorded.tokens), rows, kept)
         mx.eval(self._verifier.arrays(), self._drafter.arrays())
-
-    def _cut(self, ids: list[int]) -> tuple[FinishReason | None, list[int]]:
-        """The ids up to and with the one that plain decoding would have ended at."""
-        for count, token in enumerate(ids, 1):
-            if (reason := self._count(token)) is not None:
-                return reason, ids[:count]
-        return None, ids
-
-    def _count(self, token: int) -> FinishReason | None:
-        self._emitted += 1
-        if self._emitted // CLEAR_EVERY > self._cleared:
-            self._cleared = self._emitted // CLEAR_EVERY
-            mx.clear_cache()
-        ended = self._ending.push(token)
-        if ended is None and self._emitted >= self._task.max_tokens:
-            return "length"
-        return ended
-
-
-def _check(ids: Sequence[int], position: int) -> None:
-    """Raises NotFinite where one of `ids`, the first of them at `position`, is no token."""
-    if NO_TOKEN in ids:
-        raise NotFinite(position + ids.index(NO_TOKEN))
 
 
 def _last(recorded: Round) -> mx.array:

@@ -26,6 +26,10 @@ class Processors:
         self._window = penalties.context_size
         self._recent = mx.array(list(prompt[-self._window :]), dtype=mx.int32)
 
+    @property
+    def active(self) -> bool:
+        return bool(self._processors)
+
     def apply(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
         """(rows, V) logits, of which row i follows the committed tokens and `drafts`[:i]."""
         if not self._processors:

@@ -19,6 +19,7 @@ MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
 
 Restore = Callable[[int], list[mx.array | None]]
+RestoreEach = Callable[[mx.array], list[mx.array | None]]
 
 
 Swaps = Mapping[type[nn.Module], type[nn.Module]]
@@ -30,11 +31,14 @@ class TapedCache(ArraysCache):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._tape: tuple[int, Restore] | None = None
+        self._tape: tuple[int, Restore, RestoreEach | None] | None = None
 
-    def record(self, rows: int, restore: Restore) -> None:
-        """`restore(m)` gives the state after the first m of the `rows` rows just written."""
-        self._tape = (rows, restore)
+    def record(self, rows: int, restore: Restore, each: RestoreEach | None = None) -> None:
+        """`restore(m)` gives the state after the first m of the `rows` rows just written.
+
+        `each` (B,): the same for a batch, of which every request keeps 1 row or more of its own.
+        """
+        self._tape = (rows, restore, each)
 
     def forget(self) -> None:
         self._tape = None
@@ -43,9 +47,17 @@ class TapedCache(ArraysCache):
         """Drops the last `rows` rows. Once per forward."""
         if self._tape is None or not 0 <= rows <= self._tape[0]:
             raise AssertionError(f"cannot take {rows} rows back: the tape does not reach that far")
-        written, restore = self._tape
+        written, restore, _ = self._tape
         if rows:  # a tape of one row holds nothing but the state before it
             self.cache = restore(written - rows)
+        self._tape = None
+
+    def keep(self, rows: mx.array) -> None:
+        """Keeps the first `rows` (B,) of the last forward, at least 1 of each request."""
+        each = None if self._tape is None else self._tape[2]
+        if each is None:
+            raise AssertionError("the last forward left no tape for a batch")
+        self.cache = each(rows)
         self._tape = None
 
 
@@ -104,7 +116,7 @@ class TapedGatedDelta(nn.Module):
         conv_input = mx.concatenate([conv_state, qkv], axis=1)
         q, k, v = self._split_heads(nn.silu(self.conv1d(conv_input)), batch, rows)
 
-        def recur(upto: int) -> tuple[mx.array, mx.array]:
+        def recur(upto: int, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
             return gated_delta_update(
                 q[:, :upto],
                 k[:, :upto],
@@ -114,7 +126,7 @@ class TapedGatedDelta(nn.Module):
                 self.A_log,
                 self.dt_bias,
                 state,
-                None,
+                mask,
                 use_kernel=not self.training,
             )
 
@@ -123,9 +135,14 @@ class TapedGatedDelta(nn.Module):
                 return [conv_state, state]
             return [mx.contiguous(conv_input[:, kept : kept + width]), recur(kept)[1]]
 
+        def restore_each(kept: mx.array) -> list[mx.array | None]:
+            # A masked row leaves a state as it was: the others' operations are those of `recur`.
+            mask = mx.arange(rows) < kept[:, None]
+            return [_rows_of_each(conv_input, kept, width), recur(rows, mask)[1]]
+
         out, cache[1] = recur(rows)
         cache[0] = mx.contiguous(conv_input[:, -width:])
-        cache.record(rows, restore)
+        cache.record(rows, restore, restore_each)
         cache.advance(rows)
         return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
 
@@ -150,8 +167,12 @@ class TapedGatedDelta(nn.Module):
                     return list(after)
                 return [_rows_of(window, kept, before.shape[1]), states[kept - 1]]
 
+            def restore_each(kept: mx.array) -> list[mx.array | None]:
+                each = states[kept - 1, mx.arange(batch)]
+                return [_rows_of_each(window, kept, before.shape[1]), each]
+
             cache[0], cache[1] = restore(rows)
-            cache.record(rows, restore)
+            cache.record(rows, restore, restore_each)
         cache.advance(rows)
         return self.out_proj(out.reshape(batch, rows, -1))
 
@@ -209,6 +230,12 @@ class TapedGatedDelta(nn.Module):
 def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
     """A copy: a view would keep the whole of `window` in memory."""
     return mx.contiguous(window[:, first : first + count])
+
+
+def _rows_of_each(window: mx.array, first: mx.array, count: int) -> mx.array:
+    """(B, count, C): the rows of each request behind its own `first` (B,)."""
+    at = (first[:, None] + mx.arange(count))[:, :, None]
+    return mx.take_along_axis(window, mx.broadcast_to(at, (*at.shape[:2], window.shape[2])), axis=1)
 
 
 def takes_tapes(model: nn.Module) -> bool:

@@ -33,6 +33,11 @@ class Sampler:
         self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
         self._processors = Processors(sampling.penalties, prompt)
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether its choices are `greedy_choice` of the logits as they are."""
+        return self._sampling.greedy and not self._processors.active
+
     def token(self, logits: mx.array, position: int) -> mx.array:
         """The target's token (1,) at `position` from its logits (1, V), or NO_TOKEN."""
         return self._targets(self._processors.apply(logits), position)

@@ -66,10 +66,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward of the target: `rows` rows after `position` committed ones."""
+    """One forward of the target: `rows` rows after `position` committed ones.
+
+    `batch`: of so many requests at once, with as many rows each.
+    """
 
     position: int
     rows: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2930,23 +2930,28 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class Forward(_message.Message):
-    """One forward of the target: repeating (position, rows) repeats its kernels."""
+    """One forward of the target: repeating (position, rows) repeats its kernels. `batch`: it was shared
+    by so many requests; 0 and 1: by none.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     rows: _builtins.int
+    batch: _builtins.int
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         rows: _builtins.int = ...,
+        batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "position", b"position", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

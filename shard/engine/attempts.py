@@ -1,12 +1,14 @@
 """What an attempt leaves for the next one, and what a running one gives to a spare."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...mtp.batch import Member
 from ...mtp.drafters import NativeDrafter
 from ...mtp.loop import Generation
 from ..pipeline.request_state import RequestState, digest_of
 from ..pipeline.verifier import PipelineVerifier
+from .batching import Batching, Seat
 from .local import LocalVerifier
 
 
@@ -28,17 +30,32 @@ class Running:
 
     generation: Generation
     verifier: PipelineVerifier | LocalVerifier
+    seat: Seat | None = None
+    """Of a whole model: where it may be decoded with others."""
     cached: int = 0
     """Rows of the prompt that a prefix cache had."""
 
-    def copied(self, ids: Sequence[int]) -> RequestState:
-        """A whole model's state as a spare is sent it.
+    def copied(self, ids: Sequence[int], batching: Batching) -> RequestState | None:
+        """A whole model's state as a spare is sent it; None where it is ahead of `ids`.
 
         The forward under way is waited for first: it is the answer's own work, not the copy's.
         """
         assert isinstance(self.verifier, LocalVerifier)
+        if self.seat is not None and self.seat.member is not None:
+            return self._copied_of_batch(ids, self.seat.member, batching)
         drafter, state = self.generation.settle(), self.verifier.state
         native = isinstance(drafter, NativeDrafter)
         state.drafter = self.verifier.with_ahead(drafter.state) if native else None
         state.ids = digest_of(ids[: state.position])
+        return state
+
+    def _copied_of_batch(
+        self, ids: Sequence[int], member: Member, batching: Batching
+    ) -> RequestState | None:
+        held = batching.held(member)
+        if held is None:
+            return None
+        # A state of its own: views would keep the batch's arrays for as long as the answer lasts.
+        state = replace(self.verifier.state, caches=held.caches, position=held.position)
+        state.drafter, state.ids = held.drafter, digest_of(ids[: held.position])
         return state

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ...mtp.batch import Batch
+from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.drafters import NativeDrafter, NoDrafter
+from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.finite import NotFinite
 from ...mtp.fixed_rows import FixedRows
@@ -30,6 +32,7 @@ from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
 from .attempts import Kept, Running
+from .batching import Batching, Seat
 from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .options import EngineOptions
@@ -120,11 +123,25 @@ class TextEngine:
         budget = options.prefix_cache_bytes if link is None else 0
         self._prefixes = PrefixCache(budget, stage.make_caches)
         self._turn_ends = codec.end_tokens if budget else frozenset[int]()
+        self._batching = self._new_batching()
         self.identity = "off"
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
         self.head_parked = ""
         """Why it is not used any more: an answer found its logits not to be finite."""
+
+    def _new_batching(self) -> Batching:
+        if self._link is not None:
+            return Batching(None, "requests to a pipeline take turns")
+        if self._fixed_rows:
+            return Batching(None, "strict mode computes each request by forwards of its own")
+        if not self._options.batching:
+            return Batching(None, "EXO_BATCHING_ENABLED is 0")
+        head = None
+        if self._head is not None and self._family is not None:
+            logits = draft_logits(self._family, self._head, self._draft_vocabulary)
+            head = BatchHead(self._head, self._family.embed, logits)
+        return Batching(Batch(self._target, head, self._clock))
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""
@@ -209,9 +226,9 @@ class TextEngine:
             if request.keeps and isinstance(running.verifier, PipelineVerifier):
                 running.verifier.begin_rebuild(request.committed, answer=not request.replay)
             reason = yield from self._copied(
-                request, running, _with_text(running.generation.steps(), stats, text)
+                request, running, _with_text(self._steps(running), stats, text)
             )
-            self._park_head(running.generation.parked_at)
+            self._park_head(running.generation.answer.parked_at)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
                 rule=request.sampling.rule_of(request.k),
@@ -263,8 +280,9 @@ class TextEngine:
             if isinstance(running.verifier, PipelineVerifier):
                 self._state_sender.offer(request.request, request.attempt, running.verifier.state)
             elif self._state_sender.due(request.request):
-                state = running.copied(ids)
-                self._state_sender.offer(request.request, request.attempt, state)
+                state = running.copied(ids, self._batching)
+                if state is not None:
+                    self._state_sender.offer(request.request, request.attempt, state)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest."""
@@ -300,18 +318,45 @@ class TextEngine:
             self._turn_ends,
         )
         padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
+        depth = self._depth(request)
+        seats: list[Seat] = []
         generation = Generation(
             task,
             FixedRows(verifier, self._fixed_rows) if padded else verifier,
             drafter,
             sampler,
             ending,
-            self._depth(request),
+            depth,
             self._clock,
+            lambda: bool(seats) and self._batching.leaves(seats[0]),
         )
-        # Not of FixedRows: asking must not settle what it leaves open until the next forward.
-        self._live[request.request, request.attempt] = lambda: verifier.arrays() + drafter.arrays()
-        return Running(generation, verifier, cached)
+        key = request.request, request.attempt
+        if not isinstance(verifier, LocalVerifier) or self._batching.why_alone(
+            verifier.state.caches
+        ):
+            # Not of FixedRows: asking must not settle what it leaves open until the next forward.
+            self._live[key] = lambda: verifier.arrays() + drafter.arrays()
+            return Running(generation, verifier, cached=cached)
+        seat = Seat(generation, verifier, drafter, depth, self._drafter_again(sampler, request))
+        seats.append(seat)
+        self._live[key] = lambda: seat.arrays
+        return Running(generation, verifier, seat, cached)
+
+    def _drafter_again(
+        self, sampler: Sampler, request: EngineRequest
+    ) -> Callable[[DrafterState | None], Drafter]:
+        def made(state: DrafterState | None) -> Drafter:
+            drafter = self._drafter(sampler, request)
+            if state is not None and isinstance(drafter, NativeDrafter):
+                drafter.take_up(state, ())
+            return drafter
+
+        return made
+
+    def _steps(self, running: Running) -> Steps:
+        if running.seat is None:
+            return running.generation.steps()
+        return self._batching.steps(running.seat)
 
     def _end(self, request: EngineRequest, verifier: Verifier, *, lost: bool) -> None:
         """Frees the answer's state, or keeps it where another attempt follows."""
@@ -347,7 +392,8 @@ class TextEngine:
         kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
         live = [array for arrays in self._live.values() for array in arrays()]
         copied = self._copies.bytes if self._copies else 0
-        return copied + sum(array.nbytes for array in (*kept, *live))
+        together = self._batching.arrays()
+        return copied + sum(array.nbytes for array in (*kept, *live, *together))
 
     def park(self, request: str, attempt: int) -> None:
         """Any thread: the attempt is about to be cancelled, and another one follows."""
@@ -457,6 +503,7 @@ def _with_text(
         try:
             step = next(steps)
         except StopIteration as end:
+            assert end.value is not None, "an answer that left came back"
             return end.value
         if isinstance(step, Round):
             stats.add(step)

@@ -21,6 +21,12 @@ class Target(Protocol):
         """Ids (rows,) appended to the caches; lazy."""
         ...
 
+    def forward_batch(
+        self, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Ids (B, rows): logits (B, rows, V) and perhaps hidden (B, rows, H); lazy."""
+        ...
+
 
 class FamilyTarget:
     """A model whose family gives hidden states: logits are computed for the wanted rows only."""
@@ -32,6 +38,12 @@ class FamilyTarget:
         hidden = self._family.hidden(tokens[None], caches)
         rows = hidden if want == "all" else hidden[:, -1:]
         return Block(self._family.logits(rows)[0], hidden)
+
+    def forward_batch(
+        self, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        hidden = self._family.hidden(tokens, caches)
+        return self._family.logits(hidden), hidden
 
 
 class WholeTarget:
@@ -48,6 +60,11 @@ class WholeTarget:
             ids = ids[:, -1:]
         logits = self._model(ids, cache=caches)[0]  # lazy: those that nobody reads cost nothing
         return Block(logits[:0] if want == "none" else logits, None)
+
+    def forward_batch(
+        self, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        return self._model(tokens, cache=caches), None
 
 
 class LocalVerifier:
@@ -69,6 +86,16 @@ class LocalVerifier:
     @property
     def position(self) -> int:
         return self.state.position
+
+    def hand_over(self) -> list[Any]:
+        """The caches, which another one goes on with; none are here until `take_over`."""
+        caches, self._caches, self.state.caches = list(self._caches), [], []
+        return caches
+
+    def take_over(self, caches: Sequence[Any], position: int) -> None:
+        """Goes on behind `position` rows."""
+        self._caches, self.state.caches = caches, list(caches)
+        self.state.position, self.state.last_rows, self._hidden = position, 0, None
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
         block = self._target.forward(tokens, self._caches, want=want)

@@ -22,6 +22,8 @@ class EngineOptions:
     """Only ids below it are drafted. 0: all."""
     prefix_cache_bytes: int = 0
     """For prompts that were read and requests in progress together. 0: nothing is kept."""
+    batching: bool = True
+    """Requests that are decoded at the same time share their forwards."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":

@@ -21,7 +21,8 @@ def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes") -> pb.GenerateE
         case Rebuilt(done, total):
             return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=done, total=total))
         case Delta(round_, text):
-            forward = pb.Forward(position=round_.forward.position, rows=round_.forward.rows)
+            made = round_.forward
+            forward = pb.Forward(position=made.position, rows=made.rows, batch=made.batch)
             wire = pb.Round(
                 tokens=round_.tokens,
                 drafted=round_.drafted,
@@ -44,7 +45,7 @@ def _logprob(entry: TokenLogprobs, token_bytes: "TokenBytes") -> pb.TokenLogprob
 
 def round_from_wire(wire: pb.Round) -> Round:
     """One entry of a schedule log."""
-    forward = Forward(wire.forward.position, wire.forward.rows)
+    forward = Forward(wire.forward.position, wire.forward.rows, max(1, wire.forward.batch))
     return Round(tuple(wire.tokens), wire.drafted, wire.accepted, forward)
 
 

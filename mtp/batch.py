@@ -1,0 +1,377 @@
+"""Several answers, one forward a round: `loop`'s rounds for requests that run at the same time.
+
+Each member has its own sampler, ending, position and number of accepted drafts; they share the
+forward, the head's passes and the one read of a round. Whoever asks for a round that is not
+computed yet computes one for all: nobody waits for another's turn.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from .answer import Answer, check_finite, round_of
+from .batch_caches import (
+    BatchCache,
+    BatchKVCache,
+    Positions,
+    batched,
+    own,
+    padding_of,
+    take_back,
+)
+from .batch_depth import BatchDepth, Wish
+from .batch_drafter import BatchDrafter, BatchHead, RowDrafts
+from .batch_verdict import Judged, judge
+from .depth import AdaptiveDepth, DepthPolicy
+from .drafters import DrafterState
+from .finite import NotFinite
+from .logprobs import Scores
+from .rollback import cache_arrays
+from .seams import as_ids, as_row
+from .types import FinishReason, Forward, Round
+
+
+class BatchTarget(Protocol):
+    """A whole model over a batch."""
+
+    def forward_batch(
+        self, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Ids (B, n) appended -> logits (B, n, V), and hidden (B, n, H) where the head wants it."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One answer in a batch."""
+
+    answer: Answer
+    depth: DepthPolicy
+    draft_limit: int
+    """The most drafts of a round; 0: it never drafts."""
+    token: int
+    """Its last one, whose row is not written."""
+    rounds: deque[Round] = field(default_factory=deque[Round])
+    """Computed, and not taken yet."""
+    reason: FinishReason | None = None
+    """Why it ended, with the last of `rounds`."""
+    fault: NotFinite | None = None
+    """In place of a round behind the last of `rounds`."""
+
+    @property
+    def over(self) -> bool:
+        return self.reason is not None or self.fault is not None
+
+    @property
+    def wish(self) -> Wish:
+        limit = (
+            0 if self.answer.parked_at is not None else min(self.draft_limit, self.answer.room - 1)
+        )
+        adaptive = isinstance(self.depth, AdaptiveDepth)
+        return Wish(limit, self.depth.acceptance.probabilities if adaptive else None)
+
+
+class Held(NamedTuple):
+    """A member's state outside the batch: it fits all its tokens but the last."""
+
+    caches: list[Any]
+    position: int
+    drafter: DrafterState | None
+    """Nothing is pending in it."""
+
+
+class _Flight(NamedTuple):
+    """Plain tokens that are being computed, one of each member."""
+
+    tokens: mx.array  # (B,)
+    hidden: mx.array | None  # (B, 1, H)
+    scores: list[Scores | None]
+    starts: list[int]
+
+
+class BatchBroken(Exception):
+    """A round of the batch did not end, so that nobody knows what its caches hold."""
+
+
+class Batch:
+    """All methods run on the compute thread."""
+
+    def __init__(
+        self, target: BatchTarget, head: BatchHead | None, clock: Callable[[], float]
+    ) -> None:
+        """`head` None: no member drafts."""
+        self._target = target
+        self._head = head
+        self._clock = clock
+        self._depth = BatchDepth()
+        self._waiting: dict[Member, Held] = {}
+        self._members: list[Member] = []
+        self._gone: set[Member] = set()
+        self._positions = Positions([])
+        self._caches: list[BatchCache] = []
+        self._drafter: BatchDrafter | None = None
+        self._drafts: tuple[RowDrafts, list[int], float] | None = None
+        self._flight: _Flight | None = None
+        self._broken = False
+
+    def join(self, member: Member, held: Held) -> None:
+        """From the next round on."""
+        self._waiting[member] = held
+
+    def drop(self, member: Member) -> None:
+        """It ended, or was cancelled."""
+        if self._waiting.pop(member, None) is None and member in self._members:
+            self._gone.add(member)
+        if all(each in self._gone for each in self._members):
+            self._clear()
+            self._broken = False
+
+    def take(self, member: Member) -> Round:
+        """Its next round, computed with those of all members if it was not yet.
+
+        Raises NotFinite where its logits were no distribution, BatchBroken.
+        """
+        while not member.rounds:
+            if member.fault is not None:
+                raise member.fault
+            self._advance()
+        return member.rounds.popleft()
+
+    def settle(self) -> None:
+        """Lands what is being computed: `leave` may follow once a member took its rounds."""
+        if self._flight is not None:
+            self._land(self._flight, goes_on=False)
+        self._drafts = None
+
+    def leave(self, member: Member) -> Held:
+        """Its state, and it is no member any more. All that it was told must be taken."""
+        if (held := self._waiting.pop(member, None)) is not None:
+            return held
+        assert self._flight is None and not member.rounds
+        held = self._held(self._members.index(member))
+        self.drop(member)
+        return held
+
+    def state_of(self, member: Member) -> Held:
+        """Its state as it is, in views: the rows of a plain token under way among it."""
+        if member in self._waiting:
+            return self._waiting[member]
+        index = self._members.index(member)
+        return self._viewed(index)
+
+    @property
+    def size(self) -> int:
+        return len(self._members) - len(self._gone) + len(self._waiting)
+
+    def fits(self, rows: int, most: float) -> bool:
+        """Whether a request with `rows` rows may join: caches stay below `most` times their rows."""
+        held = [state.position for state in self._waiting.values()]
+        here = [
+            n
+            for m, n in zip(self._members, self._positions.rows, strict=True)
+            if m not in self._gone
+        ]
+        return padding_of([*held, *here, rows]) <= most
+
+    def arrays(self) -> list[mx.array]:
+        """What it holds in memory."""
+        waiting = [cache_arrays(held.caches) for held in self._waiting.values()]
+        own = [a for c in self._caches for a in _arrays(c)]
+        drafter = self._drafter.arrays() if self._drafter else []
+        return [*own, *drafter, *(a for each in waiting for a in each)]
+
+    def _advance(self) -> None:
+        """One round of all members."""
+        if self._broken:
+            raise BatchBroken("a round that several requests shared failed; ask again")
+        self._broken = True
+        changes = self._changes
+        if self._flight is not None:
+            self._land(self._flight, goes_on=not changes)
+        else:
+            if changes:
+                self._reform()
+            self._round()
+        self._broken = False
+
+    @property
+    def _changes(self) -> bool:
+        """Whether other requests than now are to share the next forward."""
+        slow = any(member.rounds for member in self._members)
+        return bool(self._waiting or self._gone or slow) or any(m.over for m in self._members)
+
+    def _reform(self) -> None:
+        """The batch anew: without those that ended or do not take their rounds, with who waits."""
+        slow, ready = dict[Member, Held](), dict[Member, Held]()
+        for index, member in enumerate(self._members):
+            if member in self._gone or member.over:
+                continue
+            if member.rounds:
+                slow[member] = self._held(index)
+            else:
+                ready[member] = self._viewed(index)
+        for member, held in self._waiting.items():
+            (slow if member.rounds else ready)[member] = held
+        self._clear()
+        self._waiting = slow
+        self._members = list(ready)
+        states = list(ready.values())
+        self._positions = Positions([held.position for held in states])
+        self._caches = batched([held.caches for held in states], self._positions)
+        drafters = [held.drafter for held in states]
+        if self._head is not None and any(state is not None for state in drafters):
+            self._drafter = BatchDrafter(self._head, drafters)
+        mx.eval(self.arrays())
+
+    def _clear(self) -> None:
+        self._members, self._gone, self._caches = [], set(), []
+        self._positions, self._drafter = Positions([]), None
+        self._drafts = self._flight = None
+
+    def _held(self, index: int) -> Held:
+        """Copies, so that the batch's own arrays can go."""
+        viewed = self._viewed(index)
+        drafter = viewed.drafter
+        for cache in (*viewed.caches, *([drafter.cache] if drafter else [])):
+            own(cache)
+        mx.eval(cache_arrays(viewed.caches))
+        if drafter is not None:
+            drafter = replace(drafter, read=mx.contiguous(drafter.read))
+            mx.eval(cache_arrays([drafter.cache]), drafter.read)
+        return viewed._replace(drafter=drafter)
+
+    def _viewed(self, index: int) -> Held:
+        flight = self._flight
+        caches = [cache.of(index) for cache in self._caches]
+        wanted = self._drafter is not None and self._members[index].draft_limit > 0
+        drafter = self._drafter.state(index) if self._drafter is not None and wanted else None
+        if drafter is not None and flight is not None and flight.hidden is not None:
+            drafter = replace(drafter, ahead=flight.hidden[index : index + 1])
+        return Held(caches, self._positions.rows[index], drafter)
+
+    def _round(self) -> None:
+        """Drafts where it pays, one verify, one read."""
+        begun, seconds = self._clock(), 0.0
+        if self._drafts is None:
+            k = self._depth.choose([m.wish for m in self._members])
+            if k == 0:
+                self._land(self._issue(self._last_tokens()), goes_on=True)
+                return
+            drafts, limits = self._draft(k)
+        else:
+            drafts, limits, seconds = self._drafts
+            self._drafts = None
+        k = drafts.tokens.shape[1]
+        starts = list(self._positions.rows)
+        tokens = mx.concatenate([self._last_tokens()[:, None], drafts.tokens], axis=1)
+        logits, hidden = self._target.forward_batch(tokens, self._caches)
+        judged = judge([m.answer for m in self._members], logits, drafts, limits, starts)
+        found = judged.read()
+        self._depth.learn(len(self._members), k, seconds + self._clock() - begun)
+        kept = self._commit(judged, found, limits, starts)
+        self._positions.moved(kept)
+        take_back(self._caches, k + 1, kept)
+        if self._drafter is not None and hidden is not None:
+            self._drafter.observe(hidden, judged.tokens, kept)
+        self._ahead()
+
+    def _commit(
+        self,
+        judged: Judged,
+        found: list[tuple[int, list[int], bool]],
+        limits: list[int],
+        starts: list[int],
+    ) -> list[int]:
+        """Hands out what each member was told; the rows that it keeps."""
+        kept = list[int]()
+        rows = judged.tokens.shape[1]
+        for index, member in enumerate(self._members):
+            accepted, ids, sound = found[index]
+            drafted, start = limits[index], starts[index]
+            if member in self._gone:
+                kept.append(1)
+                continue
+            try:
+                check_finite(ids, start + 1)
+            except NotFinite as fault:
+                member.fault = fault
+                kept.append(1)
+                continue
+            if not sound:
+                member.answer.parked_at = start + 1
+            elif drafted and isinstance(member.depth, AdaptiveDepth):
+                member.depth.saw(drafted, accepted)
+            member.reason, ids = member.answer.cut(ids)
+            member.answer.sampler.commit(judged.tokens[index, : len(ids)])
+            kept.append(len(ids))
+            member.token = ids[-1]
+            forward = Forward(start, rows, len(self._members))
+            accepted = min(accepted, len(ids))
+            member.rounds.append(round_of(ids, drafted, accepted, forward, judged.scores[index]))
+        return kept
+
+    def _ahead(self) -> None:
+        """The next round's drafts are under way before these tokens are handed out."""
+        if self._waiting or self._gone or any(m.over for m in self._members):
+            return
+        begun = self._clock()
+        k = self._depth.choose([m.wish for m in self._members])
+        if k:
+            drafts, limits = self._draft(k)
+            self._drafts = drafts, limits, self._clock() - begun
+
+    def _draft(self, k: int) -> tuple[RowDrafts, list[int]]:
+        assert self._drafter is not None
+        limits = [min(k, wish.limit) for wish in (member.wish for member in self._members)]
+        samplers = [member.answer.sampler for member in self._members]
+        positions = [rows + 1 for rows in self._positions.rows]
+        return self._drafter.draft(k, limits, samplers, positions), limits
+
+    def _issue(self, tokens: mx.array) -> _Flight:
+        """The tokens after `tokens` (B,), under way."""
+        starts = list(self._positions.rows)
+        logits, hidden = self._target.forward_batch(tokens[:, None], self._caches)
+        limits = [0] * len(self._members)
+        judged = judge([m.answer for m in self._members], logits, None, limits, starts)
+        chosen = judged.tokens[:, 0]
+        for index, member in enumerate(self._members):
+            member.answer.sampler.commit(chosen[index : index + 1])
+        self._positions.moved([1] * len(self._members))
+        mx.async_eval(chosen)
+        return _Flight(chosen, hidden, judged.scores, starts)
+
+    def _land(self, flight: _Flight, *, goes_on: bool) -> None:
+        """Hands out the tokens in flight; with `goes_on` the next ones are issued before."""
+        begun = self._clock()
+        self._flight = None
+        if self._drafter is not None and flight.hidden is not None:
+            self._drafter.observe(flight.hidden, flight.tokens[:, None], [1] * len(self._members))
+        if goes_on and self._depth.choose([m.wish for m in self._members]) == 0:
+            self._flight = self._issue(flight.tokens)
+        ids = as_ids(flight.tokens)
+        self._depth.learn(len(self._members), 0, self._clock() - begun)
+        for index, member in enumerate(self._members):
+            if member in self._gone or member.over:
+                continue
+            start = flight.starts[index]
+            try:
+                check_finite([ids[index]], start + 1)
+            except NotFinite as fault:
+                member.fault = fault
+                continue
+            member.token = ids[index]
+            member.reason = member.answer.count(ids[index])
+            forward = Forward(start, 1, len(self._members))
+            member.rounds.append(round_of([ids[index]], 0, 0, forward, flight.scores[index]))
+
+    def _last_tokens(self) -> mx.array:
+        return as_row([member.token for member in self._members])
+
+
+def _arrays(cache: BatchCache) -> list[mx.array]:
+    if isinstance(cache, BatchKVCache):
+        return [cache.keys, cache.values]
+    return cache_arrays([cache])

@@ -1,0 +1,95 @@
+"""The verdict over a batch's verify: what each request keeps of its drafts, in one read."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+
+from .answer import Answer
+from .batch_drafter import RowDrafts
+from .finite import tokens_of
+from .logprobs import Scores
+from .sampling import greedy_choice
+from .seams import Drafts, as_row
+
+
+class Judged(NamedTuple):
+    """Of B requests and K drafts; lazy."""
+
+    table: mx.array  # (B, K + 3) accepted, whether its drafts' logits were finite, K + 1 tokens
+    scores: list[Scores | None]
+
+    @property
+    def tokens(self) -> mx.array:
+        """(B, K + 1): as `accept.VerifyResult` has them."""
+        return self.table[:, 2:]
+
+    def read(self) -> list[tuple[int, list[int], bool]]:
+        """The round's one synchronisation: (accepted, ids that may be emitted, finite) of each."""
+        found = cast("list[list[int]]", self.table.tolist())
+        return [(a, tokens[: a + 1], bool(sound)) for a, sound, *tokens in found]
+
+
+def judge(
+    answers: Sequence[Answer],
+    logits: mx.array,
+    drafts: RowDrafts | None,
+    limits: Sequence[int],
+    starts: Sequence[int],
+) -> Judged:
+    """Over logits (B, K + 1, V). Request b drafted `limits[b]` of K tokens, behind `starts[b]` rows.
+
+    A row of the verdict depends on that request's logits and drafts alone.
+    """
+    table, scores = _greedy(logits, drafts, limits), list[Scores | None]()
+    rows: list[mx.array] = []
+    for index, answer in enumerate(answers):
+        row = table[index]
+        k = limits[index]
+        own = _drafts_of(drafts, index, k)
+        if not answer.sampler.is_argmax:
+            row = _sampled(answer, logits[index, : k + 1], own, starts[index] + 1, logits.shape[1])
+        chosen = row[2 : k + 3]
+        scores.append(answer.scores(logits[index, : k + 1], own, chosen) if answer.scored else None)
+        rows.append(row)
+    if not all(answer.sampler.is_argmax for answer in answers):
+        table = mx.stack(rows)
+    return Judged(table, scores)
+
+
+def _greedy(logits: mx.array, drafts: RowDrafts | None, limits: Sequence[int]) -> mx.array:
+    """The table as greedy decoding has it."""
+    size, rows, vocabulary = logits.shape
+    ids, finite = greedy_choice(logits.reshape(size * rows, vocabulary))
+    tokens = tokens_of(finite, ids).reshape(size, rows)
+    if drafts is None:
+        none = mx.zeros((size, 1), mx.int32)
+        return mx.concatenate([none, none + 1, tokens], axis=1)
+    k = rows - 1
+    wanted = mx.arange(k) < as_row(limits)[:, None]
+    matches = (tokens[:, :k] == drafts.tokens) & wanted
+    accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1, keepdims=True)
+    sound = mx.all(drafts.finite | ~wanted, axis=1, keepdims=True)
+    parts = [accepted.astype(mx.int32), sound.astype(mx.int32), tokens]
+    return mx.concatenate(parts, axis=1)
+
+
+def _sampled(
+    answer: Answer, logits: mx.array, drafts: Drafts | None, position: int, width: int
+) -> mx.array:
+    """One request's row of the table by its own sampler; tokens padded to `width`."""
+    verdict = answer.sampler.judge(logits, drafts, position)
+    sound = mx.array([1], dtype=mx.int32)
+    if drafts is not None and drafts.finite is not None:
+        sound = drafts.finite.all()[None].astype(mx.int32)
+    tokens = mx.pad(verdict.tokens, [(0, width - verdict.tokens.shape[0])])
+    return mx.concatenate([verdict.accepted[None].astype(mx.int32), sound, tokens])
+
+
+def _drafts_of(drafts: RowDrafts | None, index: int, k: int) -> Drafts | None:
+    if drafts is None or k == 0:
+        return None
+    drawn = drafts.drawn[index]
+    if drawn is not None:
+        return drawn
+    return Drafts(drafts.tokens[index, :k], None, None, drafts.finite[index, :k])

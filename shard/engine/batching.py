@@ -1,0 +1,131 @@
+"""Answers that are decoded together: who joins the batch, and who goes on alone."""
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from ...mtp.batch import Batch, Held, Member
+from ...mtp.batch_caches import can_batch
+from ...mtp.depth import DepthPolicy
+from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.loop import Generation, Step, Steps
+from ...mtp.rollback import fixed_kinds
+from ...mtp.seams import Drafter, Wait, as_ids, as_row
+from ...mtp.types import FinishReason
+from .local import LocalVerifier
+
+MOST_PADDING: Final = 2.0
+"""A batch has the room of its longest request for each: at most so many times what they need."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One answer that may be decoded with others."""
+
+    generation: Generation
+    verifier: LocalVerifier
+    drafter: Drafter
+    depth: DepthPolicy
+    new_drafter: Callable[[DrafterState | None], Drafter]
+    """For when it goes on alone, where another drafter was."""
+    member: Member | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds by itself."""
+        return [] if self.member is not None else self.verifier.arrays() + self.drafter.arrays()
+
+
+class Batching:
+    """The answers of one engine. All methods run on the compute thread."""
+
+    def __init__(self, batch: Batch | None, reason: str = "") -> None:
+        """`batch` None: every answer is decoded alone, because of `reason`."""
+        self._batch = batch
+        self._reason = reason
+        self._seats: list[Seat] = []
+
+    def why_alone(self, caches: Sequence[object]) -> str:
+        """Why a request with these caches never joins others; empty where it may."""
+        if self._batch is None:
+            return self._reason
+        if not can_batch(caches):
+            kinds = ", ".join(fixed_kinds(caches))
+            return f"this model's caches ({kinds}) are not computed in batches"
+        return ""
+
+    def leaves(self, seat: Seat) -> bool:
+        """Whether it is to go on in the batch; asked before each round that it computes alone."""
+        if self._batch is None:
+            return False
+        if seat not in self._seats:
+            self._seats.append(seat)
+        return len(self._seats) > 1 and self._batch.fits(seat.verifier.position, MOST_PADDING)
+
+    def steps(self, seat: Seat) -> Steps:
+        """As `Generation.steps`; its rounds are the batch's while others decode as well."""
+        try:
+            while True:
+                reason = yield from seat.generation.steps()
+                if reason is None:
+                    reason = yield from self._together(seat)
+                if reason is not None:
+                    return reason
+        finally:
+            if seat in self._seats:
+                self._seats.remove(seat)
+            if seat.member is not None and self._batch is not None:
+                self._batch.drop(seat.member)
+
+    def _together(self, seat: Seat) -> Generator[Step, None, FinishReason | None]:
+        """Rounds of the batch; None where nobody else is there any more."""
+        batch, generation = self._batch, seat.generation
+        assert batch is not None and generation.token is not None
+        drafter = seat.drafter
+        state = drafter.settled() if isinstance(drafter, NativeDrafter) else None
+        (token,) = as_ids(generation.token)
+        position = seat.verifier.position
+        held = Held(seat.verifier.hand_over(), position, state)
+        seat.member = member = Member(generation.answer, seat.depth, drafter.k, token)
+        batch.settle()
+        batch.join(member, held)
+        yield _a_turn()  # others take what was landed, and may join before the next round
+        while True:
+            if len(self._seats) == 1:
+                batch.settle()
+                if not member.rounds and not member.over:
+                    break
+            yield batch.take(member)
+            if member.reason is not None and not member.rounds:
+                return member.reason
+        self._return(seat, batch.leave(member))
+        return None
+
+    def _return(self, seat: Seat, held: Held) -> None:
+        assert seat.member is not None
+        seat.verifier.take_over(held.caches, held.position)
+        seat.drafter = seat.new_drafter(held.drafter)
+        seat.generation.come_back(seat.drafter, as_row([seat.member.token]))
+        seat.member = None
+
+    def held(self, member: Member) -> Held | None:
+        """Its state, in views; None where it was told more than it handed out."""
+        assert self._batch is not None
+        return None if member.rounds else self._batch.state_of(member)
+
+    @property
+    def size(self) -> int:
+        return 0 if self._batch is None else self._batch.size
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self._batch is None else self._batch.arrays()
+
+
+def _a_turn() -> Wait:
+    """Gives up the turn."""
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return Wait(done)
