@@ -59,7 +59,7 @@ class Answer:
         return None, ids
 
     def scores(self, logits: mx.array, drafts: Drafts | None, tokens: mx.array) -> Scores | None:
-        """Of `tokens` (n,) in the target's logits (n, V); to be called before they are committed."""
+        """Of `tokens` (n,) in the target's logits (n, V); before they are committed."""
         if self._top_logprobs is None:
             return None
         chosen = self.sampler.target_logprobs(logits, drafts)

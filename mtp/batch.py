@@ -167,7 +167,7 @@ class Batch:
         return len(self._members) - len(self._gone) + len(self._waiting)
 
     def fits(self, rows: int, most: float) -> bool:
-        """Whether a request with `rows` rows may join: caches stay below `most` times their rows."""
+        """Whether a request with `rows` rows may join, with no more than `most` of padding."""
         held = [state.position for state in self._waiting.values()]
         here = [
             n

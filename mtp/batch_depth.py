@@ -25,7 +25,7 @@ class Wish:
     limit: int
     """The most that it may draft now; 0: nothing."""
     acceptance: Sequence[float] | None
-    """Probabilities by position, as `expected_tokens` has them; None: `limit`, whatever it costs."""
+    """By position, as `expected_tokens` has them; None: `limit` drafts, whatever they cost."""
 
 
 def size_bucket(size: int) -> int:

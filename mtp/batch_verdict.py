@@ -37,7 +37,7 @@ def judge(
     limits: Sequence[int],
     starts: Sequence[int],
 ) -> Judged:
-    """Over logits (B, K + 1, V). Request b drafted `limits[b]` of K tokens, behind `starts[b]` rows.
+    """Over logits (B, K + 1, V). Request b drafted `limits[b]` of K, behind `starts[b]` rows.
 
     A row of the verdict depends on that request's logits and drafts alone.
     """

@@ -49,7 +49,7 @@ def greedy_identity(
     """
     fit = [rows for rows in CONTEXTS if rows + 2 * k <= context_length] or [PROMPT_ROWS]
     prompt = make_caches()  # read once: on a slow machine that is most of the time
-    mx.eval(forward(as_row(_ids(vocabulary, 0, PROMPT_ROWS)), prompt, want="last").logits)
+    mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), prompt, want="last").logits)
     mx.eval(cache_arrays(prompt))
     same = all(_same_behind(rows, forward, prompt, vocabulary, k) for rows in fit)
     return "bitwise" if same else "near_tie"
@@ -60,13 +60,14 @@ def warm_up(
 ) -> None:
     """Runs what answers run: a prompt, blocks of each width up to K + 1, and their rollback."""
     caches = make_caches()
-    mx.eval(forward(as_row(_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
+    mx.eval(forward(as_row(probe_ids(vocabulary, 0, PROMPT_ROWS)), caches, want="last").logits)
     for rows in range(1, k + 2):
-        mx.eval(forward(as_row(_ids(vocabulary, 0, rows)), caches, want="all").logits)
+        mx.eval(forward(as_row(probe_ids(vocabulary, 0, rows)), caches, want="all").logits)
         rollback(caches, rows)
 
 
-def _ids(vocabulary: int, first: int, end: int) -> list[int]:
+def probe_ids(vocabulary: int, first: int, end: int) -> list[int]:
+    """Any: kernels do not depend on them."""
     return [(7 * i + 3) % vocabulary for i in range(first, end)]
 
 
@@ -82,13 +83,13 @@ def _same_behind(
     widths = list(range(2, k + 2))
     if context > PROMPT_ROWS:
         widths = sorted({*widths[:1], *widths[-1:]})
-    ids = _ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
+    ids = probe_ids(vocabulary, PROMPT_ROWS, PROMPT_ROWS + len(widths) + k)
     rest = [mx.array([token], dtype=mx.int32) for token in ids]
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
     # Blocks leave buffers of other sizes than single steps do, which may choose the kernel.
     extent = -(-(context + 2 * k) // KVCache.step) * KVCache.step
-    _lengthen(single, context, extent)
-    _lengthen(block, context, extent + KVCache.step - 1)
+    lengthen(single, context, extent)
+    lengthen(block, context, extent + KVCache.step - 1)
     wanted = [forward(token, single, want="all").logits for token in rest]
     same = mx.array(True)
     for start, rows in enumerate(widths):
@@ -103,7 +104,7 @@ def _same_behind(
     return bool(same.item())
 
 
-def _lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
+def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
     """Noise in place of the past, so that no long prompt need be read; the same for each caller.
 
     The caches then have room for `extent` rows.

@@ -30,11 +30,18 @@ class StatsCollector:
         self._per_position: list[int] = []
         self._k_histogram: list[int] = []
         self._trace: deque[tuple[int, int]] = deque(maxlen=TRACE_LENGTH)
+        self._batched = 0
+        self._forwards = 0
+        self._requests = 0
 
     def add(self, round_: Round) -> None:
         """Call when the round's tokens are about to be handed out."""
         self._last = self._clock()
         self._tokens += len(round_.tokens)
+        self._forwards += 1
+        self._requests += round_.forward.batch
+        if round_.forward.batch > 1:
+            self._batched += len(round_.tokens)
         if self._first is None:
             self._first = self._last
             self._tokens_of_first = len(round_.tokens)
@@ -66,6 +73,7 @@ class StatsCollector:
         parked: bool = False,
         kernels: tuple[str, ...] = (),
         cached: int = 0,
+        alone_because: str = "",
     ) -> GenerationStats:
         """`k` is what was asked for (0: none, because of `reason`); `parked`: or no more.
 
@@ -100,6 +108,9 @@ class StatsCollector:
             resumes=resumes,
             kernels=kernels,
             cached_tokens=cached,
+            batched_tokens=self._batched,
+            batch_size=self._requests / self._forwards if self._forwards else 1.0,
+            batching_reason=alone_because,
         )
 
     def _extend_trace(self, k: int) -> None:

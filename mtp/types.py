@@ -112,7 +112,9 @@ class GenerationStats:
     order as (k, rounds in a row), its last TRACE_LENGTH entries. The two shares of acceptance are
     of proposed drafts and of emitted tokens; None where there were none. `kernels` names those of
     our own that computed; none: all are MLX's. `cached_tokens` are the prompt's that were not read
-    again; `prompt_tps` is of the others.
+    again; `prompt_tps` is of the others. `batched_tokens` came of forwards that other requests
+    shared, `batch_size` is the mean number of requests in a forward; `batching_reason` says why a
+    request is always computed alone.
     """
 
     drafter_kind: Literal["native_mtp", "none"]
@@ -139,3 +141,6 @@ class GenerationStats:
     resume_exact: bool = True
     kernels: tuple[str, ...] = ()
     cached_tokens: int = 0
+    batched_tokens: int = 0
+    batch_size: float = 1.0
+    batching_reason: str = ""

@@ -60,6 +60,7 @@ def spec(
         "mtp_hidden": "post_norm",
         "path": str(folder),
         "lease_s": 10,
+        "batching": True,
     }
     return pb.StageSpec(**(fields | changes))
 

@@ -109,6 +109,7 @@ class Settings(BaseModel):
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
     prefix_cache_enabled: Switch = True
+    batching_enabled: Switch = True
 
 
 class ClientSettings(BaseModel):
@@ -153,6 +154,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
     "prefix_cache_enabled": _Source("EXO_PREFIX_CACHE_ENABLED"),
+    "batching_enabled": _Source("EXO_BATCHING_ENABLED"),
     "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
     "kernels": _Source("EXO_KERNELS"),
     "timing": _Source("EXO_TIMING"),

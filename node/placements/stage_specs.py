@@ -88,6 +88,7 @@ def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.
     own.ClearField("profile_folder")
     own.memory_limit_bytes = settings.memory_limit or 0
     own.kernels = settings.kernels
+    own.batching = settings.batching_enabled
     if not settings.prefix_cache_enabled:
         own.prefix_cache_bytes = 0
     return own

@@ -34,6 +34,8 @@ class Running:
     """Of a whole model: where it may be decoded with others."""
     cached: int = 0
     """Rows of the prompt that a prefix cache had."""
+    alone_because: str = ""
+    """Why it is never decoded with others."""
 
     def copied(self, ids: Sequence[int], batching: Batching) -> RequestState | None:
         """A whole model's state as a spare is sent it; None where it is ahead of `ids`.

@@ -1,5 +1,8 @@
 """The one thread that owns MLX: short jobs first, running generations in turn.
 
+A turn of one that reads its prompt is a whole chunk, so there is one such turn between two rounds
+of those that answer: they never wait for more than one chunk, however many prompts are read.
+
 MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
 happen here; bytes, ids and texts are handed over.
 """
@@ -12,6 +15,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ...mtp.loop import Prefilled
 from ...mtp.seams import Wait
 from ...placement.errors import ExoNodeError
 
@@ -42,6 +46,8 @@ class Run:
         self._parked = False
         self._cancelled = False
         self._over = False
+        self.reads = True
+        """Whether its next turn is likely a chunk of its prompt."""
 
     def cancel(self) -> None:
         """From any thread: the generator is closed at once, even while it waits for a future."""
@@ -75,6 +81,7 @@ class Run:
         if isinstance(item, Wait):
             item.future.add_done_callback(lambda _: self._wake(self))
             return False
+        self.reads = isinstance(item, Prefilled) and item.done < item.total
         self._deliver(item)
         with self._lock:
             self._unread += 1
@@ -160,21 +167,49 @@ class ComputeThread:
             self._died(fault)
 
     def _loop(self) -> None:
-        turns: deque[Run] = deque()
+        turns = Turns()
         while True:
             try:
                 message = self._inbox.get(block=not turns)
             except queue.Empty:
-                run = turns.popleft()
+                run = turns.next()
                 if run.turn():
-                    turns.append(run)
+                    turns.add(run)
                 self.progress += 1
                 continue
             match message:
                 case None:
                     return
                 case Run():
-                    turns.append(message)
+                    turns.add(message)
                 case job:
                     job()
                     self.progress += 1
+
+
+class Turns:
+    """Who is next: all that answer, each once, then one of those that read, and so on."""
+
+    def __init__(self) -> None:
+        self._answering: deque[Run] = deque()
+        self._reading: deque[Run] = deque()
+        self._left = 0
+        """Of those that answer, before the next chunk."""
+        self._read = False
+        """Whether the last turn was one of those that read."""
+
+    def __bool__(self) -> bool:
+        return bool(self._answering or self._reading)
+
+    def add(self, run: Run) -> None:
+        (self._reading if run.reads else self._answering).append(run)
+
+    def next(self) -> Run:
+        """One of those that were added; it has a turn."""
+        if self._read:
+            self._left, self._read = len(self._answering), False
+        if self._answering and (self._left or not self._reading):
+            self._left = max(0, self._left - 1)
+            return self._answering.popleft()
+        self._read = True
+        return self._reading.popleft()

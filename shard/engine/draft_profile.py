@@ -1,8 +1,8 @@
 """What was measured of a model on this machine, kept over restarts as one small file.
 
-Costs and acceptance for adaptive drafting, and `greedy_identity`. A profile belongs to what decides
-them: the device, the checkpoint, dtype, kernels (versions of MLX and mlx-lm) and the rows of strict
-mode. It holds no text and no token.
+Costs and acceptance for adaptive drafting, `greedy_identity` and `batch_identity`. A profile
+belongs to what decides them: the device, the checkpoint, dtype, kernels (versions of MLX and
+mlx-lm) and the rows of strict mode. It holds no text and no token.
 """
 
 import hashlib
@@ -55,12 +55,12 @@ class _Cell(BaseModel):
 
 
 class MeasuredIdentity(BaseModel):
-    """`greedy_identity` of drafts up to `k` within that context."""
+    """An identity of drafts up to `k` within that context."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     value: Identity
-    k: int = Field(ge=1, le=8)
+    k: int = Field(ge=0, le=8)
     context_length: int = Field(ge=1)
 
 
@@ -75,6 +75,7 @@ class _Stored(BaseModel):
     seen: list[_Count] = Field(max_length=8)
     accepted: list[_Count] = Field(max_length=8)
     identity: MeasuredIdentity | None = None
+    batch_identity: MeasuredIdentity | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class Profile:
     costs: RoundCosts = field(default_factory=RoundCosts)
     prior: Prior = field(default_factory=Prior)
     identity: MeasuredIdentity | None = None
+    batch_identity: MeasuredIdentity | None = None
     _saved_at: float | None = None
 
     @classmethod
@@ -108,6 +110,7 @@ class Profile:
         profile.costs = RoundCosts(stored.probed, cells)
         profile.prior = Prior(stored.seen, stored.accepted)
         profile.identity = stored.identity
+        profile.batch_identity = stored.batch_identity
         return profile
 
     def save(self) -> None:
@@ -132,6 +135,7 @@ class Profile:
             seen=self.prior.seen,
             accepted=self.prior.accepted,
             identity=self.identity,
+            batch_identity=self.batch_identity,
         )
 
 

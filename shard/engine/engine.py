@@ -37,7 +37,13 @@ from .draft_profile import Profile, ProfileKey
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .options import EngineOptions
 from .prefix_cache import PrefixCache
-from .probing import Subject, probe_costs, probe_fixed_rows, probe_identity
+from .probing import (
+    Subject,
+    probe_batch_identity,
+    probe_costs,
+    probe_fixed_rows,
+    probe_identity,
+)
 from .request import EngineRequest
 
 if TYPE_CHECKING:
@@ -64,6 +70,7 @@ class Done:
     text: str
     stats: GenerationStats
     identity: str
+    batch_identity: str = "off"
 
 
 EngineEvent = Prefilled | Rebuilt | Delta | Done
@@ -125,6 +132,8 @@ class TextEngine:
         self._turn_ends = codec.end_tokens if budget else frozenset[int]()
         self._batching = self._new_batching()
         self.identity = "off"
+        self.batch_identity = "off"
+        """Measured by `probe`; "off" where no answers are decoded together."""
         self.head_off = ""
         """Why the draft head was loaded and is not used all the same."""
         self.head_parked = ""
@@ -175,13 +184,16 @@ class TextEngine:
         return sampling
 
     def probe(self) -> None:
-        """Measures `identity` for the largest K and what rounds cost, or finds both in the profile.
-
-        Warms the kernels up as well.
+        """Measures both identities for the largest K and what rounds cost, or finds them in the
+        profile. Warms the kernels up as well.
         """
+        subject = self._subject()
+        if not self._batching.why_alone(self._stage.make_caches()):
+            k = self._max_k
+            self.batch_identity = probe_batch_identity(subject, k, self._profile)
+            self._profile.save()
         if not self._max_k:
             return
-        subject = self._subject()
         if self._fixed_rows:
             self.head_off = probe_fixed_rows(subject, self._fixed_rows)
             if self.head_off:
@@ -204,6 +216,7 @@ class TextEngine:
 
         return Subject(
             self._target.forward,
+            self._target,
             self._stage.make_caches,
             make_drafter,
             self._vocabulary,
@@ -239,8 +252,11 @@ class TextEngine:
                 parked=bool(self.head_parked),
                 kernels=self._kernels,
                 cached=running.cached,
+                alone_because=running.alone_because,
             )
-            yield Done(reason, text.finish(), final, self.identity if request.k else "off")
+            identity = self.identity if request.k else "off"
+            together = self.batch_identity if final.batched_tokens else "off"
+            yield Done(reason, text.finish(), final, identity, together)
         except PeerLost:
             lost = True
             raise

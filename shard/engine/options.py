@@ -36,4 +36,5 @@ class EngineOptions:
             spec.fixed_rows,
             spec.draft_vocabulary,
             spec.prefix_cache_bytes,
+            spec.batching,
         )

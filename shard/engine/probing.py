@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...mtp.batch import BatchTarget
+from ...mtp.batch_probe import batch_identity
 from ...mtp.costs import RoundCosts
 from ...mtp.probe import (
     LONGEST_PROBED,
@@ -26,6 +28,7 @@ class Subject:
     """The model that is measured."""
 
     forward: Forward
+    batch_target: BatchTarget
     make_caches: Callable[[], list[Any]]
     make_drafter: Callable[[int, Sequence[int]], Drafter]
     """Of a depth K, behind a prompt."""
@@ -60,6 +63,24 @@ def probe_identity(subject: Subject, k: int, profile: Profile) -> str:
         return known.value
     value = greedy_identity(forward, caches, subject.vocabulary, k, context)
     profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
+    return value
+
+
+def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
+    """`batch_identity` for up to `k` drafts, measured once for each profile."""
+    known = profile.batch_identity
+    if known is not None and (known.k, known.context_length) == (k, subject.context_length):
+        return known.value
+    value = batch_identity(
+        subject.forward,
+        subject.batch_target,
+        subject.make_caches,
+        subject.vocabulary,
+        k,
+        subject.context_length,
+    )
+    measured = MeasuredIdentity(value=value, k=k, context_length=subject.context_length)
+    profile.batch_identity = measured
     return value
 
 

@@ -31,8 +31,8 @@ def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes") -> pb.GenerateE
             )
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text, logprobs=logprobs))
-        case Done(reason, text, stats, identity):
-            stats_text = stats_json(stats, identity)
+        case Done(reason, text, stats, identity, batch_identity):
+            stats_text = stats_json(stats, identity, batch_identity)
             finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
             return pb.GenerateEvent(finished=finished)
 
@@ -69,6 +69,7 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
     )
 
 
-def stats_json(stats: GenerationStats, identity: str) -> str:
-    """`GenerationStats` with `greedy_identity`; token counts stay in, for `usage`."""
-    return json.dumps({**dataclasses.asdict(stats), "greedy_identity": identity})
+def stats_json(stats: GenerationStats, identity: str, batch_identity: str = "off") -> str:
+    """`GenerationStats` with both identities; token counts stay in, for `usage`."""
+    identities = {"greedy_identity": identity, "batch_identity": batch_identity}
+    return json.dumps({**dataclasses.asdict(stats), **identities})

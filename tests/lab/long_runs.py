@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 from engines import request
 
+from exo_node.mtp.answer import CLEAR_EVERY
 from exo_node.mtp.drafters import NativeDrafter
-from exo_node.mtp.loop import CLEAR_EVERY
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.shard.engine.engine import Delta, TextEngine
 

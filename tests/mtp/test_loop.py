@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tables import PROMPT, EndAt, Logits, TableDrafter, TableVerifier, Told, random_table, tell
 
+from exo_node.mtp.answer import CLEAR_EVERY
 from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import CLEAR_EVERY, Generation, Prefilled, Task
+from exo_node.mtp.loop import Generation, Prefilled, Task
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Forward, Round, Sampling

@@ -27,9 +27,9 @@ from small import small_engine
 from tables import PROMPT, EndAt, TableDrafter, random_table, tell
 from tiny import VOCABULARY, taped_qwen
 
+from exo_node.mtp.answer import CLEAR_EVERY
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.family import draft_logits, family_of
-from exo_node.mtp.loop import CLEAR_EVERY
 from exo_node.mtp.rollback import rollback, with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token

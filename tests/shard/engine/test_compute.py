@@ -1,6 +1,7 @@
 """The compute thread: who runs when, what a cancellation closes, and what one failure leaves."""
 
 import queue
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.seams import Wait
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run
@@ -148,8 +150,33 @@ def test_generations_take_turns(compute: Compute) -> None:
     with compute.held():
         outcomes = [compute.drive(counting(name, log))[1] for name in "abc"]
     assert [outcome.wait() for outcome in outcomes] == [None] * 3
-    assert log == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+    # Each begins by what may be a chunk of its prompt: between two, all that answer have a turn.
+    assert log == ["a0", "a1", "b0", "a2", "b1", "c0", "b2", "c1", "c2"]
     assert [outcome.items for outcome in outcomes] == [[0, 1, 2]] * 3
+
+
+def test_prompts_hold_up_those_that_answer_for_one_chunk_at_a_time(compute: Compute) -> None:
+    log: list[str] = []
+
+    def reading(name: str) -> Steps:
+        for chunk in range(3):
+            log.append(name)
+            yield Prefilled(chunk, 4)
+
+    def answering(name: str) -> Steps:
+        yield Prefilled(1, 1)
+        for _ in range(30):
+            log.append(name)
+            yield 0
+
+    with compute.held():
+        given = [answering("a"), answering("b"), reading("X"), reading("Y"), reading("Z")]
+        outcomes = [compute.drive(steps)[1] for steps in given]
+    assert [outcome.wait() for outcome in outcomes] == [None] * 5
+    told = "".join(log)
+    between = re.split("[XYZ]", told)[1:-1]
+    assert between == ["ab"] * 8
+    assert re.sub("[ab]", "", told) == "XYZXYZXYZ"  # and no prompt waits for another's end
 
 
 def test_a_generation_that_waits_lets_the_others_run_and_goes_on_afterwards(

@@ -18,6 +18,7 @@ from long_runs import (
 )
 from models import make_checkpoint
 
+from exo_node.mtp import answer as answers
 from exo_node.mtp import loop
 from exo_node.shard.engine.engine import TextEngine
 
@@ -94,7 +95,7 @@ def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.Monke
 def test_the_same_check_finds_buffers_that_are_never_freed(
     tiny: TextEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "CLEAR_EVERY", 1_000_000)
+    monkeypatch.setattr(answers, "CLEAR_EVERY", 1_000_000)
     samples = memory_over(tiny, PROMPT, 2, TOKENS, every=20)
     assert kept_after_clearing(samples) > 6_000_000
 
