@@ -70,8 +70,9 @@ class Member:
         limit = (
             0 if self.answer.parked_at is not None else min(self.draft_limit, self.answer.room - 1)
         )
-        adaptive = isinstance(self.depth, AdaptiveDepth)
-        return Wish(limit, self.depth.acceptance.probabilities if adaptive else None)
+        if not isinstance(self.depth, AdaptiveDepth):
+            return Wish(limit, None)
+        return Wish(limit, self.depth.acceptance.probabilities)
 
 
 class Held(NamedTuple):
@@ -143,22 +144,31 @@ class Batch:
     def settle(self) -> None:
         """Lands what is being computed: `leave` may follow once a member took its rounds."""
         if self._flight is not None:
+            self._check()
             self._land(self._flight, goes_on=False)
         self._drafts = None
 
     def leave(self, member: Member) -> Held:
-        """Its state, and it is no member any more. All that it was told must be taken."""
+        """Its state, and it is no member any more. All that it was told must be taken.
+
+        Raises BatchBroken.
+        """
         if (held := self._waiting.pop(member, None)) is not None:
             return held
+        self._check()
         assert self._flight is None and not member.rounds
         held = self._held(self._members.index(member))
         self.drop(member)
         return held
 
     def state_of(self, member: Member) -> Held:
-        """Its state as it is, in views: the rows of a plain token under way among it."""
+        """Its state as it is, in views: the row of a plain token under way is in it.
+
+        Raises BatchBroken.
+        """
         if member in self._waiting:
             return self._waiting[member]
+        self._check()
         index = self._members.index(member)
         return self._viewed(index)
 
@@ -185,8 +195,7 @@ class Batch:
 
     def _advance(self) -> None:
         """One round of all members."""
-        if self._broken:
-            raise BatchBroken("a round that several requests shared failed; ask again")
+        self._check()
         self._broken = True
         changes = self._changes
         if self._flight is not None:
@@ -196,6 +205,10 @@ class Batch:
                 self._reform()
             self._round()
         self._broken = False
+
+    def _check(self) -> None:
+        if self._broken:
+            raise BatchBroken("a forward that several requests shared failed; ask again")
 
     @property
     def _changes(self) -> bool:
@@ -238,7 +251,7 @@ class Batch:
         for cache in (*viewed.caches, *([drafter.cache] if drafter else [])):
             own(cache)
         mx.eval(cache_arrays(viewed.caches))
-        if drafter is not None:
+        if drafter is not None and drafter.read is not None:
             drafter = replace(drafter, read=mx.contiguous(drafter.read))
             mx.eval(cache_arrays([drafter.cache]), drafter.read)
         return viewed._replace(drafter=drafter)

@@ -1,7 +1,7 @@
 """Drafts for all requests of a batch by one pass of the head at each depth."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -37,7 +37,7 @@ class _Block(NamedTuple):
 class BatchHead(NamedTuple):
     """The draft head and what it shares with the model; see `NativeDrafter`."""
 
-    head: Callable[[mx.array, mx.array, BatchKVCache], mx.array]
+    head: Callable[[mx.array, mx.array, Any], mx.array]
     embed: Callable[[mx.array], mx.array]
     logits: Callable[[mx.array], mx.array]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...mtp.batch import Batch
+from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
@@ -24,7 +24,7 @@ from ...mtp.schedule import prefill_ends
 from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
-from ...placement.errors import ContextLengthExceeded, InvalidRequest, PeerLost
+from ...placement.errors import ContextLengthExceeded, ExoNodeError, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error, parked
 from ..model.stage_model import StageModel
 from ..pipeline.request_state import RequestState
@@ -265,6 +265,8 @@ class TextEngine:
             raise numeric_error(
                 fault.position, self._options.dtype, alone=self._link is None
             ) from fault
+        except BatchBroken as fault:
+            raise ExoNodeError(str(fault)) from fault
         finally:
             self._end(request, running.verifier, lost=lost)
 
@@ -347,12 +349,11 @@ class TextEngine:
             lambda: bool(seats) and self._batching.leaves(seats[0]),
         )
         key = request.request, request.attempt
-        if not isinstance(verifier, LocalVerifier) or self._batching.why_alone(
-            verifier.state.caches
-        ):
+        alone = self._batching.why_alone(verifier.state.caches)
+        if alone or not isinstance(verifier, LocalVerifier):
             # Not of FixedRows: asking must not settle what it leaves open until the next forward.
             self._live[key] = lambda: verifier.arrays() + drafter.arrays()
-            return Running(generation, verifier, cached=cached)
+            return Running(generation, verifier, cached=cached, alone_because=alone)
         seat = Seat(generation, verifier, drafter, depth, self._drafter_again(sampler, request))
         seats.append(seat)
         self._live[key] = lambda: seat.arrays
