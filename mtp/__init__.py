@@ -1,6 +1,13 @@
 """Native multi-token prediction: draft, verify, accept, roll back.
 
 accept.py: which drafts stand: greedy prefix, ratio, block, coupled
+answer.py: one answer's tokens: chosen, counted, ended
+batch.py: several answers, one forward a round
+batch_caches.py: their caches, each request behind its own past
+batch_depth.py: how many tokens a batch drafts
+batch_drafter.py: drafts for all of them
+batch_probe.py: whether a request computes in a batch what it computes alone
+batch_verdict.py: what each of them keeps, in one read
 costs.py: what rounds were measured to cost
 deepseek_v3.py: the DeepSeek-V3 family
 depth.py: how many tokens a round drafts: fixed, or what pays

@@ -308,7 +308,10 @@ def _likely(one: pb.TokenLogprob) -> TokenLogprob:
 def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:
     stats = json.loads(finished.stats_json)
     if answer.resumes:
-        stats.update(answer.timings(), resumes=answer.resumes, resume_exact=answer.exact)
+        # What was computed in a batch was recomputed alone.
+        same = not stats["batched_tokens"] or stats["batch_identity"] == "bitwise"
+        exact = answer.exact and same
+        stats.update(answer.timings(), resumes=answer.resumes, resume_exact=exact)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
     stages = [
         {"node": stage.node, "layers": [stage.first_layer, stage.end_layer]}

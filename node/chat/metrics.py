@@ -156,6 +156,8 @@ class AnswerMeter:
                 families = self._families
                 families.prefix_queries.labels(*self._labels).inc(event.prompt_tokens)
                 families.prefix_hits.labels(*self._labels).inc(event.cached_tokens)
+                batched = event.stats.get("batched_tokens", 0)
+                families.batched_tokens.labels(*self._labels).inc(batched)
                 self._end(event.reason)
             case _:
                 pass
@@ -264,6 +266,10 @@ class _Families:
         )
         self.generation_tokens = counter(
             "vllm:generation_tokens", "Tokens emitted, those of answers that broke off among them."
+        )
+        self.batched_tokens = counter(
+            "exo_node_batched_tokens",
+            "Those of finished answers that other requests shared a step of.",
         )
         self.endings = counter(
             "vllm:request_success",

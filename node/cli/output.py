@@ -172,6 +172,8 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
     if cached := stats.get("cached_tokens"):
         parts.append(f"{_text(cached)} prompt tokens cached")
+    if stats.get("batched_tokens"):
+        parts.append(f"{_text(round(stats.get('batch_size') or 1, 1))} requests a step")
     if resumes := stats.get("resumes"):
         exact = "exact" if stats.get("resume_exact") else "not exact"
         parts.append(f"resumed {_text(resumes)}x, {exact}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...placement.errors import QueueFull
 
-MAX_RUNNING = 8
+MAX_RUNNING = 16
 MAX_WAITING = 32
 
 

@@ -1,6 +1,7 @@
 """One answer, from token ids to text and stats.
 
 attempts.py: what an attempt leaves for the next one, and a running one gives to a spare
+batching.py: which answers are decoded together
 cache_parts.py: parts of a request's caches, kept apart from it
 compute.py: the one thread that owns MLX
 draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts

@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 
-from exo_node.mtp.drafters import _join  # pyright: ignore[reportPrivateUsage]
+from exo_node.mtp.drafters import join
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import (
     ACCEPT,
@@ -298,7 +298,7 @@ def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
     for seed in (None, 3):
         for s in (replace(FILTERS[name], seed=seed), Sampling()):
             chooser = Sampler(s, 1)
-            drafts = _join([chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)])
+            drafts = join([chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)])
             never, sure = random_logits(3, 8), random_logits(3, 8)
             never[:, :40] = -math.inf
             for row, token in enumerate(as_ids(drafts.tokens)):

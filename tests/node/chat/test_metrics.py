@@ -61,6 +61,7 @@ VLLM: Mapping[str, str] = {
     "vllm:prompt_tokens": "counter",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
+    "exo_node_batched_tokens": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
