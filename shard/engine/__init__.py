@@ -5,6 +5,7 @@ batching.py: which answers are decoded together
 cache_parts.py: parts of a request's caches, kept apart from it
 compute.py: the one thread that owns MLX
 draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
+earlier.py: what an answer may go on from: an attempt, a copy, a prefix
 engine.py: one answer: prefill, rounds, text, stats
 local.py: the Verifier of a model that is here whole
 options.py: what a stage's specification says of its engine

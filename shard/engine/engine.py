@@ -20,7 +20,6 @@ from ...mtp.head import DraftHead
 from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
 from ...mtp.probe import Costs
 from ...mtp.sampler import Sampler
-from ...mtp.schedule import prefill_ends
 from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
@@ -31,12 +30,12 @@ from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
-from .attempts import Kept, Running
+from .attempts import Running
 from .batching import Batching, Seat
 from .draft_profile import Profile, ProfileKey
+from .earlier import Earlier
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .options import EngineOptions
-from .prefix_cache import PrefixCache
 from .probing import (
     Subject,
     probe_batch_identity,
@@ -116,7 +115,6 @@ class TextEngine:
         self._special_tokens = codec.special_tokens
         self._link = link
         self._state_sender = state_sender
-        self._copies = copies
         self._kernels = kernels
         self._clock = clock
         fed = head.hidden_kind if head is not None else None
@@ -125,11 +123,19 @@ class TextEngine:
             WholeTarget(stage.model) if self._family is None else FamilyTarget(self._family)
         )
         self._live: dict[tuple[str, int], Callable[[], list[mx.array]]] = {}
-        self._kept: dict[str, Kept] = {}
         self._parked: set[tuple[str, int]] = set()
-        budget = options.prefix_cache_bytes if link is None else 0
-        self._prefixes = PrefixCache(budget, stage.make_caches)
-        self._turn_ends = codec.end_tokens if budget else frozenset[int]()
+        keeps = link is None and options.prefix_cache_bytes > 0
+        self._turn_ends = codec.end_tokens if keeps else frozenset[int]()
+        self._earlier = Earlier(
+            stage,
+            self._target,
+            options,
+            self._turn_ends,
+            link=link,
+            sender=state_sender,
+            copies=copies,
+            clock=clock,
+        )
         self._batching = self._new_batching()
         self.identity = "off"
         self.batch_identity = "off"
@@ -261,7 +267,7 @@ class TextEngine:
             lost = True
             raise
         except NotFinite as fault:
-            self._prefixes.clear()
+            self._earlier.prefixes.clear()
             raise numeric_error(
                 fault.position, self._options.dtype, alone=self._link is None
             ) from fault
@@ -291,7 +297,7 @@ class TextEngine:
             if isinstance(event, Delta):
                 ids += event.round.tokens
             elif isinstance(event, Prefilled):
-                self._keep_prefix(request, running, event.done)
+                self._earlier.keep_prefix(request, running, event.done, self.cache_bytes)
             yield event
             if self._state_sender is None or isinstance(event, Wait):
                 continue
@@ -320,13 +326,10 @@ class TextEngine:
         sampler = Sampler(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        taken, cached = self._taken_up(request) if self._link is None else None, 0
-        if taken is None and (taken := self.prefix_of(request)) is not None:
-            cached = taken.position
-        verifier = self._verifier(request, taken)
+        verifier, drafted, cached = self._earlier.begin(request, self.cache_bytes)
         drafter = self._drafter(sampler, request)
-        if taken is not None and taken.drafter is not None and isinstance(drafter, NativeDrafter):
-            drafter.take_up(taken.drafter, request.ids)
+        if drafted is not None and isinstance(drafter, NativeDrafter):
+            drafter.take_up(drafted, request.ids)
         task = Task(
             request.prompt,
             request.max_tokens,
@@ -384,21 +387,11 @@ class TextEngine:
         if request.adaptive:
             self._profile.save()
         if kept:
-            piped = isinstance(verifier, PipelineVerifier)
-            if self._link is not None:
-                self._link.park(*key)
-            held = Kept(verifier if piped else None, request.attempt, self._clock())
-            self._kept[request.request] = held
+            self._earlier.keep(request, verifier)
         else:
-            self._release(*key)
+            self._earlier.release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()
-
-    def _release(self, request: str, attempt: int) -> None:
-        if self._link is not None:
-            self._link.release(request, attempt)
-        if self._state_sender is not None:
-            self._state_sender.release(request)
 
     @property
     def live_requests(self) -> int:
@@ -406,11 +399,9 @@ class TextEngine:
 
     def cache_bytes(self) -> int:
         """Bytes of KV and recurrent state of all live requests on this stage, copies included."""
-        kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
         live = [array for arrays in self._live.values() for array in arrays()]
-        copied = self._copies.bytes if self._copies else 0
         together = self._batching.arrays()
-        return copied + sum(array.nbytes for array in (*kept, *live, *together))
+        return self._earlier.bytes + sum(array.nbytes for array in (*live, *together))
 
     def park(self, request: str, attempt: int) -> None:
         """Any thread: the attempt is about to be cancelled, and another one follows."""
@@ -419,79 +410,15 @@ class TextEngine:
 
     def expire(self, lease_s: float) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
-        limit = self._clock() - lease_s
-        ended = [name for name, kept in self._kept.items() if kept.since < limit]
-        for name in ended:
-            self._release(name, self._kept.pop(name).attempt)
-        if ended:
-            mx.clear_cache()
-        return ended + (self._copies.expire(lease_s) if self._copies else [])
-
-    def _verifier(
-        self, request: EngineRequest, taken: RequestState | None
-    ) -> PipelineVerifier | LocalVerifier:
-        kept = self._kept.pop(request.request, None)
-        if self._link is None:
-            if taken is None:
-                return LocalVerifier(self._target, self._stage.make_caches())
-            return LocalVerifier(self._target, taken.caches, taken.position)
-        verifier = kept.verifier if kept else self._from_copy(request)
-        if (
-            verifier is not None
-            and request.keeps
-            and verifier.take_up(request.attempt, request.committed)
-            and request.ends_a_forward(verifier.position, self._ends(request))
-        ):
-            return verifier
-        return PipelineVerifier(
-            self._stage, self._link, request.request, request.attempt, self._options.dtype
-        )
-
-    def _taken_up(self, request: EngineRequest) -> RequestState | None:
-        """What this runner, a whole model's spare, was sent of an earlier attempt."""
-        if self._copies is None or request.attempt == 1 or request.rebuild_all:
-            return None
-        # Behind the prompt's last row nobody would know its first token.
-        rows = request.committed if request.replay else len(request.prompt) - 1
-        state = self._copies.take(request.request, request.attempt, rows, request.ids)
-        if state is None or not request.ends_a_forward(state.position, self._ends(request)):
-            return None
-        return None if request.k and state.drafter is None else state
-
-    def _ends(self, request: EngineRequest) -> list[int]:
-        return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)
-
-    def prefix_of(self, request: EngineRequest) -> RequestState | None:
-        """What earlier requests left of this prompt's beginning."""
-        if not self._prefixes.enabled:
-            return None
-        self._prefixes.shrink(self.cache_bytes())
-        found = self._prefixes.find(request.prompt, self._ends(request), drafts=request.k > 0)
-        if found is None:
-            return None
-        return RequestState(found.caches, position=found.position, drafter=found.drafter)
-
-    def _keep_prefix(self, request: EngineRequest, running: Running, rows: int) -> None:
-        if not self._prefixes.enabled or not running.cached < rows < len(request.prompt):
-            return
-        drafter, ends = running.generation.settle(), self._ends(request)
-        state = drafter.state if isinstance(drafter, NativeDrafter) else None
-        caches = running.verifier.state.caches
-        self._prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
-        self._prefixes.shrink(self.cache_bytes())
+        return self._earlier.expire(lease_s)
 
     @property
     def prefix_cache_bytes(self) -> int:
-        return self._prefixes.bytes
+        return self._earlier.prefixes.bytes
 
-    def _from_copy(self, request: EngineRequest) -> PipelineVerifier | None:
-        """What this runner, a spare, was sent of an earlier attempt."""
-        name, attempt = request.request, request.attempt
-        copies = self._copies if request.keeps else None
-        state = copies.take(name, attempt, request.committed) if copies else None
-        if state is None or self._link is None:
-            return None
-        return PipelineVerifier(self._stage, self._link, name, attempt, self._options.dtype, state)
+    def prefix_of(self, request: EngineRequest) -> RequestState | None:
+        """What the prefix cache has for it."""
+        return self._earlier.prefix_of(request, self.cache_bytes)
 
     def _depth(self, request: EngineRequest) -> DepthPolicy:
         if not request.adaptive or request.k == 0:

@@ -146,6 +146,24 @@ def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_a_fresh_nodes(
     assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
 
 
+def test_answers_at_once_share_their_steps_and_are_the_oracles(demo: Node) -> None:
+    def ask(number: int) -> Any:
+        row = ORACLE[number % len(ORACLE)]
+        k, budget = number % 4, len(row["greedy_ids"]) + 4
+        drafts = {} if k == 3 else {"num_draft_tokens": k}  # else the node decides
+        return row, demo.chat(row["prompt"], max_tokens=budget, return_token_ids=True, **drafts)
+
+    with ThreadPoolExecutor(12) as people:
+        answers = list(people.map(ask, range(12)))
+    for row, body in answers:
+        assert body["choices"][0]["token_ids"] == row["greedy_ids"]
+        assert body["choices"][0]["message"]["content"] == row["text"]
+    told = [body["generation_stats"] for _, body in answers]
+    shared = [stats for stats in told if stats["batched_tokens"]]
+    assert len(shared) > 6 and max(stats["batch_size"] for stats in shared) > 3
+    assert {stats["batch_identity"] for stats in shared} == {"bitwise"}
+
+
 def test_models_tell_their_mtp_state(demo: Node) -> None:
     demo.chat("Who are you?", max_tokens=2)
     models = {model["id"]: model for model in demo.call("GET", "/v1/models").body["data"]}

@@ -185,7 +185,7 @@ def test_a_lost_generator_is_rebuilt_alone(pipeline: Pipeline, expected: tuple[R
     engine, name = pipeline.engine, "generator"
     pipeline.lose(1, 18)
     log = pipeline.until_lost(request=name)
-    engine._kept.clear()  # pyright: ignore[reportPrivateUsage]
+    engine._earlier._kept.clear()  # pyright: ignore[reportPrivateUsage]
     pipeline.workers[0].forward = functools.partial(StageWorker.forward, pipeline.workers[0])
     assert pipeline.rest(log, 2, request=name) == expected[18:]
     assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected) - 18
@@ -194,7 +194,7 @@ def test_a_lost_generator_is_rebuilt_alone(pipeline: Pipeline, expected: tuple[R
 def test_all_stages_may_be_lost_at_once(pipeline: Pipeline, expected: tuple[Round, ...]) -> None:
     pipeline.lose(2, 20)
     log = pipeline.until_lost(request="all")
-    pipeline.engine._kept.clear()  # pyright: ignore[reportPrivateUsage]
+    pipeline.engine._earlier._kept.clear()  # pyright: ignore[reportPrivateUsage]
     pipeline.replace(1)
     pipeline.replace(2)
     assert pipeline.rest(log, 2, request="all") == expected[20:]

@@ -1,0 +1,161 @@
+"""What an answer may go on from: an earlier attempt, a spare's copy of one, or a prefix."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.schedule import prefill_ends
+from ...mtp.seams import Verifier
+from ..model.stage_model import StageModel
+from ..pipeline.request_state import RequestState
+from ..pipeline.state_sender import StateSender
+from ..pipeline.state_store import StateStore
+from ..pipeline.verifier import Link, PipelineVerifier
+from .attempts import Kept, Running
+from .local import LocalVerifier, Target
+from .options import EngineOptions
+from .prefix_cache import PrefixCache
+from .request import EngineRequest
+
+
+class Beginning(NamedTuple):
+    """Where an attempt begins."""
+
+    verifier: PipelineVerifier | LocalVerifier
+    drafter: DrafterState | None = None
+    cached: int = 0
+    """Rows of the prompt that the prefix cache had."""
+
+
+class Earlier:
+    """The states that outlive an attempt. All methods run on the compute thread."""
+
+    def __init__(
+        self,
+        stage: StageModel,
+        target: Target,
+        options: EngineOptions,
+        turn_ends: frozenset[int],
+        *,
+        link: Link | None,
+        sender: StateSender | None,
+        copies: StateStore | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stage = stage
+        self._target = target
+        self._options = options
+        self._turn_ends = turn_ends
+        self._link = link
+        self._sender = sender
+        self._copies = copies
+        self._clock = clock
+        self._kept: dict[str, Kept] = {}
+        budget = options.prefix_cache_bytes if link is None else 0
+        self.prefixes = PrefixCache(budget, stage.make_caches)
+
+    def begin(self, request: EngineRequest, live_bytes: Callable[[], int]) -> Beginning:
+        """The verifier that holds most of what is still good, an empty one where nothing is."""
+        kept = self._kept.pop(request.request, None)
+        if self._link is not None:
+            return Beginning(self._piped(request, self._link, kept))
+        if (taken := self._copied(request)) is not None:
+            verifier = LocalVerifier(self._target, taken.caches, taken.position)
+            return Beginning(verifier, taken.drafter)
+        if (found := self.prefix_of(request, live_bytes)) is not None:
+            verifier = LocalVerifier(self._target, found.caches, found.position)
+            return Beginning(verifier, found.drafter, found.position)
+        return Beginning(LocalVerifier(self._target, self._stage.make_caches()))
+
+    def keep(self, request: EngineRequest, verifier: Verifier) -> None:
+        """For the attempt that follows."""
+        piped = isinstance(verifier, PipelineVerifier)
+        if self._link is not None:
+            self._link.park(request.request, request.attempt)
+        held = Kept(verifier if piped else None, request.attempt, self._clock())
+        self._kept[request.request] = held
+
+    def release(self, request: str, attempt: int) -> None:
+        """The answer is over."""
+        if self._link is not None:
+            self._link.release(request, attempt)
+        if self._sender is not None:
+            self._sender.release(request)
+
+    def expire(self, lease_s: float) -> list[str]:
+        """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
+        limit = self._clock() - lease_s
+        ended = [name for name, kept in self._kept.items() if kept.since < limit]
+        for name in ended:
+            self.release(name, self._kept.pop(name).attempt)
+        if ended:
+            mx.clear_cache()
+        return ended + (self._copies.expire(lease_s) if self._copies else [])
+
+    @property
+    def bytes(self) -> int:
+        """Of attempts and copies; prefixes go where requests need the room."""
+        kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
+        copied = self._copies.bytes if self._copies else 0
+        return copied + sum(array.nbytes for array in kept)
+
+    def prefix_of(
+        self, request: EngineRequest, live_bytes: Callable[[], int]
+    ) -> RequestState | None:
+        """What earlier requests left of this prompt's beginning."""
+        if not self.prefixes.enabled:
+            return None
+        self.prefixes.shrink(live_bytes())
+        found = self.prefixes.find(request.prompt, self._ends(request), drafts=request.k > 0)
+        if found is None:
+            return None
+        return RequestState(found.caches, position=found.position, drafter=found.drafter)
+
+    def keep_prefix(
+        self, request: EngineRequest, running: Running, rows: int, live_bytes: Callable[[], int]
+    ) -> None:
+        """The first `rows` rows of its prompt were read."""
+        if not self.prefixes.enabled or not running.cached < rows < len(request.prompt):
+            return
+        drafter, ends = running.generation.settle(), self._ends(request)
+        state = drafter.state if isinstance(drafter, NativeDrafter) else None
+        caches = running.verifier.state.caches
+        self.prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
+        self.prefixes.shrink(live_bytes())
+
+    def _copied(self, request: EngineRequest) -> RequestState | None:
+        """What this runner, a whole model's spare, was sent of an earlier attempt."""
+        if self._copies is None or request.attempt == 1 or request.rebuild_all:
+            return None
+        # Behind the prompt's last row nobody would know its first token.
+        rows = request.committed if request.replay else len(request.prompt) - 1
+        state = self._copies.take(request.request, request.attempt, rows, request.ids)
+        if state is None or not request.ends_a_forward(state.position, self._ends(request)):
+            return None
+        return None if request.k and state.drafter is None else state
+
+    def _piped(self, request: EngineRequest, link: Link, kept: Kept | None) -> PipelineVerifier:
+        verifier = kept.verifier if kept else self._from_copy(request, link)
+        if (
+            verifier is not None
+            and request.keeps
+            and verifier.take_up(request.attempt, request.committed)
+            and request.ends_a_forward(verifier.position, self._ends(request))
+        ):
+            return verifier
+        name, attempt = request.request, request.attempt
+        return PipelineVerifier(self._stage, link, name, attempt, self._options.dtype)
+
+    def _from_copy(self, request: EngineRequest, link: Link) -> PipelineVerifier | None:
+        """What this runner, a pipeline's spare, was sent of an earlier attempt."""
+        name, attempt = request.request, request.attempt
+        copies = self._copies if request.keeps else None
+        state = copies.take(name, attempt, request.committed) if copies else None
+        if state is None:
+            return None
+        return PipelineVerifier(self._stage, link, name, attempt, self._options.dtype, state)
+
+    def _ends(self, request: EngineRequest) -> list[int]:
+        return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)
