@@ -1,0 +1,73 @@
+"""A batch's K is the one with the most tokens for its measured seconds."""
+
+from collections.abc import Callable
+
+import pytest
+
+from exo_node.mtp.batch_depth import ENOUGH, LOOK_EVERY, BatchDepth, Wish, size_bucket
+
+SURE = [0.95, 0.9, 0.85]
+POOR = [0.2, 0.1, 0.1]
+
+
+def settled(wishes: list[Wish], seconds: Callable[[int], float], rounds: int = 400) -> list[int]:
+    depth, chosen = BatchDepth(), list[int]()
+    for _ in range(rounds):
+        k = depth.choose(wishes)
+        depth.learn(len(wishes), k, seconds(k))
+        chosen.append(k)
+    return chosen
+
+
+def most(chosen: list[int]) -> int:
+    late = chosen[100:]
+    return max(set(late), key=late.count)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "each", "best"),
+    [(SURE, 0.05, 3), (POOR, 0.3, 0), (SURE, 1.5, 0), (POOR, 0.05, 1)],
+    ids=["drafts pay", "they are wrong", "they cost too much", "the first one pays"],
+)
+def test_the_best_k_is_found_from_what_rounds_took(
+    acceptance: list[float], each: float, best: int
+) -> None:
+    """A round of k drafts takes 1 + k * each."""
+    wishes = [Wish(3, acceptance)] * 4
+    chosen = settled(wishes, lambda k: 1 + k * each)
+    assert most(chosen) == best
+    assert chosen.count(best) > 0.8 * len(chosen)
+    assert len(set(chosen)) > 1  # others are looked at
+
+
+def test_each_k_is_measured_before_one_is_preferred() -> None:
+    chosen = settled([Wish(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
+    assert {k: chosen.count(k) for k in range(3)} == {0: ENOUGH, 1: ENOUGH, 2: ENOUGH}
+
+
+def test_costs_that_change_change_the_choice() -> None:
+    depth, wishes = BatchDepth(), [Wish(1, SURE)] * 8
+    for cost, best in ((0.1, 1), (3.0, 0), (0.1, 1)):
+        late = list[int]()
+        for turn in range(12 * LOOK_EVERY):
+            k = depth.choose(wishes)
+            depth.learn(8, k, 1 + k * cost)
+            if turn > 8 * LOOK_EVERY:
+                late.append(k)
+        assert max(set(late), key=late.count) == best
+
+
+def test_a_request_with_a_k_of_its_own_gets_it() -> None:
+    wishes = [Wish(3, None), Wish(3, POOR), Wish(0, None)]
+    assert set(settled(wishes, lambda k: 1 + 9 * k)) == {3}
+
+
+def test_who_never_drafts_counts_and_wants_none() -> None:
+    assert set(settled([Wish(0, None)] * 3, lambda k: 1.0, 10)) == {0}
+    # One of eight drafts well, and a draft doubles everybody's step.
+    few = [Wish(3, SURE), *[Wish(0, SURE)] * 7]
+    assert most(settled(few, lambda k: 1 + k)) == 0
+
+
+def test_sizes_share_a_bucket_where_costs_are_alike() -> None:
+    assert [size_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 3, 4, 5, 5, 6, 6, 7]

@@ -1,0 +1,61 @@
+"""The probe tells a backend that computes a request otherwise in a batch from one that does not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from shims import by_rows, perturb
+from tiny import VOCABULARY, taped_qwen
+
+from exo_node.mtp.batch_caches import Positions
+from exo_node.mtp.batch_probe import batch_identity
+from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.rollback import with_tapes
+from exo_node.shard.engine.local import FamilyTarget
+
+
+def probe(model: Any, k: int) -> str:
+    target = FamilyTarget(Qwen35Family(model))
+
+    def make_caches() -> list[Any]:
+        return with_tapes(model.make_cache())
+
+    return batch_identity(target.forward, target, make_caches, VOCABULARY, k, 1200)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize(
+    "made", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"moe": True}], ids=str
+)
+def test_the_cpu_is_bitwise(made: dict[str, Any], k: int) -> None:
+    assert probe(taped_qwen(**made), k) == "bitwise"
+
+
+@pytest.mark.parametrize("only", ["", "v_proj", "in_proj_qkv", "lm_head"])
+def test_numbers_that_depend_on_the_batch_are_near_tie(only: str) -> None:
+    model = taped_qwen()
+    assert perturb(model, by_rows, only=only)
+    assert probe(model, 0) == probe(model, 2) == "near_tie"
+
+
+def test_a_mask_that_shows_another_requests_length_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seeded fault: all requests see as far back as the longest."""
+    stock = Positions.mask
+
+    def long(self: Positions, rows: int, window: int | None) -> mx.array:
+        shape = (len(self.rows), 1, rows, self.extent(rows))
+        return mx.broadcast_to(stock(self, rows, window)[:1], shape)
+
+    monkeypatch.setattr(Positions, "mask", long)
+    assert probe(taped_qwen(), 1) == "near_tie"
+
+
+def test_states_that_keep_rejected_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(caches: Sequence[object], rows: int, kept: Sequence[int]) -> None:
+        del caches, rows, kept
+
+    monkeypatch.setattr("exo_node.mtp.batch_probe.take_back", nothing)
+    assert probe(taped_qwen(), 1) == "near_tie"
