@@ -39,7 +39,8 @@ def stats_of(tokens: int = 7, **changes: Any) -> dict[str, Any]:
         "draft_policy": "fixed",
     }
     stats = GenerationStats("native_mtp", 2, "", "greedy", 5, tokens, **drafted)
-    return {**asdict(stats), "greedy_identity": "bitwise", **changes}
+    identities = {"greedy_identity": "bitwise", "batch_identity": "off"}
+    return {**asdict(stats), **identities, **changes}
 
 
 PLAIN: Mapping[str, Any] = {

@@ -61,7 +61,6 @@ VLLM: Mapping[str, str] = {
     "vllm:prompt_tokens": "counter",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
-    "exo_node_batched_tokens": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
@@ -234,6 +233,14 @@ def test_drafts_are_counted_as_the_totals_have_them() -> None:
     assert of_demo(samples, "exo_node_answers_total", **by_rule) == 2
     other = {"engine": "0", "model_name": "other"}
     assert samples[f"{spec}_drafts_total", tuple(other.items())] == 0
+
+
+def test_tokens_of_shared_steps_are_counted() -> None:
+    totals, clock = Totals(), Clock()
+    metrics = Metrics(totals, clock)
+    for batched in (5, 0, 2):
+        answered_in(metrics, clock, Started((1,)), finished(7, batched_tokens=batched))
+    assert of_demo(sampled(metrics.render(STATE)), "exo_node_batched_tokens_total") == 7
 
 
 def test_numbers_that_are_not_finite_are_counted() -> None:

@@ -25,7 +25,8 @@ def subject_of(model: Any, context: int = 64) -> Subject:
         return with_tapes(model.make_cache())
 
     forward = forward_of(model)
-    return Subject(forward, make_caches, cast(Any, None), VOCABULARY, context, lambda: 0.0)
+    nothing = cast(Any, None)
+    return Subject(forward, nothing, make_caches, nothing, VOCABULARY, context, lambda: 0.0)
 
 
 def profile_in(folder: Path) -> Profile:
@@ -72,6 +73,14 @@ def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: 
 
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="bitwise", k=3, context_length=64)
-    watched = Subject(counted, subject.make_caches, subject.make_drafter, VOCABULARY, 64, float)
+    watched = Subject(
+        counted,
+        subject.batch_target,
+        subject.make_caches,
+        subject.make_drafter,
+        VOCABULARY,
+        64,
+        float,
+    )
     assert probe_identity(watched, 3, profile) == "bitwise"
     assert rows[1:] == [1, 2, 3, 4]
