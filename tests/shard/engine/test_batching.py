@@ -166,7 +166,10 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
     monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
     """Rounds begin at the same rows with a fixed K, so that block and ratio acceptance agree."""
-    monkeypatch.setattr("exo_node.shard.engine.engine.secrets.randbits", lambda _: 20261122)
+    def entropy(bits: int) -> int:
+        return 20261122 % (1 << bits)
+
+    monkeypatch.setattr("exo_node.shard.engine.engine.secrets.randbits", entropy)
     hot = Sampling(temperature=1.0, top_p=0.9)
     readers = [Reader(request(prompt(i), k, 40, sampling=hot), begins=4 * i) for i in range(5)]
     together(engine(), readers)
