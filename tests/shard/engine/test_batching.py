@@ -166,6 +166,7 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
     monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
     """Rounds begin at the same rows with a fixed K, so that block and ratio acceptance agree."""
+
     def entropy(bits: int) -> int:
         return 20261122 % (1 << bits)
 
