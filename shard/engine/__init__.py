@@ -1,5 +1,6 @@
 """One answer, from token ids to text and stats.
 
+admission.py: which requests may hold rows in the caches at once
 attempts.py: what an attempt leaves for the next one, and a running one gives to a spare
 batching.py: which answers are decoded together
 cache_parts.py: parts of a request's caches, kept apart from it

@@ -30,6 +30,7 @@ from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
+from .admission import Admission
 from .attempts import Running
 from .batching import Batching, Seat
 from .draft_profile import Profile, ProfileKey
@@ -137,6 +138,7 @@ class TextEngine:
             clock=clock,
         )
         self._batching = self._new_batching()
+        self._admission = Admission(options.context_length)
         self.identity = "off"
         self.batch_identity = "off"
         """Measured by `probe`; "off" where no answers are decoded together."""
@@ -235,6 +237,13 @@ class TextEngine:
         self._check(request)
         if request.k and self.head_parked:
             request = replace(request, k=0, adaptive=False, drafting_reason=self.head_parked)
+        entry = yield from self._admission.enter(len(request.prompt), request.max_tokens)
+        try:
+            yield from self._answer(request)
+        finally:
+            self._admission.leave(entry)
+
+    def _answer(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)

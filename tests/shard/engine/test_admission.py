@@ -1,0 +1,104 @@
+"""Requests hold no more rows at once than one context has, and none waits behind one that came
+later."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from engines import answer, engine_of, load_quietly, request
+from small import small_spec
+
+from exo_node.mtp.seams import Wait
+from exo_node.shard.engine.admission import GROWTH, Admission
+from exo_node.shard.engine.engine import Delta, Done
+
+
+class Guest:
+    """One request at the door."""
+
+    def __init__(self, door: Admission, prompt: int, max_tokens: int = 0) -> None:
+        self._steps: Generator[Wait, None, Any] = door.enter(prompt, max_tokens)
+        self._door = door
+        self._entry: Any = None
+        self._wait: Wait | None = None
+        self._go()
+
+    @property
+    def inside(self) -> bool:
+        if self._wait is not None and self._wait.future.done():
+            self._go()
+        return self._entry is not None
+
+    def leave(self) -> None:
+        self._door.leave(self._entry)
+
+    def cancel(self) -> None:
+        self._steps.close()
+
+    def _go(self) -> None:
+        try:
+            self._wait = next(self._steps)
+        except StopIteration as end:
+            self._entry, self._wait = end.value, None
+
+
+def test_all_have_room_together_or_wait_in_the_order_of_arrival() -> None:
+    door = Admission(1000)
+    first, second, big, small = (Guest(door, rows) for rows in (400, 300, 700, 10))
+    assert [g.inside for g in (first, second, big, small)] == [True, True, False, False]
+    assert door.waiting == 2
+    first.leave()
+    assert (big.inside and not small.inside) or (not big.inside and not small.inside)
+    second.leave()
+    assert big.inside and small.inside and door.waiting == 0
+
+
+def test_one_alone_always_has_room_and_an_answers_first_tokens_count() -> None:
+    door = Admission(1000)
+    huge = Guest(door, 5000, 5000)
+    assert huge.inside
+    late = Guest(door, 1)
+    assert not late.inside
+    huge.leave()
+    assert late.inside
+    late.leave()
+    some = [Guest(door, 10, 100_000) for _ in range(2)]
+    assert [g.inside for g in some] == [True, 2 * (10 + GROWTH) <= 1000]
+
+
+@pytest.mark.parametrize("when", ["while it waits", "after it was told"])
+def test_who_goes_leaves_no_room_taken(when: str) -> None:
+    door = Admission(100)
+    first, second, third = Guest(door, 90), Guest(door, 90), Guest(door, 90)
+    if when == "while it waits":
+        second.cancel()
+        first.leave()
+    else:
+        first.leave()
+        second.cancel()
+    assert third.inside
+    third.leave()
+    assert Guest(door, 100).inside
+
+
+def test_answers_that_do_not_fit_together_come_one_after_the_other() -> None:
+    """And each is what it is alone."""
+    wanted = small_spec(native_mtp=True, context_length=128)
+    served = engine_of(load_quietly(wanted), wanted)
+    asked = [request(list(range(5, 85)), 2, 20, ignore_end=True) for _ in range(3)]
+    running = {number: served.generate(each) for number, each in enumerate(asked)}
+    ended, ids = list[int](), dict[int, list[int]]({0: [], 1: [], 2: []})
+    while running:
+        for number in list(running):
+            event = next(running[number], None)
+            if isinstance(event, Delta):
+                ids[number] += event.round.tokens
+            elif isinstance(event, Done):
+                ended.append(number)
+            elif event is None:
+                del running[number]
+            elif isinstance(event, Wait) and not event.future.done():
+                assert served.live_requests == 1
+    assert ended == [0, 1, 2]
+    alone = answer(served, request(list(range(5, 85)), 2, 20, ignore_end=True)).ids
+    assert [tuple(each) for each in ids.values()] == [alone] * 3
