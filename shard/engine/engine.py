@@ -239,6 +239,7 @@ class TextEngine:
             request = replace(request, k=0, adaptive=False, drafting_reason=self.head_parked)
         entry = yield from self._admission.enter(len(request.prompt), request.max_tokens)
         try:
+            self._check(request)  # its name may be another's by now
             yield from self._answer(request)
         finally:
             self._admission.leave(entry)
