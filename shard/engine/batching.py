@@ -11,9 +11,10 @@ from ...mtp.batch import Batch, Held, Member
 from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
 from ...mtp.drafters import DrafterState, NativeDrafter
-from ...mtp.loop import Generation, Step, Steps
+from ...mtp.loop import Generation, Step, Steps, Task
 from ...mtp.rollback import fixed_kinds
-from ...mtp.seams import Drafter, Wait, as_ids, as_row
+from ...mtp.sampler import Sampler
+from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
 from ...mtp.types import FinishReason
 from .local import LocalVerifier
 
@@ -56,6 +57,26 @@ class Batching:
             kinds = ", ".join(fixed_kinds(caches))
             return f"this model's caches ({kinds}) are not computed in batches"
         return ""
+
+    def seat(
+        self,
+        task: Task,
+        verifier: LocalVerifier,
+        drafter: Drafter,
+        sampler: Sampler,
+        ending: StopCondition,
+        depth: DepthPolicy,
+        new_drafter: Callable[[DrafterState | None], Drafter],
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> Seat:
+        """An answer for `steps`; the parts are those of a `Generation` and of a `Seat`."""
+
+        def leaves() -> bool:
+            return self.leaves(seat)
+
+        generation = Generation(task, verifier, drafter, sampler, ending, depth, clock, leaves)
+        seat = Seat(generation, verifier, drafter, depth, new_drafter)
+        return seat
 
     def leaves(self, seat: Seat) -> bool:
         """Whether it is to go on in the batch; asked before each round that it computes alone."""

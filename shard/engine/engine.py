@@ -32,7 +32,7 @@ from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
 from .admission import Admission
 from .attempts import Running
-from .batching import Batching, Seat
+from .batching import Batching
 from .draft_profile import Profile, ProfileKey
 from .earlier import Earlier
 from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
@@ -348,29 +348,21 @@ class TextEngine:
             request.top_logprobs,
             self._turn_ends,
         )
-        padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
-        depth = self._depth(request)
-        seats: list[Seat] = []
-        generation = Generation(
-            task,
-            FixedRows(verifier, self._fixed_rows) if padded else verifier,
-            drafter,
-            sampler,
-            ending,
-            depth,
-            self._clock,
-            lambda: bool(seats) and self._batching.leaves(seats[0]),
-        )
-        key = request.request, request.attempt
+        depth, key = self._depth(request), (request.request, request.attempt)
         alone = self._batching.why_alone(verifier.state.caches)
         if alone or not isinstance(verifier, LocalVerifier):
+            padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
+            rows = FixedRows(verifier, self._fixed_rows) if padded else verifier
+            generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
             # Not of FixedRows: asking must not settle what it leaves open until the next forward.
             self._live[key] = lambda: verifier.arrays() + drafter.arrays()
             return Running(generation, verifier, cached=cached, alone_because=alone)
-        seat = Seat(generation, verifier, drafter, depth, self._drafter_again(sampler, request))
-        seats.append(seat)
+        again = self._drafter_again(sampler, request)
+        seat = self._batching.seat(
+            task, verifier, drafter, sampler, ending, depth, again, self._clock
+        )
         self._live[key] = lambda: seat.arrays
-        return Running(generation, verifier, seat, cached)
+        return Running(seat.generation, verifier, seat, cached)
 
     def _drafter_again(
         self, sampler: Sampler, request: EngineRequest

@@ -15,14 +15,15 @@ from ...mtp.sampler import Sampler
 from ...mtp.sampling import Noise, TargetDistribution
 from ...mtp.seams import as_row
 from ...mtp.types import Round, Sampling
-from .numbers import ReferenceRun
+from .numbers import Difference, ReferenceRun, batch_difference
 from .report import Check, Finding
-from .subject import ModelUnderTest, answer, forward, ids_of
+from .subject import ModelUnderTest, answer, answer_together, forward, ids_of
 
 Floats = npt.NDArray[np.float64]
 
 NEAR_TIE_MARGIN = 4
 """Caches of a long answer add up more rounding than the rows that tau was measured on."""
+LEAST_BATCH = 4
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=7)
 SAMPLINGS = (Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=8))
 LEAST_EXPECTED = 8
@@ -126,6 +127,45 @@ def _course(at: Sequence[int]) -> str:
         return "at the same token for every K"
     falling = all(a > b for a, b in itertools.pairwise(at))
     return "earlier with every further draft" if falling else "mixed"
+
+
+def check_batch(
+    subject: ModelUnderTest,
+    chain: ReferenceRun,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    blocks: Difference,
+) -> Check:
+    """Answers that are computed together, with drafts where there is a head, against each alone.
+
+    `blocks`: the largest difference that `check_blocks` saw; a batch adds its own.
+    """
+    # Of different lengths: in a batch of equal ones a wrong mask would not show.
+    shorter = (chain.prompt[: -3 * n] for n in range(1, LEAST_BATCH))
+    asked = [*prompts, *itertools.islice(shorter, max(0, LEAST_BATCH - len(prompts)))]
+    steps = batch_difference(subject, chain, asked[1:])
+    k = subject.max_k if subject.make_drafter is not None else 0
+    plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in asked]
+    got = answer_together(subject, asked, k, tokens)
+    differ = list[float]()
+    for wanted, told in zip(plain, got, strict=True):
+        at = first_difference(ids_of(wanted), ids_of(told))
+        if at is not None:
+            best, second = [p for each in wanted for p in each.logprobs][at].top[:2]
+            differ.append(best[1] - second[1])
+    size = max(each.forward.batch for rounds in got for each in rounds)
+    limit = NEAR_TIE_MARGIN * max(steps.tau, blocks.tau)
+    numbers = {"k": k, "batch": size, "largest_near_tie": limit, **steps.numbers()}
+    told = f"{len(asked)} answers, up to {size} in a step, K={k}"
+    if not differ:
+        finding = steps.finding(subject.dtype)
+        same = "bit for bit" if finding == "ok" else "though logits differ by rounding"
+        return Check("batch", finding, f"{told}: each as it is alone, {same}", numbers)
+    where = f"{told}: {len(differ)} differ from what they are alone"
+    if max(differ) <= limit:
+        return Check("batch", "differs", f"{where}, each first at a near tie", numbers)
+    summary = f"{where}, and near ties do not explain it: requests change each other"
+    return Check("batch", "defect", summary, numbers)
 
 
 def check_strict(

@@ -129,6 +129,8 @@ def run_checks(
     exact = blocks.finding == "ok"
     tau = max(each.tau for each in differences)
     yield answers.check_greedy(subject, prompts, effort.tokens, tau, bitwise=exact)
+    largest = max(differences, key=lambda each: each.tau)
+    yield answers.check_batch(subject, chain, prompts, effort.tokens, largest)
     strict = prompts[:1] if exact else prompts  # where all is exact anyway, once shows that it runs
     yield answers.check_strict(subject, strict, effort.tokens, fixed)
     yield answers.check_seeded(subject, prompts, effort.tokens // 2, bitwise=exact)

@@ -7,11 +7,12 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ...mtp.batch_caches import Positions, batched
 from ...mtp.drafters import NativeDrafter
 from ...mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_token
-from ...mtp.seams import Drafts, as_ids
+from ...mtp.seams import Drafts, as_ids, as_row
 from ...mtp.types import Sampling
 from ..engine.local import LocalVerifier
 from .report import Check, Finding, finite
@@ -87,6 +88,25 @@ def compare(wanted: mx.array, got: mx.array) -> Difference:
         median_relative=sorted(floats(relative))[a.shape[0] // 2],
         gaps=tuple(gap for gap, flip in zip(floats(gaps), as_ids(flips), strict=True) if flip),
     )
+
+
+def batch_difference(
+    subject: ModelUnderTest, chain: ReferenceRun, others: Sequence[Sequence[int]]
+) -> Difference:
+    """The single steps of `chain` as one request of a batch, whose other prompts are `others`."""
+    requests = list[list[Any]]()
+    for prompt in (chain.prompt, *others):
+        requests.append(caches := subject.make_caches())
+        mx.eval(subject.target.forward(as_row(prompt), caches, want="last").logits)
+    positions = Positions([len(chain.prompt), *map(len, others)])
+    caches, rows = batched(requests, positions), list[mx.array]()
+    for token in chain.ids:
+        ids = mx.array([[token]] * len(requests), dtype=mx.int32)
+        logits, _ = subject.target.forward_batch(ids, caches)
+        positions.moved([1] * len(requests))
+        rows.append(logits[0])
+        mx.eval(logits)
+    return compare(chain.logits, mx.concatenate(rows))
 
 
 def floats(row: mx.array) -> list[float]:

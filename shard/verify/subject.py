@@ -1,19 +1,24 @@
 """A loaded model as `exo-node verify` examines it: through the engine's own verifiers and loop."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.drafters import NativeDrafter, NoDrafter
+from ...mtp.batch import Batch
+from ...mtp.batch_drafter import BatchHead
+from ...mtp.depth import FixedDepth
+from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.fixed_rows import FixedRows
-from ...mtp.loop import Generation, Task
+from ...mtp.loop import Generation, Steps, Task
 from ...mtp.rollback import fixed_kinds
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Block, Drafter, Verifier, Want, as_row
 from ...mtp.types import FinishReason, Round, Sampling
+from ..engine.batching import Batching
 from ..engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from ..model.load import Loaded
 
@@ -33,6 +38,7 @@ class ModelUnderTest:
     chunk: int
     max_k: int
     make_drafter: MakeDrafter | None
+    batch_head: BatchHead | None = None
     no_drafts: str = ""
     special_tokens: tuple[int, ...] = ()
 
@@ -64,8 +70,10 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     head, stage = loaded.head, loaded.model
     family = family_of(stage.model, None if head is None else head.hidden_kind)
     make_drafter: MakeDrafter | None = None
+    batch_head: BatchHead | None = None
     if family is not None and head is not None and max_k:
         embed, logits = family.embed, draft_logits(family, head)
+        batch_head = BatchHead(head, embed, logits)
 
         def made(sampler: Sampler, k: int) -> NativeDrafter:
             return NativeDrafter(head, embed, logits, sampler, k, overlap=True)
@@ -79,6 +87,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
         chunk=chunk,
         max_k=max_k or HEADLESS_K,
         make_drafter=make_drafter,
+        batch_head=batch_head,
         no_drafts="" if make_drafter else loaded.head_state,
         special_tokens=loaded.codec.special_tokens if loaded.codec else (),
     )
@@ -119,6 +128,44 @@ def answer(
     verifier = subject.verifier(fixed_rows)
     steps = Generation(task, verifier, drafter, sampler, _Endless()).steps()
     return tuple(step for step in steps if isinstance(step, Round))
+
+
+def answer_together(
+    subject: ModelUnderTest, prompts: Sequence[Sequence[int]], k: int, tokens: int
+) -> list[tuple[Round, ...]]:
+    """As `answer`, greedily and all at the same time, through the batch that requests take."""
+    batching = Batching(Batch(subject.target, subject.batch_head, time.perf_counter))
+    found: list[list[Round]] = [[] for _ in prompts]
+    running = {index: _seated(subject, batching, p, k, tokens) for index, p in enumerate(prompts)}
+    while running:
+        for index in list(running):
+            step = next(running[index], None)
+            if step is None:
+                del running[index]
+            elif isinstance(step, Round):
+                found[index].append(step)
+    return [tuple(rounds) for rounds in found]
+
+
+def _seated(
+    subject: ModelUnderTest, batching: Batching, prompt: Sequence[int], k: int, tokens: int
+) -> Steps:
+    sampler = Sampler(Sampling(), 1, subject.special_tokens, prompt)
+
+    def new_drafter(state: DrafterState | None) -> Drafter:
+        if not k:
+            return NoDrafter()
+        assert subject.make_drafter is not None
+        drafter = subject.make_drafter(sampler, k)
+        if state is not None:
+            drafter.take_up(state, ())
+        return drafter
+
+    verifier = LocalVerifier(subject.target, subject.make_caches())
+    task, drafter = Task(prompt, tokens, subject.chunk), new_drafter(None)
+    depth = FixedDepth(k)
+    seat = batching.seat(task, verifier, drafter, sampler, _Endless(), depth, new_drafter)
+    return batching.steps(seat)
 
 
 def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:

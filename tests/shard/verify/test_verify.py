@@ -21,6 +21,8 @@ from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.accept import VerifyResult, accept_matching
+from exo_node.mtp.batch_caches import Positions
+from exo_node.mtp.batch_drafter import BatchHead
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.qwen35 import Qwen35Family
@@ -48,7 +50,17 @@ from exo_node.shard.verify.subject import ModelUnderTest
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
-ALL = ("blocks", "rollback", "fixed_rows", "priming", "greedy", "strict", "seeded", "marginals")
+ALL = (
+    "blocks",
+    "rollback",
+    "fixed_rows",
+    "priming",
+    "greedy",
+    "batch",
+    "strict",
+    "seeded",
+    "marginals",
+)
 
 Key = Callable[[mx.array, int], Any]
 
@@ -76,6 +88,7 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
         chunk=8,
         max_k=3,
         make_drafter=make_drafter if head else None,
+        batch_head=BatchHead(made, family.embed, family.lm_head) if head else None,
         no_drafts="" if head else "its weights were stripped",
     )
 
@@ -167,7 +180,7 @@ def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
 
 def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
     found = checked(subject(head=False))
-    for name in ("blocks", "rollback", "fixed_rows"):
+    for name in ("blocks", "rollback", "fixed_rows", "batch"):
         assert found[name].finding == "ok"
     for name in ("priming", "greedy", "strict", "seeded", "marginals"):
         assert found[name] == Check(name, "skipped", "its weights were stripped", {})
@@ -231,9 +244,21 @@ def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exo_node.mtp.sampler.accept_matching", trusting)
 
 
+def show_everybody_the_longest_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of a batch see rows that are not theirs."""
+
+    def longest(self: Positions, rows: int, window: int | None) -> mx.array:
+        del window
+        past = mx.arange(self.extent(rows)) <= max(self.rows) + mx.arange(rows)[:, None]
+        return mx.broadcast_to(past, (len(self.rows), 1, *past.shape))
+
+    monkeypatch.setattr(Positions, "mask", longest)
+
+
 @pytest.mark.parametrize(
     ("fault", "seen_by"),
     [
+        (show_everybody_the_longest_past, {"batch"}),
         (leave_one_row, {"rollback", "greedy", "seeded"}),
         (keep_the_recurrent_state, {"rollback", "greedy", "seeded"}),
         (leave_the_heads_rows, {"priming"}),
