@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from .fixed_rows import PADDING_ID
-from .rollback import cache_arrays, rollback
+from .rollback import cache_arrays, holds_rows, rollback
 from .sampling import greedy_token
 from .seams import Block, Drafter, Want, as_row
 
@@ -109,16 +109,37 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
 
     The caches then have room for `extent` rows.
     """
+    room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
     for number, cache in enumerate(caches):
-        if not isinstance(cache, KVCache) or cache.offset >= rows:
+        if not holds_rows(cache):
             continue
-        keys, values = cast("tuple[mx.array, mx.array]", (cache.keys, cache.values))
-        held = slice(0, cache.offset)
-        room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
-        cache.keys = mx.pad(_noise(keys[..., held, :], rows, 2 * number), room)
-        cache.values = mx.pad(_noise(values[..., held, :], rows, 2 * number + 1), room)
-        cache.offset = rows
-        mx.eval(cache.keys, cache.values)
+        long = cast("KVCache | QuantizedKVCache", cache)
+        if long.offset >= rows:
+            continue
+        past = [_noise(like, rows, 2 * number + i) for i, like in enumerate(_keys_and_values(long))]
+        if isinstance(long, QuantizedKVCache):
+            form = (long.group_size, long.bits)
+            quantised = [mx.quantize(each, *form) for each in past]
+            long.keys, long.values = (
+                tuple(mx.pad(array, room) for array in each) for each in quantised
+            )
+        else:
+            long.keys, long.values = (mx.pad(each, room) for each in past)
+        long.offset = rows
+        mx.eval(cache_arrays([long]))
+
+
+def _keys_and_values(cache: KVCache | QuantizedKVCache) -> list[mx.array]:
+    """What it holds, (1, heads, rows, width) each; of quantised numbers what they stand for."""
+    held = (cache.keys, cache.values)
+    if isinstance(cache, QuantizedKVCache):
+        whole = [
+            mx.dequantize(numbers, scales, biases, cache.group_size, cache.bits)
+            for numbers, scales, biases in cast("Any", held)
+        ]
+    else:
+        whole = [cast("mx.array", each) for each in held]
+    return [each[..., : cache.offset, :] for each in whole]
 
 
 def _noise(like: mx.array, rows: int, number: int) -> mx.array:
@@ -171,8 +192,9 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     for cache in caches:
         if isinstance(cache, ArraysCache):
             arrays += cache_arrays([cache])
-        elif isinstance(cache, KVCache) and cache.keys is not None and cache.values is not None:
-            arrays += [held[..., : cache.offset, :] for held in (cache.keys, cache.values)]
+        elif holds_rows(cache):
+            offset = cast("KVCache | QuantizedKVCache", cache).offset
+            arrays += [held[..., :offset, :] for held in cache_arrays([cache])]
     return arrays
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
 from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, recurrence_of
@@ -251,9 +251,15 @@ def with_tapes(caches: Sequence[object]) -> list[object]:
     return [TapedCache(len(c.cache)) if type(c) is ArraysCache else c for c in caches]
 
 
+def holds_rows(cache: object) -> bool:
+    """Whether it keeps one row for each token, as they are or quantised: each on its own, so that
+    rows are taken back by forgetting them."""
+    return type(cache) in (KVCache, QuantizedKVCache)
+
+
 def fixed_kinds(caches: Sequence[object]) -> list[str]:
     """Names of the kinds of cache that rows cannot be taken back from, each once."""
-    kinds = (type(c) for c in caches if not isinstance(c, TapedCache) and type(c) is not KVCache)
+    kinds = (type(c) for c in caches if not isinstance(c, TapedCache) and not holds_rows(c))
     return sorted({kind.__name__ for kind in kinds})
 
 
@@ -267,8 +273,8 @@ def rollback(caches: Sequence[object], rows: int) -> None:
     for cache in caches:
         if isinstance(cache, TapedCache):
             cache.rollback(rows)
-        elif type(cache) is KVCache:
-            dropped = cache.trim(rows)
+        elif holds_rows(cache):
+            dropped = cast("KVCache | QuantizedKVCache", cache).trim(rows)
             if dropped != rows:
                 raise AssertionError(f"asked to drop {rows} rows of {dropped}")
         else:

@@ -112,6 +112,9 @@ class ModelCard(BaseModel):
     fp8: bool = False
     """The file holds its matrices in FP8 blocks, which mlx-lm turns into `dtype` on load."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    kv_bits: Literal[4, 8] | None = None
+    """Bits a number in attention's caches, by mlx-lm's quantisation of keys and values; None:
+    `dtype`. It changes the answers."""
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
 
@@ -137,6 +140,30 @@ class ModelCard(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _caches_can_be_quantised(self) -> Self:
+        if self.kv_bits is None:
+            return self
+        why = ""
+        if self.kv_row_width:
+            why = "kv_row_width says that this model's attention keeps latents"
+        elif not self.kv_group_size:
+            why = f"head_dim is {self.head_dim}, which groups of 32 numbers do not divide"
+        elif not self.num_attention_layers:
+            why = "num_attention_layers is 0"
+        if why:
+            raise PydanticCustomError(
+                "cross_check",
+                "{field} is {bits}, and {why}: remove it",
+                {"field": "kv_bits", "bits": self.kv_bits, "why": why},
+            )
+        return self
+
+    @property
+    def kv_group_size(self) -> int:
+        """Numbers that share a scale and a bias in quantised caches; 0: there is no such size."""
+        return next((size for size in (64, 32) if self.head_dim % size == 0), 0)
+
     @property
     def hidden_bytes(self) -> int:
         """One row of the hidden state, as a stage sends it to the next."""
@@ -145,6 +172,16 @@ class ModelCard(BaseModel):
     @property
     def kv_bytes_per_layer_token(self) -> int:
         """What one token adds to the cache of one attention layer."""
+        if self.kv_bits is None:
+            return self.kv_bytes_per_head_token
+        # Of each group a scale and a bias in `dtype` beside the numbers.
+        row = 2 * self.num_key_value_heads * self.head_dim
+        groups = row // self.kv_group_size
+        return row * self.kv_bits // 8 + groups * 2 * _BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_head_token(self) -> int:
+        """As `kv_bytes_per_layer_token`, of the draft head, whose cache is never quantised."""
         row = self.kv_row_width or 2 * self.num_key_value_heads * self.head_dim
         return row * _BYTES[self.dtype]
 

@@ -52,14 +52,15 @@ class ModelSizes:
     def of(cls, card: ModelCard, context: int) -> Self:
         cache = context * card.kv_bytes_per_layer_token
         mtp = card.native_mtp
+        head_cache = mtp.num_layers * context * card.kv_bytes_per_head_token if mtp else 0
         return cls(
             layers=card.num_layers,
             attention_layers=card.num_attention_layers,
             layer=card.mean_layer_bytes,
             cache=cache,
             ends=card.endpoint_bytes,
-            head=card.mtp_bytes + mtp.num_layers * cache if mtp else 0,
-            head_cache=mtp.num_layers * cache if mtp else 0,
+            head=card.mtp_bytes + head_cache if mtp else 0,
+            head_cache=head_cache,
         )
 
     @property

@@ -1537,6 +1537,8 @@ class StageSpec(_message.Message):
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     BATCHING_FIELD_NUMBER: _builtins.int
+    KV_BITS_FIELD_NUMBER: _builtins.int
+    KV_GROUP_SIZE_FIELD_NUMBER: _builtins.int
     MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
     LISTEN_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
@@ -1582,6 +1584,10 @@ class StageSpec(_message.Message):
     """for prompts that were read and live requests; 0: none is kept"""
     batching: _builtins.bool
     """requests that are decoded at the same time share their forwards"""
+    kv_bits: _builtins.int
+    """of each number in attention's caches; 0: as `dtype`"""
+    kv_group_size: _builtins.int
+    """numbers that share a scale there"""
     measure_layers: _builtins.bool
     """time the layers after the load: the node has no profile of them yet"""
     hidden_size: _builtins.int
@@ -1621,6 +1627,8 @@ class StageSpec(_message.Message):
         draft_vocabulary: _builtins.int = ...,
         prefix_cache_bytes: _builtins.int = ...,
         batching: _builtins.bool = ...,
+        kv_bits: _builtins.int = ...,
+        kv_group_size: _builtins.int = ...,
         measure_layers: _builtins.bool = ...,
         listen: _abc.Iterable[_builtins.str] | None = ...,
         hidden_size: _builtins.int = ...,
@@ -1629,7 +1637,7 @@ class StageSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

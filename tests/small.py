@@ -37,13 +37,14 @@ def small_engine(**changes: Any) -> TextEngine:
 
 
 @functools.cache
-def small_checkpoint(layers: int = LAYERS) -> Path:
+def small_checkpoint(layers: int = LAYERS, hidden: int = 64) -> Path:
     """Once a process, with the demo's tokenizer; the folder goes with the process."""
     folder = make_checkpoint(
-        Path(_KEPT.name) / f"small-{layers}",
+        Path(_KEPT.name) / f"small-{layers}-{hidden}",
         "qwen3_5",
         dtype="float32",
         layers=layers,
+        hidden=hidden,
         vocab=4096,
         raw=False,
         seed=7,

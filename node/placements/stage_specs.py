@@ -63,6 +63,8 @@ def build_specs(
             checkpoint_sha256=fingerprint,
             dtype=settings.dtype,
             prefill_chunk=PREFILL_CHUNK,
+            kv_bits=card.kv_bits or 0,
+            kv_group_size=card.kv_group_size if card.kv_bits else 0,
             context_length=plan.context_length,
             native_mtp=not off,
             max_draft_tokens=mtp.max_k if mtp else 0,

@@ -6,23 +6,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
-from ...mtp.rollback import TapedCache, cache_arrays
+from ...mtp.rollback import TapedCache, cache_arrays, holds_rows
+
+RowCache = KVCache | QuantizedKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Keys and values (1, heads, rows, size) of one layer."""
+    """Keys and values of one layer, each (1, heads, rows, size).
 
-    keys: mx.array
-    values: mx.array
+    Quantised ones are three arrays each: the numbers, their scales and their biases.
+    """
+
+    arrays: tuple[mx.array, ...]
     room: int
     """Rows that the cache had room for: kernels may be chosen by it."""
+    quantised: tuple[int, int] | None = None
+    """Numbers that share a scale, and bits of each number."""
+
+    @property
+    def count(self) -> int:
+        return self.arrays[0].shape[2]
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +52,45 @@ class State:
 
 def has_rows(cache: object) -> bool:
     """Whether its rows can be kept one by one; else it is a state."""
-    return type(cache) is KVCache
+    return holds_rows(cache)
 
 
-def rows_of(cache: KVCache, begin: int, end: int) -> Rows:
+def row_bytes(cache: RowCache) -> int:
+    """What one row takes; 0 of a cache that holds none yet."""
+    held = _held(cache)
+    return sum(array.nbytes for array in held) // held[0].shape[2] if held else 0
+
+
+def rows_of(cache: RowCache, begin: int, end: int) -> Rows:
     """A copy of the rows [begin, end)."""
-    keys, values = cache.keys, cache.values
-    assert keys is not None and values is not None
-    parts = (mx.contiguous(held[..., begin:end, :]) for held in (keys, values))
-    return Rows(*parts, room=keys.shape[2])
+    held = _held(cache)
+    parts = tuple(mx.contiguous(array[..., begin:end, :]) for array in held)
+    form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
+    return Rows(parts, held[0].shape[2], form)
 
 
 def state_of(cache: object) -> State:
     return State(_twin(cache))
 
 
-def joined(parts: Sequence[Rows]) -> KVCache:
+def joined(parts: Sequence[Rows]) -> RowCache:
     """A cache of the rows of all parts, with the room of the last."""
-    cache, room = KVCache(), parts[-1].room
-    cache.offset = sum(part.keys.shape[2] for part in parts)
-    rest = max(0, room - cache.offset)
-    cache.keys = _with_room([part.keys for part in parts], rest)
-    cache.values = _with_room([part.values for part in parts], rest)
+    form = parts[-1].quantised
+    cache = KVCache() if form is None else QuantizedKVCache(*form)
+    cache.offset = sum(part.count for part in parts)
+    rest = max(0, parts[-1].room - cache.offset)
+    held = [_with_room(arrays, rest) for arrays in zip(*(p.arrays for p in parts), strict=True)]
+    half = len(held) // 2
+    if form is None:
+        cache.keys, cache.values = held
+    else:
+        cache.keys, cache.values = tuple(held[:half]), tuple(held[half:])
     return cache
+
+
+def _held(cache: RowCache) -> list[mx.array]:
+    """Its keys' arrays, then its values'."""
+    return cache_arrays([cache])
 
 
 def _with_room(parts: Sequence[mx.array], rest: int) -> mx.array:

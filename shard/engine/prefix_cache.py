@@ -9,14 +9,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
-from .cache_parts import Rows, State, has_rows, joined, rows_of, state_of
+from .cache_parts import Rows, State, has_rows, joined, row_bytes, rows_of, state_of
 
 STATE_EVERY = 4096
 """Rows after which a state is kept, however large it is beside its keys and values."""
@@ -241,8 +241,7 @@ class PrefixCache:
 def _is_worth(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
     state = sum(a.nbytes for c in caches if not has_rows(c) for a in cache_arrays([c]))
-    held = [c for c in caches if has_rows(c) and c.keys is not None]
-    row = sum((c.keys.nbytes + c.values.nbytes) // c.keys.shape[2] for c in held)
+    row = sum(row_bytes(c) for c in caches if has_rows(c))
     return rows >= STATE_EVERY or state <= rows * row
 
 
@@ -253,7 +252,7 @@ def _key(ids: Sequence[int]) -> bytes:
 def _arrays(node: _Node) -> Iterator[mx.array]:
     for rows in (*node.rows, node.drafter.rows if node.drafter else None):
         if rows is not None:
-            yield from (rows.keys, rows.values)
+            yield from rows.arrays
     for state in node.states or ():
         yield from cache_arrays([state.cache])
 
@@ -273,5 +272,5 @@ def _joined_drafter(path: Sequence[_Node]) -> DrafterState:
         if each is not None and each.rows is not None and each.end == wanted:
             parts.append(each.rows)
             wanted = each.begin
-    cache = joined(parts[::-1]) if parts else KVCache()
+    cache = cast("KVCache", joined(parts[::-1])) if parts else KVCache()  # never quantised
     return DrafterState(cache, last.end, last.read, last.pending)

@@ -1,5 +1,6 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
+kv_quantisation.py: attention's caches in 4 or 8 bits
 layer_probe.py: seconds of a layer, measured at load
 layer_timer.py: seconds of a layer at work
 layer_view.py: some layers in the place of a model's all

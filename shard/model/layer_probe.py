@@ -59,7 +59,8 @@ def probe_layers(
     them over its experts as text would.
     """
     begun = clock()
-    few = StageModel(stage.model, max(stage.first, stage.end - PREFILL_LAYERS), stage.end)
+    first = max(stage.first, stage.end - PREFILL_LAYERS)
+    few = StageModel(stage.model, first, stage.end, stage.kv)
 
     def layers(part: StageModel, count: int, share: float) -> float:
         caches = part.make_caches()

@@ -21,6 +21,7 @@ from ...placement.errors import InvalidCheckpoint
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from .kv_quantisation import KvQuantisation
 from .split_check import require_splittable
 from .stage_limits import StageLimits
 from .stage_model import StageModel, open_model, read_layers, require_layers
@@ -85,8 +86,10 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         outer=generator,
         progress=progress,
     )
-    stage = StageModel(model, spec.first_layer, spec.end_layer)
+    kv = KvQuantisation(spec.kv_bits, spec.kv_group_size) if spec.kv_bits else None
+    stage = StageModel(model, spec.first_layer, spec.end_layer, kv)
     expected = _expectation(spec, checkpoint.config)
+    stage.check_quantised(expected.hidden_size, dtype)
     if spec.num_stages > 1:
         stage.check_splits(expected.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
@@ -196,6 +199,7 @@ def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
         max_rows=spec.prefill_chunk,
         context_length=spec.context_length,
         vocabulary=spec.vocabulary or vocabulary_size(config),
+        kv_bits=spec.kv_bits,
     )
 
 

@@ -14,3 +14,5 @@ class StageLimits:
     max_rows: int
     context_length: int
     vocabulary: int
+    kv_bits: int = 0
+    """Of each number in attention's caches, told with the stats; 0: as `dtype`."""

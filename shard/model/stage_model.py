@@ -28,6 +28,7 @@ from ...mtp.rollback import takes_tapes, with_tapes
 from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
+from .kv_quantisation import KvQuantisation, quantised, unquantised
 from .layer_timer import LayerTimer
 from .layer_view import Handing, Notes, Slot, noted, view, watched
 
@@ -60,8 +61,12 @@ _HEAD = re.compile(
 class StageModel:
     """A loaded model seen as layers [first, end): hidden in (or ids), hidden out (or logits)."""
 
-    def __init__(self, model: nn.Module, first: int, end: int) -> None:
+    def __init__(
+        self, model: nn.Module, first: int, end: int, kv: KvQuantisation | None = None
+    ) -> None:
+        """`kv` None: attention's caches hold keys and values as they are."""
         self.model = model
+        self.kv = kv
         self.first = first
         self.end = end
         self._owner, self._key, self._layers = _find_layers(model)
@@ -129,6 +134,27 @@ class StageModel:
                 param=REFUSED,
             )
 
+    def check_quantised(self, hidden_size: int, dtype: mx.Dtype) -> None:
+        """Raises LoadFailed where the model cannot compute with its caches quantised as `kv` says.
+
+        The graph of one row shows it; nothing is computed.
+        """
+        if self.kv is None:
+            return
+        caches = self.make_caches()
+        try:
+            if kinds := unquantised(self.own_caches(caches)):
+                raise TypeError(f"a cache of kind {kinds[0]} cannot be")
+            _ = self.hidden(
+                mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size), dtype), caches
+            )
+        except MODEL_FAULTS as fault:
+            raise LoadFailed(
+                f"the caches of {type(self.model).__module__} cannot be quantised ({said(fault)}); "
+                "remove kv_bits from the card",
+                param="kv_bits",
+            ) from fault
+
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """The last stage's hidden (1, n, H) of ids (1, n) -> (1, n, V). Needs the outer weights."""
         return self._call(self._tail, tokens, hidden, None)
@@ -154,7 +180,8 @@ class StageModel:
 
     def _fresh_caches(self) -> list[Any]:
         caches: list[Any] = make_prompt_cache(self.model)
-        return with_tapes(caches) if self._takes_tapes else caches
+        caches = with_tapes(caches) if self._takes_tapes else caches
+        return caches if self.kv is None else quantised(caches, self.kv)
 
     @cached_property
     def _handing(self) -> Handing:

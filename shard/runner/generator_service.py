@@ -54,7 +54,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         run = self._compute.drive(self._engine.generate(asked), put, put)
         try:
             async for event in _drain(events, run):
-                yield event_to_wire(event, self._engine.token_bytes)
+                yield event_to_wire(event, self._engine.token_bytes, self._expected.kv_bits)
         except ExoNodeError as fault:
             await refuse(context, fault)
         finally:

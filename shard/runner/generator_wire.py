@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..text.token_bytes import TokenBytes
 
 
-def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes") -> pb.GenerateEvent:
+def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes", kv_bits: int) -> pb.GenerateEvent:
     """What the node sees of one event of the engine."""
     match event:
         case Prefilled(done, total):
@@ -32,7 +32,7 @@ def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes") -> pb.GenerateE
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text, logprobs=logprobs))
         case Done(reason, text, stats, identity, batch_identity):
-            stats_text = stats_json(stats, identity, batch_identity)
+            stats_text = stats_json(stats, identity, batch_identity, kv_bits)
             finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
             return pb.GenerateEvent(finished=finished)
 
@@ -69,7 +69,10 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
     )
 
 
-def stats_json(stats: GenerationStats, identity: str, batch_identity: str = "off") -> str:
-    """`GenerationStats` with both identities; token counts stay in, for `usage`."""
+def stats_json(
+    stats: GenerationStats, identity: str, batch_identity: str = "off", kv_bits: int = 0
+) -> str:
+    """`GenerationStats` with what all answers of a load share; token counts stay, for `usage`."""
     identities = {"greedy_identity": identity, "batch_identity": batch_identity}
-    return json.dumps({**dataclasses.asdict(stats), **identities})
+    shared = {**identities, "kv_bits": kv_bits or None}
+    return json.dumps({**dataclasses.asdict(stats), **shared})

@@ -232,10 +232,11 @@ class Runner:
 
     def _profile(self, loaded: Loaded) -> Profile:
         info = cast("dict[str, object]", mx.device_info())
+        bits = self._spec.kv_bits
         key = ProfileKey(
             device=str(info.get("device_name", mx.default_device())),
             checkpoint=loaded.fingerprint,
-            dtype=self._spec.dtype,
+            dtype=self._spec.dtype + (f", caches of {bits} bits" if bits else ""),
             mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
             fixed_rows=self._spec.fixed_rows,
             draft_vocabulary=self._spec.draft_vocabulary,

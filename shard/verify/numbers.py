@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache
 from ...mtp.batch_caches import Positions, batched
 from ...mtp.drafters import NativeDrafter
 from ...mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
+from ...mtp.rollback import holds_rows
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_token
 from ...mtp.seams import Drafts, as_ids, as_row
@@ -208,7 +209,7 @@ def _rolled_back(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[s
             at += kept
         rows.append(forward(verifier, chain.ids[at : at + 1]).logits)
         wanted = len(chain.prompt) + at + 1
-        offsets = {cache.offset for cache in caches if isinstance(cache, KVCache)}
+        offsets = {cache.offset for cache in caches if holds_rows(cache)}
         fit = fit and offsets <= {wanted}
         runs.append(rows)
         held.append(live_arrays(caches))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from exo_node.placement.card import MAX_K, ModelCard, derive_card, parse_card
+from exo_node.placement.cost import ModelSizes
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
 
@@ -377,6 +378,44 @@ def test_kv_is_two_rows_of_heads() -> None:
     qwen = card(num_layers=64, num_attention_layers=16, num_key_value_heads=4, head_dim=256)
     assert qwen.num_attention_layers * qwen.kv_bytes_per_layer_token == 65536
     assert card(kv_row_width=20).kv_bytes_per_layer_token == 20 * 2
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "row"),
+    [
+        # Four heads of keys and values: the numbers, and a scale and a bias for each group of 64.
+        (8, 256, 2 * 4 * (256 + 4 * 2 * 2)),
+        (4, 256, 2 * 4 * (128 + 4 * 2 * 2)),
+        (8, 96, 2 * 4 * (96 + 3 * 2 * 2)),
+    ],
+)
+def test_quantised_caches_take_their_bits_and_scales(bits: int, head_dim: int, row: int) -> None:
+    facts = {"num_layers": 8, "num_attention_layers": 8, "num_key_value_heads": 4}
+    mtp = {"default_k": 1, "max_k": 3}
+    small, whole = (
+        card(**facts, head_dim=head_dim, kv_bits=each, native_mtp=mtp) for each in (bits, None)
+    )
+    assert small.kv_bytes_per_layer_token == row
+    sizes, plain = (ModelSizes.of(each, 1000) for each in (small, whole))
+    assert sizes.head_cache == plain.head_cache == 1000 * whole.kv_bytes_per_layer_token
+    assert sizes.caches(0, 8) == 8 * 1000 * row
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_bits": 3}, "kv_bits"),
+        ({"kv_bits": 8, "kv_row_width": 576}, "keeps latents: remove it"),
+        ({"kv_bits": 8, "head_dim": 80}, "head_dim is 80, which groups of 32 numbers do not"),
+        ({"kv_bits": 4, "num_attention_layers": 0}, "num_attention_layers is 0"),
+    ],
+)
+def test_caches_that_cannot_be_quantised_are_refused_by_the_field(
+    changes: dict[str, object], why: str
+) -> None:
+    with pytest.raises(InvalidCard, match="kv_bits") as caught:
+        _ = card(**{"head_dim": 64, **changes})
+    assert why in str(caught.value)
 
 
 def test_untied_embeddings_are_held_twice_and_read_once() -> None:

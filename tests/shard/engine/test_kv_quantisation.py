@@ -1,0 +1,193 @@
+"""Caches of 4 and 8 bits: drafts, prefixes, splits and rollback give what they give without."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from shims import by_rows, perturb
+from small import LAYERS, PROMPT, small_checkpoint
+from zoo import tiny_config
+from zoo_runs import small
+
+from exo_node.mtp.probe import live_arrays
+from exo_node.mtp.rollback import rollback
+from exo_node.placement.errors import LoadFailed
+from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.model.kv_quantisation import KvQuantisation
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.runner.generator_wire import event_to_wire
+
+HIDDEN = 128
+"""So that a head has the 32 numbers of the smallest group."""
+TOKENS = 40
+
+
+def turn(rows: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), 4095]
+
+
+SYSTEM = turn(300, 1)
+FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
+SECOND = [*FIRST, *turn(30, 3), *turn(150, 4), 7, 8]
+OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
+
+
+def form(bits: int) -> dict[str, Any]:
+    return {"kv_bits": bits, "kv_group_size": 32 if bits else 0}
+
+
+@functools.cache
+def loaded(bits: int) -> Loaded:
+    wanted = spec(small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True)
+    wanted.kv_bits, wanted.kv_group_size = bits, 32
+    return load_quietly(wanted)
+
+
+def engine(bits: int, **changes: Any) -> TextEngine:
+    folder = small_checkpoint(hidden=HIDDEN)
+    fields: dict[str, Any] = {"num_layers": LAYERS, "native_mtp": True}
+    return engine_of(loaded(bits), spec(folder, 0, LAYERS, **(fields | form(bits) | changes)))
+
+
+def told(got: Answer) -> tuple[object, ...]:
+    return got.ids, [(r.drafted, r.accepted, r.forward) for r in got.rounds]
+
+
+@functools.cache
+def plain(bits: int) -> tuple[int, ...]:
+    return answer(engine(bits), request(PROMPT, 0, TOKENS)).ids
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_drafts_do_not_change_an_answer(bits: int, k: int) -> None:
+    subject = engine(bits)
+    subject.probe()
+    got = answer(subject, request(PROMPT, k, TOKENS))
+    assert got.ids == plain(bits)
+    assert 0 < got.stats.accepted_draft_tokens < got.stats.proposed_draft_tokens
+    assert subject.identity == "bitwise"
+
+
+def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_too() -> None:
+    wanted = spec(small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True)
+    wanted.kv_bits, wanted.kv_group_size = 8, 32
+    shaken = load_quietly(wanted)
+    model: Any = shaken.model.model
+    assert perturb(model, by_rows)
+    subject = engine_of(shaken, wanted)
+    subject.probe()
+    assert subject.identity == "near_tie"
+
+
+def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
+    whole, eight, four = (
+        loaded(bits).model.hidden(mx.array([PROMPT]), None, loaded(bits).model.make_caches())
+        for bits in (0, 8, 4)
+    )
+    far, near = (float(mx.abs(each - whole).max()) for each in (four, eight))
+    assert far > 2 * near > 0
+    done = answer(engine(4), request(PROMPT, 0, 2)).done
+    for bits, told in ((4, 4), (0, None)):
+        wire = event_to_wire(done, lambda _: b"", bits)
+        assert json.loads(wire.finished.stats_json)["kv_bits"] == told
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 10 / 32), (4, 6 / 32)])
+def test_a_row_takes_its_bits_and_its_scales(bits: int, share: float) -> None:
+    """Of 32 numbers a scale and a bias of 32 bits each, in float32."""
+    sizes: list[int] = []
+    for each in (0, bits):
+        caches = loaded(each).model.make_caches()
+        _ = loaded(each).model.hidden(mx.array([[5, 6, 7]]), None, caches)
+        attention = [c for c in caches if isinstance(c, KVCache | QuantizedKVCache)]
+        assert len(attention) == 1
+        assert isinstance(attention[0], QuantizedKVCache) == bool(each)
+        sizes.append(row_bytes(attention[0]))
+    assert sizes[1] == sizes[0] * share
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("k", [0, 3])
+def test_answers_on_a_kept_prefix_are_the_cold_ones(bits: int, k: int) -> None:
+    changes = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 160}
+    warm, cached = engine(bits, **changes), list[int]()
+    for prompt in (FIRST, SECOND, FIRST, OTHER):
+        got = answer(warm, request(prompt, k, 6))
+        assert told(got) == told(answer(engine(bits, **changes), request(prompt, k, 6)))
+        cached.append(got.stats.cached_tokens)
+    assert cached == [0, 300, 300, 300]
+
+
+def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
+    whole = written(7)
+    parts = [rows_of(whole, 0, 3), rows_of(whole, 3, 7)]
+    twin = joined(parts)
+    assert isinstance(twin, QuantizedKVCache)
+    assert (twin.offset, twin.bits, twin.group_size) == (7, 8, 32)
+    assert sum(part.bytes for part in parts) == 7 * row_bytes(whole)
+    same(live_arrays([whole]), live_arrays([twin]))
+    row = numbers(1, seed=9)
+    for cache in (whole, twin):
+        _ = cache.update_and_fetch(*row)
+    same(live_arrays([whole]), live_arrays([twin]))
+
+
+def test_rows_that_were_taken_back_leave_no_trace() -> None:
+    straight, turned = written(5), written(5)
+    _ = turned.update_and_fetch(*numbers(3, seed=4))
+    rollback([turned], 3)
+    for cache in (straight, turned):
+        _ = cache.update_and_fetch(*numbers(2, seed=5))
+    same(live_arrays([straight]), live_arrays([turned]))
+
+
+def numbers(rows: int, seed: int) -> tuple[mx.array, mx.array]:
+    keys, values = (mx.random.normal((1, 2, rows, 32), key=mx.random.key(seed + i)) for i in (0, 9))
+    return keys, values
+
+
+def written(rows: int) -> QuantizedKVCache:
+    cache = QuantizedKVCache(32, 8)
+    _ = cache.update_and_fetch(*numbers(rows, seed=1))
+    return cache
+
+
+def same(some: Sequence[mx.array], others: Sequence[mx.array]) -> None:
+    assert len(some) == 6
+    assert all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 2, 4, 6)])
+def test_stages_of_a_pipeline_quantise_theirs_and_give_the_same_ids(bounds: Sequence[int]) -> None:
+    split, _, parts = split_engine(bounds, folder=small_checkpoint(hidden=HIDDEN), **form(4))
+    assert answer(split, request(PROMPT, 0, TOKENS)).ids == plain(4)
+    assert all(part.model.kv == KvQuantisation(4, 32) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "deepseek_v3"])
+def test_a_model_that_cannot_is_refused_with_what_to_change(name: str) -> None:
+    model: Any = small(tiny_config(name))
+    layers = len(model.layers)
+    stage = StageModel(model, 0, layers, KvQuantisation(8, 32))
+    with pytest.raises(LoadFailed, match="cannot be quantised"):
+        stage.check_quantised(int(tiny_config(name)["hidden_size"]), mx.float32)
+
+
+def test_a_head_that_no_group_divides_is_refused_at_load() -> None:
+    wanted = spec(small_checkpoint(), 0, LAYERS, num_layers=LAYERS, kv_bits=8, kv_group_size=64)
+    with pytest.raises(LoadFailed, match="remove kv_bits"):
+        _ = load_quietly(wanted)
