@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.mtp.schedule import LEAST_TURN, prefill_ends
+from exo_node.mtp.schedule import LEAST_TURN, MOST_SCORES, prefill_ends, rows_at
 
 END = 9
 IDS = st.lists(st.integers(0, 3), max_size=150)
@@ -36,6 +36,27 @@ def test_prompts_that_begin_alike_are_read_alike_as_far_as_they_are(
     ends = [prefill_ends(prompt, chunk, {END})[:-1] for prompt in (first, second)]
     within = [[end for end in each if end <= len(shared)] for each in ends]
     assert within[0] == within[1]
+
+
+@given(length=st.integers(1, 300_000), chunk=st.sampled_from([128, 200, 512, 2048]))
+def test_far_into_a_prompt_forwards_get_shorter_so_that_scores_keep_their_bound(
+    length: int, chunk: int
+) -> None:
+    ends = prefill_ends(range(length), chunk)
+    assert ends[-1] == length
+    sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    for size, end in zip(sizes, ends, strict=True):
+        assert 0 < size <= chunk
+        assert size * end <= MOST_SCORES or size < 2 * LEAST_TURN
+        # No shorter than it must be: an upper bound on forwards, so on the time they take.
+        assert end == length or size == chunk or 2 * size * (end + size) > MOST_SCORES
+
+
+def test_prompts_of_usual_lengths_are_read_in_whole_chunks() -> None:
+    assert prefill_ends(range(65_024), 512) == list(range(512, 65_025, 512))
+    sizes = {start: rows_at(start, 512) for start in (0, 65_024, 65_025, 131_072, 250_000)}
+    assert sizes == {0: 512, 65_024: 512, 65_025: 256, 131_072: 128, 250_000: 128}
 
 
 def test_a_turn_of_some_length_ends_a_forward_and_a_short_one_does_not() -> None:
