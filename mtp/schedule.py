@@ -12,10 +12,10 @@ at some head sizes and over quantised keys, each head keeps a number of each for
 def prefill_ends(prompt: Sequence[int], chunk: int, turn_ends: Collection[int] = ()) -> list[int]:
     """The row behind each forward, ascending; the last is the prompt's length.
 
-    A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of the tokens `turn_ends` that is at least
-    LEAST_TURN rows behind the last end. An end depends on the ids before it alone, so that prompts
-    which begin alike are read by the same forwards as far as they are alike: only then is what one
-    of them computed, bit for bit, what another would have.
+    A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
+    the tokens `turn_ends` that is at least LEAST_TURN rows behind the last end. An end depends on
+    the ids before it alone, so that prompts which begin alike are read by the same forwards as far
+    as they are alike: only then is what one of them computed, bit for bit, what another would have.
     """
     ends, start = list[int](), 0
     while start + (rows := rows_at(start, chunk)) < len(prompt):

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import mamba
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, Model
 from tiny import row_of_ids, taped_qwen, tiny_qwen
 
@@ -151,7 +151,7 @@ def test_attention_alone_cannot_lose_more_rows_than_it_holds() -> None:
 
 @pytest.mark.parametrize(
     "cache",
-    [RotatingKVCache(max_size=8), QuantizedKVCache(), ArraysCache(2)],
+    [RotatingKVCache(max_size=8), ArraysCache(2)],
     ids=lambda cache: type(cache).__name__,
 )
 def test_caches_of_other_kinds_are_refused_by_name(cache: object) -> None:

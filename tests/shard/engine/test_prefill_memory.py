@@ -1,0 +1,92 @@
+"""Reading a prompt takes the weights, its caches, and what one and a half chunks take beside them.
+
+A chunk's own peak is measured by itself: a forward of as many rows over caches as long.
+"""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import engine_of, load_quietly, request
+from small import small_spec
+
+from exo_node.mtp.rollback import cache_arrays, holds_rows
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.model.load import Loaded
+
+CHUNK, ROWS = 128, 1024
+IDS = [7 * i % 4000 + 3 for i in range(ROWS)]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    found = load_quietly(small_spec())
+    mx.eval(found.model.model.parameters())
+    return found
+
+
+def chunk_alone(loaded: Loaded) -> int:
+    """Bytes beside weights and caches, for the last chunk's rows over a context as long."""
+    caches = loaded.model.make_caches()
+    for cache in (c for c in caches if holds_rows(c)):
+        _ = cache.update_and_fetch(*(mx.ones((1, 2, ROWS - CHUNK, 16)) for _ in range(2)))
+    mx.eval(cache_arrays(caches))
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    out = loaded.model.hidden(mx.array([IDS[-CHUNK:]]), None, caches)
+    mx.eval(out, cache_arrays(caches))
+    return mx.get_peak_memory() - before
+
+
+def peak_of(engine: TextEngine, prompt: Sequence[int]) -> int:
+    """Bytes beside the weights until the first token is there; the caches are among them."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    _ = list(engine.generate(request(prompt, 0, 1)))
+    return mx.get_peak_memory() - before
+
+
+def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(loaded: Loaded) -> None:
+    engine = engine_of(loaded, small_spec(prefill_chunk=CHUNK))
+    _ = peak_of(engine, IDS[:CHUNK])  # what is made once
+    alone = chunk_alone(loaded)
+    caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
+    assert peak_of(engine, IDS) <= caches + 1.5 * alone
+    assert alone > 4 * CHUNK * ROWS * 4 / 2, "else nothing of a chunk was measured"
+
+
+def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seeded fault: the loop leaves all chunks to the first token."""
+    engine = engine_of(loaded, small_spec(prefill_chunk=CHUNK))
+    alone = chunk_alone(loaded)
+    caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
+    monkeypatch.setattr("exo_node.mtp.loop.mx", _Lazy())
+    assert peak_of(engine, IDS) > caches + 1.5 * alone
+
+
+class _Lazy:
+    """mlx.core, which here computes nothing before it must."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def eval(self, *_: object) -> None:
+        pass
+
+
+def _read(loaded: Loaded) -> list[Any]:
+    """Caches that hold the whole prompt."""
+    caches = loaded.model.make_caches()
+    for start in range(0, ROWS, CHUNK):
+        ids = mx.array([IDS[start : start + CHUNK]])
+        mx.eval(loaded.model.hidden(ids, None, caches), cache_arrays(caches))
+    return caches
