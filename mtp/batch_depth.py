@@ -42,25 +42,34 @@ class BatchDepth:
         self._rounds = 0
 
     def choose(self, wishes: Sequence[Wish]) -> int:
-        """The K of the next round."""
+        """The K of the next round.
+
+        It climbs: a K is tried where its neighbour is the best so far, as a round of many drafts
+        can take several times as long as a plain one. A size that is new begins where the nearest
+        one is.
+        """
         floor = max((w.limit for w in wishes if w.acceptance is None), default=0)
         ceiling = max((w.limit for w in wishes), default=0)
-        if floor == ceiling:
-            return ceiling
         bucket = size_bucket(len(wishes))
-        unseen = [k for k in range(ceiling, floor - 1, -1) if not self._known(bucket, k)]
-        if unseen:
-            return unseen[0]
-        rates = {k: self._rate(bucket, k, wishes) for k in range(floor, ceiling + 1)}
-        best = max(rates, key=rates.__getitem__)
-        now = self._k.get(bucket, best)
-        if now not in rates or rates[best] > HYSTERESIS * rates[now]:
+        now = min(max(self._begin(bucket), floor), ceiling)
+        if floor == ceiling or not self._known(bucket, now):
+            return now
+        near = [k for k in (now + 1, now - 1) if floor <= k <= ceiling]
+        for k in near:
+            if not self._known(bucket, k):
+                return k
+        best = max(near, key=lambda k: self._rate(bucket, k, wishes))
+        if self._rate(bucket, best, wishes) > HYSTERESIS * self._rate(bucket, now, wishes):
             now = best
         self._k[bucket] = now
         if self._rounds % LOOK_EVERY < ENOUGH:
-            step = 1 if self._rounds // LOOK_EVERY % 2 else -1
-            return min(max(now + step, floor), ceiling)
+            return near[self._rounds // LOOK_EVERY % len(near)]
         return now
+
+    def _begin(self, bucket: int) -> int:
+        if not self._k:
+            return 0
+        return self._k[min(self._k, key=lambda known: (abs(known - bucket), known))]
 
     def learn(self, size: int, k: int, seconds: float) -> None:
         """One round of a batch of `size` requests took `seconds`."""

@@ -1227,6 +1227,7 @@ class AcquireRequest(_message.Message):
     DRAFT_POLICY_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request: _builtins.str
     num_draft_tokens: _builtins.int
@@ -1235,6 +1236,8 @@ class AcquireRequest(_message.Message):
     """as the request has it: "fixed", "adaptive" or empty"""
     holding: _builtins.str
     """the placement that the answer runs on: another head gave it. Or empty"""
+    background: _builtins.bool
+    """it has its turn behind those that are not"""
     @_builtins.property
     def resumes(self) -> Global___Resumption:
         """absent: the answer has not begun"""
@@ -1248,10 +1251,11 @@ class AcquireRequest(_message.Message):
         draft_policy: _builtins.str = ...,
         resumes: Global___Resumption | None = ...,
         holding: _builtins.str = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "draft_policy", b"draft_policy", "holding", b"holding", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "draft_policy", b"draft_policy", "holding", b"holding", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
@@ -2548,6 +2552,7 @@ class GenerateRequest(_message.Message):
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     REBUILD_ALL_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2566,6 +2571,8 @@ class GenerateRequest(_message.Message):
     """absent: no log-probabilities; 0: of the emitted token only"""
     rebuild_all: _builtins.bool
     """no stage keeps what it holds of an earlier attempt"""
+    background: _builtins.bool
+    """its prompt is read behind those that are not"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -2597,10 +2604,11 @@ class GenerateRequest(_message.Message):
         adaptive_draft: _builtins.bool = ...,
         top_logprobs: _builtins.int | None = ...,
         rebuild_all: _builtins.bool = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "drafting_reason", b"drafting_reason", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015

@@ -72,6 +72,7 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
         top_logprobs=body.wanted_logprobs,
+        background=body.background,
     )
 
 

@@ -1,7 +1,7 @@
 """The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
 
 Honoured: what `ChatBody` gives a meaning. Without effect: `user`, `metadata`, `store`,
-`service_tier`, `prompt_cache_key`, `safety_identifier`, `verbosity`, `parallel_tool_calls`, and the
+`prompt_cache_key`, `safety_identifier`, `verbosity`, `parallel_tool_calls`, and the
 fields of `_NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's
 clients send it. Everything else is refused by name.
 """
@@ -221,11 +221,13 @@ class ChatBody(StrictBody):
     draft_policy: Literal["adaptive", "fixed"] | None = None
     """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
     return_token_ids: bool | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    service_tier: str | None = None
+    """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
 
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
@@ -249,6 +251,10 @@ class ChatBody(StrictBody):
     def wanted_logprobs(self) -> int | None:
         """How many of the most likely tokens come with each emitted one; None: nothing at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def background(self) -> bool:
+        return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
 
     @classmethod
     def known_fields(cls) -> list[str]:

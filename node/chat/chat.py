@@ -357,6 +357,7 @@ def _to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateReques
         drafting_reason=placed.drafting_reason,
         async_draft_eval=placed.async_draft_eval,
         ignore_eos=request.ignore_eos,
+        background=request.background,
         top_logprobs=request.top_logprobs,
     )
 

@@ -55,6 +55,7 @@ class Claim:
             request=request.id,
             num_draft_tokens=request.num_draft_tokens,
             draft_policy=request.draft_policy or "",
+            background=request.background,
         )
         self._timing = timing
         self._clock = clock

@@ -16,6 +16,7 @@ class GenerationRequest:
     `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
     up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
     setting. `top_logprobs` None asks for no log-probabilities, 0 for the emitted tokens' only.
+    `background`: those who wait for an answer go first.
     """
 
     id: RequestId
@@ -28,6 +29,7 @@ class GenerationRequest:
     draft_policy: DraftPolicy | None = None
     top_logprobs: int | None = None
     ignore_eos: bool = False
+    background: bool = False
     given: frozenset[str] = frozenset()
 
 

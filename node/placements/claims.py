@@ -116,7 +116,8 @@ class Claims:
         _ = self._drafting(card, None, asked)
         if asked.HasField("resumes"):
             self._lost(card, asked)
-        turns, turn = self._enter(card.id, had=asked.HasField("resumes"))
+        had = asked.HasField("resumes")
+        turns, turn = self._enter(card.id, had=had, background=asked.background)
         try:
             yield _waiting("")
             async with aclosing(self._in_turn(card.id, asked, turns, turn, over)) as events:
@@ -164,9 +165,9 @@ class Claims:
             record.activity.end()
             record.activity.stepped_at = time.monotonic()
 
-    def _enter(self, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
+    def _enter(self, model: ModelId, *, had: bool, background: bool = False) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())
-        return turns, turns.enter(had=had)
+        return turns, turns.enter(had=had, background=background)
 
     def _lost(self, card: ModelCard, asked: pb.AcquireRequest) -> None:
         lost = asked.resumes

@@ -1,4 +1,7 @@
-"""Who may run and who waits, for one model on the head: bounded, in the order of arrival."""
+"""Who may run and who waits, for one model on the head: bounded, in the order of arrival.
+
+Those in the background wait for all others.
+"""
 
 import asyncio
 from collections import deque
@@ -14,6 +17,8 @@ MAX_WAITING = 32
 class Turn:
     """One answer's; `Turns.leave` ends it."""
 
+    background: bool = False
+    """Its turn comes behind those that are not."""
     runs: bool = False
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -25,6 +30,7 @@ class Turns:
         self._most_running = running
         self._most = running + waiting
         self._waiting: deque[Turn] = deque()
+        self._background: deque[Turn] = deque()
         self._present = 0
         self._running = 0
 
@@ -32,21 +38,22 @@ class Turns:
     def present(self) -> int:
         return self._present
 
-    def enter(self, *, had: bool = False) -> Turn:
+    def enter(self, *, had: bool = False, background: bool = False) -> Turn:
         """`had`: it has had its turn, on this head or another. Raises QueueFull."""
         if self._present >= self._most and not had:
             waiting = self._most - self._most_running
             raise QueueFull(f"{waiting} requests are waiting already; try again shortly")
         self._present += 1
-        turn = Turn()
+        turn = Turn(background)
         if had:
             self._give(turn)
         return turn
 
     def ask(self, turn: Turn) -> None:
         """Its model is loaded: `came` is set once it may run."""
-        if not turn.runs and turn not in self._waiting:
-            self._waiting.append(turn)
+        queue = self._background if turn.background else self._waiting
+        if not turn.runs and turn not in queue:
+            queue.append(turn)
             self._give_next()
 
     def leave(self, turn: Turn) -> None:
@@ -54,13 +61,15 @@ class Turns:
         if turn.runs:
             turn.runs = False
             self._running -= 1
-        elif turn in self._waiting:
-            self._waiting.remove(turn)
+        else:
+            for queue in (self._waiting, self._background):
+                if turn in queue:
+                    queue.remove(turn)
         self._give_next()
 
     def _give_next(self) -> None:
-        while self._waiting and self._running < self._most_running:
-            self._give(self._waiting.popleft())
+        while self._running < self._most_running and (queue := self._waiting or self._background):
+            self._give(queue.popleft())
 
     def _give(self, turn: Turn) -> None:
         turn.runs = True

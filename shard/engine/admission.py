@@ -15,6 +15,7 @@ GROWTH: Final = 512
 @dataclass(slots=True, eq=False)
 class _Entry:
     rows: int
+    background: bool
     came: "Future[None]" = field(default_factory=lambda: Future[None]())
 
 
@@ -27,11 +28,17 @@ class Admission:
         self._held = 0
         self._inside: set[_Entry] = set()
         self._waiting: deque[_Entry] = deque()
+        self._background: deque[_Entry] = deque()
 
-    def enter(self, prompt: int, max_tokens: int) -> Generator[Wait, None, _Entry]:
-        """Waits until there is room; what it returns must `leave`. One alone always has room."""
-        entry = _Entry(min(self._most, prompt + min(max_tokens, GROWTH)))
-        self._waiting.append(entry)
+    def enter(
+        self, prompt: int, max_tokens: int, *, background: bool = False
+    ) -> Generator[Wait, None, _Entry]:
+        """Waits until there is room; what it returns must `leave`. One alone always has room.
+
+        `background`: behind those that are not.
+        """
+        entry = _Entry(min(self._most, prompt + min(max_tokens, GROWTH)), background)
+        (self._background if background else self._waiting).append(entry)
         self._admit()
         try:
             if entry not in self._inside:
@@ -45,20 +52,21 @@ class Admission:
         if entry in self._inside:
             self._inside.remove(entry)
             self._held -= entry.rows
-        elif entry in self._waiting:
-            self._waiting.remove(entry)
+        for queue in (self._waiting, self._background):
+            if entry in queue:
+                queue.remove(entry)
         self._admit()
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._background)
 
     def _admit(self) -> None:
-        while self._waiting:
-            rows = self._waiting[0].rows
+        while queue := self._waiting or self._background:
+            rows = queue[0].rows
             if self._inside and self._held + rows > self._most:
                 return
-            entry = self._waiting.popleft()
+            entry = queue.popleft()
             self._inside.add(entry)
             self._held += rows
             entry.came.set_result(None)

@@ -36,7 +36,9 @@ class Run:
         deliver: Callable[[Any], None],
         done: Callable[[BaseException | None], None],
         wake: Callable[["Run"], None],
+        background: bool = False,
     ) -> None:
+        self.background = background
         self._steps = steps
         self._deliver = deliver
         self._done = done
@@ -142,9 +144,14 @@ class ComputeThread:
         steps: Generator[Any, None, None],
         deliver: Callable[[Any], None],
         done: Callable[[BaseException | None], None],
+        *,
+        background: bool = False,
     ) -> Run:
-        """Steps a generation to its end, taking turns with the others; it may yield `Wait`."""
-        run = Run(steps, deliver, done, self._inbox.put)
+        """Steps a generation to its end, taking turns with the others; it may yield `Wait`.
+
+        `background`: its prompt is read while no other one is to be.
+        """
+        run = Run(steps, deliver, done, self._inbox.put, background)
         self._inbox.put(run)
         return run
 
@@ -188,28 +195,36 @@ class ComputeThread:
 
 
 class Turns:
-    """Who is next: all that answer, each once, then one of those that read, and so on."""
+    """Who is next: all that answer, each once, then one of those that read, and so on.
+
+    Of those that read, the ones in the background are last.
+    """
 
     def __init__(self) -> None:
         self._answering: deque[Run] = deque()
         self._reading: deque[Run] = deque()
+        self._reading_behind: deque[Run] = deque()
         self._left = 0
         """Of those that answer, before the next chunk."""
         self._read = False
         """Whether the last turn was one of those that read."""
 
     def __bool__(self) -> bool:
-        return bool(self._answering or self._reading)
+        return bool(self._answering or self._reading or self._reading_behind)
 
     def add(self, run: Run) -> None:
-        (self._reading if run.reads else self._answering).append(run)
+        if not run.reads:
+            self._answering.append(run)
+        else:
+            (self._reading_behind if run.background else self._reading).append(run)
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
         if self._read:
             self._left, self._read = len(self._answering), False
-        if self._answering and (self._left or not self._reading):
+        reading = self._reading or self._reading_behind
+        if self._answering and (self._left or not reading):
             self._left = max(0, self._left - 1)
             return self._answering.popleft()
         self._read = True
-        return self._reading.popleft()
+        return reading.popleft()

@@ -237,7 +237,9 @@ class TextEngine:
         self._check(request)
         if request.k and self.head_parked:
             request = replace(request, k=0, adaptive=False, drafting_reason=self.head_parked)
-        entry = yield from self._admission.enter(len(request.prompt), request.max_tokens)
+        entry = yield from self._admission.enter(
+            len(request.prompt), request.max_tokens, background=request.background
+        )
         try:
             self._check(request)  # its name may be another's by now
             yield from self._answer(request)

@@ -30,6 +30,9 @@ class EngineRequest:
     async_draft_eval: bool | None = None
     """None: as the engine was opened with."""
 
+    background: bool = False
+    """It has room, and its prompt is read, behind those that are not."""
+
     @property
     def keeps(self) -> bool:
         """Whether stages may go on with what they hold of an earlier attempt.

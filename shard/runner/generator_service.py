@@ -51,7 +51,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         def put(item: EngineEvent | BaseException | None) -> None:
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
-        run = self._compute.drive(self._engine.generate(asked), put, put)
+        steps = self._engine.generate(asked)
+        run = self._compute.drive(steps, put, put, background=asked.background)
         try:
             async for event in _drain(events, run):
                 yield event_to_wire(event, self._engine.token_bytes, self._expected.kv_bits)
@@ -93,6 +94,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             # Without the ids of the earlier attempt its rows may be another prompt's.
             rebuild_all=request.rebuild_all or request.WhichOneof("prompt") != "token_ids",
             ignore_end=request.ignore_eos,
+            background=request.background,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             async_draft_eval=(

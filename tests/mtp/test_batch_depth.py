@@ -37,12 +37,22 @@ def test_the_best_k_is_found_from_what_rounds_took(
     chosen = settled(wishes, lambda k: 1 + k * each)
     assert most(chosen) == best
     assert chosen.count(best) > 0.8 * len(chosen)
-    assert len(set(chosen)) > 1  # others are looked at
+    assert len(set(chosen)) > 1  # its neighbours are looked at
 
 
-def test_each_k_is_measured_before_one_is_preferred() -> None:
-    chosen = settled([Wish(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
-    assert {k: chosen.count(k) for k in range(3)} == {0: ENOUGH, 1: ENOUGH, 2: ENOUGH}
+def test_it_climbs_while_drafts_pay_and_tries_nothing_dear_beyond() -> None:
+    paying = settled([Wish(2, SURE)] * 2, lambda k: 1.0, 3 * ENOUGH)
+    assert set(paying) == {0, 1, 2} and paying.count(0) == ENOUGH
+    losing = settled([Wish(3, POOR)] * 2, lambda k: 1 + 3 * k)
+    assert set(losing) == {0, 1}
+
+
+def test_another_size_begins_where_the_nearest_one_is() -> None:
+    depth, many = BatchDepth(), [Wish(3, SURE)] * 16
+    for _ in range(100):
+        k = depth.choose(many)
+        depth.learn(16, k, 1 + 0.05 * k)
+    assert depth.choose(many[:8]) == 3
 
 
 def test_costs_that_change_change_the_choice() -> None:

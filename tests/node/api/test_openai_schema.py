@@ -51,6 +51,7 @@ HONOURED: dict[str, object] = {
     "num_draft_tokens": 0,
     "draft_policy": "adaptive",
     "return_token_ids": True,
+    "priority": "batch",
 }
 
 
@@ -80,12 +81,27 @@ def test_logprobs_are_wanted_for_emitted_tokens_and_as_many_others(
 
 
 @pytest.mark.parametrize(
+    ("fields", "background"),
+    [
+        ({}, False),
+        ({"priority": "interactive"}, False),
+        ({"priority": "batch"}, True),
+        ({"service_tier": "auto"}, False),
+        ({"service_tier": "flex"}, True),
+        ({"service_tier": "flex", "priority": "interactive"}, False),
+        ({"priority": None, "service_tier": None}, False),
+    ],
+)
+def test_a_request_may_go_behind_the_others(fields: dict[str, Any], background: bool) -> None:
+    assert parsed(**fields).background is background
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"user": "u"},
         {"metadata": {"a": "b"}},
         {"store": True},
-        {"service_tier": "auto"},
         {"prompt_cache_key": "k"},
         {"safety_identifier": "s"},
         {"verbosity": "low"},

@@ -19,7 +19,7 @@ from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.handover import held_of, record_of
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, Turns
+from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, Turn, Turns
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
@@ -99,6 +99,51 @@ def test_a_turn_comes_in_the_order_of_arrival_when_another_ends() -> None:
     turns.leave(second)
     turns.leave(fourth)
     assert turns.present == 0
+
+
+def test_those_in_the_background_wait_for_all_others() -> None:
+    turns = Turns(running=1, waiting=9)
+    first = turns.enter()
+    turns.ask(first)
+    late, later = turns.enter(background=True), turns.enter(background=True)
+    person, other = turns.enter(), turns.enter()
+    for turn in (late, later, person, other):
+        turns.ask(turn)
+    order, here = [first], [person, other, late, later]
+    while here:
+        turns.leave(order[-1])
+        (now,) = (turn for turn in here if turn.runs)
+        here.remove(now)
+        order.append(now)
+    assert order == [first, person, other, late, later]
+    turns.leave(later)
+    gone = turns.enter(background=True)
+    turns.ask(gone)
+    waits = turns.enter(background=True)
+    turns.ask(waits)
+    turns.leave(waits)  # while it waits
+    turns.leave(gone)
+    assert turns.present == 0
+
+
+def test_a_request_in_the_background_is_one_at_the_head() -> None:
+    async def scenario(claims: Claims, _p: Placements) -> None:
+        entered = list[bool]()
+        enter = Turns.enter
+
+        def seen(self: Turns, *, had: bool = False, background: bool = False) -> Turn:
+            entered.append(background)
+            return enter(self, had=had, background=background)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Turns, "enter", seen)
+            for background in (True, False):
+                one = asked()
+                one.background = background
+                _ = await placed(claims.acquire(one))
+        assert entered == [True, False]
+
+    run(scenario, FakeStages())
 
 
 def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:

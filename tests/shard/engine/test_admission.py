@@ -16,8 +16,11 @@ from exo_node.shard.engine.engine import Delta, Done
 class Guest:
     """One request at the door."""
 
-    def __init__(self, door: Admission, prompt: int, max_tokens: int = 0) -> None:
-        self._steps: Generator[Wait, None, Any] = door.enter(prompt, max_tokens)
+    def __init__(
+        self, door: Admission, prompt: int, max_tokens: int = 0, *, background: bool = False
+    ) -> None:
+        steps = door.enter(prompt, max_tokens, background=background)
+        self._steps: Generator[Wait, None, Any] = steps
         self._door = door
         self._entry: Any = None
         self._wait: Wait | None = None
@@ -64,6 +67,17 @@ def test_one_alone_always_has_room_and_an_answers_first_tokens_count() -> None:
     late.leave()
     some = [Guest(door, 10, 100_000) for _ in range(2)]
     assert [g.inside for g in some] == [True, 2 * (10 + GROWTH) <= 1000]
+
+
+def test_those_in_the_background_come_last() -> None:
+    door = Admission(100)
+    first = Guest(door, 90)
+    late, person = Guest(door, 90, background=True), Guest(door, 90)
+    assert first.inside and door.waiting == 2
+    first.leave()
+    assert person.inside and not late.inside
+    person.leave()
+    assert late.inside
 
 
 @pytest.mark.parametrize("when", ["while it waits", "after it was told"])

@@ -179,6 +179,23 @@ def test_prompts_hold_up_those_that_answer_for_one_chunk_at_a_time(compute: Comp
     assert re.sub("[ab]", "", told) == "XYZXYZXYZ"  # and no prompt waits for another's end
 
 
+def test_prompts_in_the_background_are_read_last(compute: Compute) -> None:
+    log: list[str] = []
+
+    def reading(name: str) -> Steps:
+        for chunk in range(3):
+            log.append(name)
+            yield Prefilled(chunk, 4)
+
+    with compute.held():
+        outcomes = [Outcome() for _ in "bp"]
+        for name, outcome in zip("bp", outcomes, strict=True):
+            steps, behind = reading(name), name == "b"
+            _ = compute.thread.drive(steps, outcome.items.append, outcome.done, background=behind)
+    assert [outcome.wait() for outcome in outcomes] == [None] * 2
+    assert "".join(log) == "pppbbb"
+
+
 def test_a_generation_that_waits_lets_the_others_run_and_goes_on_afterwards(
     compute: Compute,
 ) -> None:
