@@ -12,7 +12,6 @@ from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.loop import Generation, Step, Steps, Task
-from ...mtp.rollback import fixed_kinds
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
 from ...mtp.types import FinishReason
@@ -54,7 +53,8 @@ class Batching:
         if self._batch is None:
             return self._reason
         if not can_batch(caches):
-            kinds = ", ".join(fixed_kinds(caches))
+            others = {type(cache).__name__ for cache in caches if not can_batch([cache])}
+            kinds = ", ".join(sorted(others))
             return f"this model's caches ({kinds}) are not computed in batches"
         return ""
 

@@ -8,7 +8,7 @@ import functools
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -22,6 +22,7 @@ from zoo_runs import small
 from exo_node.mtp.probe import live_arrays
 from exo_node.mtp.rollback import rollback
 from exo_node.placement.errors import LoadFailed
+from exo_node.shard.engine.batching import Batching
 from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.model.kv_quantisation import KvQuantisation
@@ -169,6 +170,13 @@ def written(rows: int) -> QuantizedKVCache:
 def same(some: Sequence[mx.array], others: Sequence[mx.array]) -> None:
     assert len(some) == 6
     assert all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
+
+
+def test_they_are_decoded_alone_and_the_reason_names_them() -> None:
+    batching = Batching(cast("Any", object()))
+    whole, quantised = (batching.why_alone(loaded(bits).model.make_caches()) for bits in (0, 8))
+    assert whole == ""
+    assert "(QuantizedKVCache) are not computed in batches" in quantised
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 2, 4, 6)])
