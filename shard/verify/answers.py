@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ...mtp.batch_caches import can_batch
 from ...mtp.drafters import NativeDrafter
 from ...mtp.probe import FixedRowsCheck
 from ...mtp.sampler import Sampler
@@ -140,6 +141,8 @@ def check_batch(
 
     `blocks`: the largest difference that `check_blocks` saw; a batch adds its own.
     """
+    if not can_batch(subject.make_caches()):
+        return Check("batch", "skipped", "this model's caches are not computed in batches", {})
     # Of different lengths: in a batch of equal ones a wrong mask would not show.
     shorter = (chain.prompt[: -3 * n] for n in range(1, LEAST_BATCH))
     asked = [*prompts, *itertools.islice(shorter, max(0, LEAST_BATCH - len(prompts)))]

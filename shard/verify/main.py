@@ -154,6 +154,7 @@ def _model(request: VerifyRequest, spec: pb.StageSpec, loaded: "Loaded") -> dict
         "fingerprint": loaded.fingerprint,
         "dtype": spec.dtype,
         "quantization": request.quantization,
+        "kv_bits": spec.kv_bits or None,
         "layers": spec.num_layers,
         "vocabulary": loaded.vocabulary,
         "weight_bytes": loaded.weight_bytes,

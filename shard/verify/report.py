@@ -80,6 +80,8 @@ def as_json(report: Report) -> str:
 def as_text(report: Report) -> str:
     model, device = report.model, report.device
     bits = f", {model['quantization']} bits" if model["quantization"] else ""
+    if model["kv_bits"]:
+        bits += f", caches of {model['kv_bits']} bits on both sides of each comparison"
     memory = device["memory_bytes"] / 1e9
     lines = [
         f"{model['id']} ({model['dtype']}{bits}) on {device['chip']}, {device['backend']}, "

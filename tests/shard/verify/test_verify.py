@@ -108,7 +108,8 @@ def findings(checks: dict[str, Check]) -> dict[str, str]:
 
 
 def report(checks: Sequence[Check], head: str = "loaded") -> Report:
-    model = {"id": "m", "dtype": "float32", "quantization": None, "head": head}
+    model: dict[str, Any] = {"id": "m", "dtype": "float32", "quantization": None, "head": head}
+    model["kv_bits"] = None
     device = {"chip": "a chip", "backend": "cpu", "memory_bytes": 2**34}
     return Report("now", {"mlx": "0"}, device, model, {}, tuple(checks), 1.0)
 
@@ -337,9 +338,15 @@ def test_a_defect_says_what_to_do() -> None:
 @pytest.fixture
 def whole_request(tmp_path: Path) -> tuple[verify.VerifyRequest, pb.StageSpec]:
     """As the command makes it, of a folder with a card that declares the head."""
-    folder = tmp_path / "model"
-    _ = shutil.copytree(small_checkpoint(), folder)
-    _ = (folder / "exo-card.toml").write_text("[native_mtp]\ndefault_k = 1\nmax_k = 3\n")
+    return request_of(tmp_path / "model", small_checkpoint())
+
+
+def request_of(
+    folder: Path, source: Path, card: str = ""
+) -> tuple[verify.VerifyRequest, pb.StageSpec]:
+    _ = shutil.copytree(source, folder)
+    head = "[native_mtp]\ndefault_k = 1\nmax_k = 3\n"
+    _ = (folder / "exo-card.toml").write_text(card + head)
     found = resolve(str(folder), load_settings({"dtype": "float32"}, {}), frozenset())
     request = verify.VerifyRequest(
         stage=found.spec.SerializeToString().hex(),
@@ -379,6 +386,21 @@ def test_a_model_is_exact_from_its_files_to_the_report(
     assert json.loads(capsys.readouterr().out) == told
     with pytest.raises(InvalidSettings, match="cannot be written"):
         verify.write_report(done, str(tmp_path))
+
+
+def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = verify.Effort(prompts=1, tokens=6, rows=4, samples=40)
+    monkeypatch.setattr(verify, "QUICK", small)
+    folder = small_checkpoint(hidden=128)  # a head has 32 numbers, the smallest group
+    request, spec = request_of(tmp_path / "model", folder, "kv_bits = 8\n")
+    assert (spec.kv_bits, spec.kv_group_size) == (8, 32)
+    done = verify.run_verify(request, spec, lambda _: None)
+    assert (done.verdict, done.model["kv_bits"]) == ("exact", 8)
+    assert "(float32, caches of 8 bits on both sides" in as_text(done)
+    told = findings({c.name: c for c in done.checks})
+    assert (told["rollback"], told["batch"]) == ("ok", "skipped")
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"\xff", b'{"stage": "zz"}'])
