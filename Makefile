@@ -24,7 +24,7 @@ start: $(RUN_VENV)/.run
 	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
-# The tests, a process for each core, or some: make test ARGS="tests/placement/test_plan.py -k fastest"
+# The tests, three processes for two cores, or some: make test ARGS="tests/placement/test_plan.py -k fastest"
 test: $(VENV)/.dev
 	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -160,7 +160,7 @@ def node(
     connect: Connect = on_loopback,
     measures: bool = False,
 ) -> Generator[Node]:
-    """A node that is ready, killed at the end if it is still there.
+    """A node that is ready, killed at the end; a test that is about its end calls `stop`.
 
     One that `measures` is not given what other loads of the session measured, nor gives it.
     """
@@ -175,13 +175,8 @@ def node(
         port = json.loads(record.read_text())["http_port"]
         yield Node(process, data_dir, port, log, connect)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                _ = process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                _ = process.wait()
+        process.kill()  # where others go on it would be missed: they would restore what it held
+        _ = process.wait()
         kept_profiles.take(data_dir)
 
 

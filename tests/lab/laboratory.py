@@ -174,7 +174,7 @@ class Laboratory:
             for kept in self._kept.values():
                 stack.push(kept.opened)
                 # All together, or those that are left would restore what goes.
-                kept.running.process.terminate()
+                kept.running.process.kill()
 
     def start(self, count: int) -> None:
         self._start(self.root / "n0", [])

@@ -17,8 +17,9 @@ from exo_node.node.machine.timing import LAN
 
 NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
 STORY = "Tell me a story."
-LASTS_S = 8.0
-"""Longer than an election, and than strays are kept, where the machine's speed stays as it is."""
+LASTS_S = 5.0
+"""Two at once last longer than an election, and than strays are kept, where the machine's speed
+stays as it is."""
 FEWEST_TOKENS, MOST_TOKENS = 120, 3500
 ENDS_WITHIN_S = 600.0
 WITHIN_S = 120.0

@@ -178,7 +178,7 @@ def test_a_client_that_goes_away_frees_the_state_long_before_the_end(
         await events.aclose()
         gone = time.monotonic()
         while (state := await one.inspect()).live_requests or state.cache_bytes:
-            assert time.monotonic() - gone < max(2.0, whole_s / 10)
+            assert time.monotonic() - gone < max(5.0, whole_s / 4)
             await asyncio.sleep(0.01)
 
     loop.run(play())
