@@ -65,6 +65,11 @@ def spec(
     return pb.StageSpec(**(fields | changes))
 
 
+def last_spec(**changes: Any) -> pb.StageSpec:
+    """The last of two stages, which starts sooner than a generator: it needs no tokenizer."""
+    return spec(DEMO, 15, 16, 1, num_stages=2, **changes)
+
+
 def load_quietly(wanted: pb.StageSpec) -> Loaded:
     return load(wanted, lambda _: None)
 

@@ -87,12 +87,13 @@ def pairs_of(case: Case) -> set[tuple[int, object, int, object]]:
 def pairwise(cases: Sequence[Case]) -> list[Case]:
     """A sample in which each pair of values occurs that occurs in `cases`: greedily, the case
     with the most pairs that no earlier one had; the same sample every time."""
-    missing = set[tuple[int, object, int, object]]().union(*map(pairs_of, cases))
+    pairs = [(case, pairs_of(case)) for case in cases]
+    missing = set[tuple[int, object, int, object]]().union(*(of for _, of in pairs))
     sample: list[Case] = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
+        best, found = max(pairs, key=lambda each: len(each[1] & missing))
         sample.append(best)
-        missing -= pairs_of(best)
+        missing -= found
     return sample
 
 

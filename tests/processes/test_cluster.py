@@ -118,7 +118,7 @@ def test_a_node_with_another_key_stays_out(pair: tuple[Node, Node], tmp_path: Pa
         assert one.chat("Who are you?", max_tokens=2)["choices"]
 
 
-def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on(
+def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on_to_an_orderly_end(
     tmp_path: Path,
 ) -> None:
     flags = ("--no-mdns", "--dtype", "float32")
@@ -137,25 +137,36 @@ def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on(
         body = one.chat("Tell me a story.", return_token_ids=True, max_tokens=24)
         assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
         assert body["generation_stats"]["drafter_kind"] == "native_mtp"
+        lets_answers_end_and_takes_no_new_ones(one)
+
+
+def lets_answers_end_and_takes_no_new_ones(one: Node) -> None:
+    """A node that stops."""
+    with one.stream("Tell me a story.", max_tokens=150, **NEVER_END) as events:
+        _ = next(events)
+        one.process.terminate()
+
+        def asked_in_vain() -> bool:
+            reply = one.call("POST", "/v1/chat/completions", {"model": "demo"})
+            return reply.status == 503 and "retry-after" in reply.headers
+
+        eventually(asked_in_vain, WITHIN_S)
+        assert list(events)[-1] == "[DONE]"
+    assert one.process.wait(WITHIN_S) == 0
 
 
 def _id(running: Node) -> str:
     return running.call("GET", "/v1/cluster").body["self"]
 
 
-def test_a_node_that_stops_says_goodbye(tmp_path: Path) -> None:
-    with node(tmp_path / "a", "--no-mdns") as one:
-        peer = ("--no-mdns", "--peer", grpc_address(one))
-        with node(join(one, tmp_path / "b"), *peer) as two:
-            eventually(lambda: sees(one, 2), WITHIN_S)
-            assert two.stop() == 0
-        # A node that is only silent is dead first, and stays in the list for a minute.
-        eventually(lambda: len(statuses(one)) == 1, WITHIN_S)
-        assert "died" not in [event["kind"] for event in events(one)]
-        assert " left" in one.log.read_text()
+def said_goodbye(rest: Node) -> None:
+    """A node that is only silent is dead first, and stays in the list for a minute."""
+    eventually(lambda: len(statuses(rest)) == 1, WITHIN_S)
+    assert "died" not in [event["kind"] for event in events(rest)]
+    assert " left" in rest.log.read_text()
 
 
-def test_a_node_that_joins_does_not_replace_the_head_which_ends_its_stages_when_it_leaves(
+def test_a_node_that_joins_does_not_replace_the_head_which_ends_its_stages_and_says_goodbye(
     tmp_path: Path,
 ) -> None:
     with node(tmp_path / "first", "--no-mdns") as first:
@@ -178,6 +189,7 @@ def test_a_node_that_joins_does_not_replace_the_head_which_ends_its_stages_when_
                 lambda: second.call("GET", "/v1/cluster").body["head"] == _id(second), WITHIN_S
             )
             eventually(lambda: not alive(pid), WITHIN_S)
+            said_goodbye(second)
             assert second.chat("Who are you?", max_tokens=2)["choices"]
 
 
@@ -197,21 +209,6 @@ def test_a_head_that_leaves_keeps_nothing_from_the_next_one_which_adopts_the_sta
             )
             assert other.chat("Who are you?", max_tokens=2)["choices"]
             assert pids and all(map(alive, pids))
-
-
-def test_a_node_that_stops_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
-    with node(tmp_path / "a", "--no-mdns") as one:
-        with one.stream("Tell me a story.", max_tokens=150, **NEVER_END) as events:
-            _ = next(events)
-            one.process.terminate()
-
-            def asked_in_vain() -> bool:
-                reply = one.call("POST", "/v1/chat/completions", {"model": "demo"})
-                return reply.status == 503 and "retry-after" in reply.headers
-
-            eventually(asked_in_vain, WITHIN_S)
-            assert list(events)[-1] == "[DONE]"
-        assert one.process.wait(WITHIN_S) == 0
 
 
 def _news(response: HTTPResponse, kind: str) -> Iterator[Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from runners import eventually, runner_host, spec
+from engines import last_spec
+from runners import eventually, runner_host
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
@@ -21,6 +22,7 @@ from exo_node.proto import peer_pb2 as pb
 
 STUCK = """
 import threading
+import exo_node.shard.model.loader_import
 import exo_node.shard.model.load as load
 
 def hang(spec, report):
@@ -91,7 +93,7 @@ def test_strangers_at_a_runners_port_do_not_fill_the_log(
     async def play() -> None:
         supervisor = Supervisor(faulty(tmp_path, NOISY), lambda _, why: None)
         with pytest.raises(LoadFailed, match=r"it last wrote: what ended it$"):
-            _ = await supervisor.load(spec(), lambda _: None)
+            _ = await supervisor.load(last_spec(), lambda _: None)
 
     with caplog.at_level(logging.INFO):
         loop.run(play())
@@ -150,7 +152,7 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended(
         stopped: list[int] = []
         async with asyncio.timeout(120):
             with pytest.raises(LoadFailed, match="said nothing for 8 s while it loaded"):
-                _ = await supervisor.load(spec(), stop)
+                _ = await supervisor.load(last_spec(), stop)
         assert (supervisor.states(), exited) == ([], [])
         assert stopped and not psutil.pid_exists(stopped[0])
 
@@ -163,7 +165,7 @@ def test_a_runner_whose_load_stands_still_is_ended(tmp_path: Path, loop: asyncio
         supervisor = Supervisor(host, lambda _, why: None)
         async with asyncio.timeout(150):
             with pytest.raises(LoadFailed, match="its load did not get on for"):
-                _ = await supervisor.load(spec(), lambda _: None)
+                _ = await supervisor.load(last_spec(), lambda _: None)
         assert supervisor.states() == []
 
     loop.run(play())
@@ -176,7 +178,7 @@ def test_a_runner_whose_compute_thread_ends_while_it_loads_is_ended(
         supervisor = Supervisor(faulty(tmp_path, NUMB), lambda _, why: None)
         async with asyncio.timeout(180):
             with pytest.raises(ExoNodeError, match="compute thread"):
-                _ = await supervisor.load(spec(), lambda _: None)
+                _ = await supervisor.load(last_spec(), lambda _: None)
         assert supervisor.states() == []
 
     loop.run(play())
@@ -188,7 +190,7 @@ def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
     async def play() -> None:
         exited: list[RunnerProcess] = []
         host = faulty(tmp_path, NUMB_LATER)
-        process = RunnerProcess(spec(end=1, num_stages=2), exited.append, LAN.runners)
+        process = RunnerProcess(last_spec(), exited.append, LAN.runners)
         _ = await process.start(host, lambda _: None)
         (tmp_path / "now").touch()
         _ = await eventually(lambda: bool(exited), 180)
@@ -204,7 +206,7 @@ def test_a_spare_that_is_stopped_is_lost_with_that_reason(loop: asyncio.Runner) 
     async def play() -> None:
         lost: list[str] = []
         supervisor = Supervisor(runner_host(), lambda _, why: lost.append(why))
-        ready = await supervisor.load(spec(end=1, num_stages=2), lambda _: None)
+        ready = await supervisor.load(last_spec(), lambda _: None)
         os.kill(ready.pid, signal.SIGSTOP)
         _ = await eventually(lambda: bool(lost), 180)
         assert "said nothing for 10 s" in lost[0]

@@ -114,8 +114,17 @@ def test_a_client_that_goes_away_frees_the_cache_long_before_the_end(demo: Node)
     assert time.monotonic() - gone < max(5, whole_s / 4)
 
 
-def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_a_fresh_nodes(
-    demo: Node, tmp_path: Path
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """It keeps no prefix and evaluates drafts at once; the last test of it kills it."""
+    env = {"EXO_PREFIX_CACHE_ENABLED": "0", "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"}
+    flags = ("--no-mdns", "--dtype", "float32")
+    with node(tmp_path_factory.mktemp("plain"), *flags, env=env) as running:
+        yield running
+
+
+def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_those_of_a_node_that_keeps_nothing(
+    demo: Node, plain: Node
 ) -> None:
     system = "Once upon a time a little dog lived in a house with a garden. " * 12
     turns = [
@@ -136,10 +145,8 @@ def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_a_fresh_nodes(
     assert 128 < cached == second["generation_stats"]["cached_tokens"]
     assert cached < second["usage"]["prompt_tokens"]
     assert demo.stages()[0]["prefix_cache_bytes"] > 0
-    alone_env = {"EXO_PREFIX_CACHE_ENABLED": "0"}
-    with node(tmp_path, "--no-mdns", "--dtype", "float32", env=alone_env) as fresh:
-        alone = ask(fresh, turns)
-        assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    alone = ask(plain, turns)
+    assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
     drafts = ("proposed_draft_tokens", "accepted_draft_tokens", "spec_decode_rounds")
     mine, theirs = second["generation_stats"], alone["generation_stats"]
@@ -214,17 +221,15 @@ def test_the_opt_out_variable_leaves_the_heads_weights_unread(tmp_path: Path, de
 
 
 def test_synchronous_draft_evaluation_gives_the_same_ids_and_a_kill_takes_the_runner_along(
-    tmp_path: Path,
+    plain: Node,
 ) -> None:
-    flags = ("--no-mdns", "--dtype", "float32")
-    with node(tmp_path / "s", *flags, env={"EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"}) as waiting:
-        body = waiting.chat("Tell me a story.", return_token_ids=True, max_tokens=40)
-        assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:40]
-        assert body["generation_stats"]["drafter_kind"] == "native_mtp"
-        pid = waiting.stages()[0]["pid"]
-        assert alive(pid)
-        waiting.process.kill()
-        eventually(lambda: not alive(pid), 180)
+    body = plain.chat("Tell me a story.", return_token_ids=True, max_tokens=40)
+    assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:40]
+    assert body["generation_stats"]["drafter_kind"] == "native_mtp"
+    pid = plain.stages()[0]["pid"]
+    assert alive(pid)
+    plain.process.kill()
+    eventually(lambda: not alive(pid), 180)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
