@@ -142,7 +142,7 @@ def test_a_named_peer_needs_no_mdns_and_once_lost_is_dead_and_the_rest_goes_on_t
 
 def lets_answers_end_and_takes_no_new_ones(one: Node) -> None:
     """A node that stops."""
-    with one.stream("Tell me a story.", max_tokens=150, **NEVER_END) as events:
+    with one.stream("Tell me a story.", max_tokens=100, **NEVER_END) as events:
         _ = next(events)
         one.process.terminate()
 

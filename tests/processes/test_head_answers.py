@@ -212,7 +212,8 @@ def test_answers_that_run_while_the_cluster_gets_a_new_key_end_well(
     def outlived(long: list[int]) -> bool:
         head, [door, other] = trio.head(), trio.others()
         _ = place(door, other, head)
-        expected = long[: max(60, len(long) // 6)]
+        # Few: a node waits for 30 s before it starts anew, on a machine with other work too.
+        expected = long[: max(30, len(long) // 6)]
         asked = {"max_tokens": len(expected), **NEVER_END}
         answers = [ask(running, STORY, **asked) for running in trio.nodes.values()]
         for answer in answers:
