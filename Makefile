@@ -25,6 +25,7 @@ start: $(RUN_VENV)/.run
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
 # The tests, three processes for two cores, or some: make test ARGS="tests/placement/test_plan.py -k fastest"
+# Property tests have the same examples each time; ARGS=--hypothesis-profile=search tries others.
 test: $(VENV)/.dev
 	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
