@@ -1,7 +1,8 @@
 """The rhythm of a node: every period, patience and backoff by which its parts wait for each other.
 
 `LAN` is for real use. `LOCAL` is for processes on one machine, such as tests: it shortens only what
-makes a person wait for things to settle. Heartbeats and suspicion keep the LAN's values, because a
+makes a person wait for things to settle, and lets a node that stops wait longer for its answers,
+which are slow where nodes share cores. Heartbeats and suspicion keep the LAN's values, because a
 loaded machine pauses its processes for seconds. Security limits are the same in every profile.
 
 The composition root hands the profile, or one of its groups, to the parts; no part names one. A
@@ -320,6 +321,7 @@ LOCAL: Final = Timing(
         LAN.join, retry_s=0.25, max_retry_s=3.0, look_again_s=0.75, look_at_peer_s=1.0, watch_s=0.25
     ),
     placements=replace(LAN.placements, refill_after_s=1.0),
+    serving=replace(LAN.serving, drain_s=180.0),
 )
 PROFILES: Final[Mapping[Profile, Timing]] = {"lan": LAN, "local": LOCAL}
 """By the value of EXO_TIMING."""
