@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         return asyncio.run(_bench(options))
+    except KeyboardInterrupt:
+        return 130
     except Unusable as fault:
         print(fault, file=sys.stderr)
         return 2
@@ -56,19 +58,25 @@ async def _bench(options: argparse.Namespace) -> int:
     )
     facts = _facts(options, servers)
     runs: list[Run] = []
-    async for run in measured(plan):
-        runs.append(run)
-        good = sum(not answer.error for answer in run.answers)
-        told = f"{run.workload}, {run.concurrency} clients, {run.server}, repeat {run.repeat + 1}"
-        print(f"{told}: {good} of {len(run.answers)} in {run.duration:.1f} s", file=sys.stderr)
-        if options.output:
-            write(options.output, facts, runs)
-    for line in tables(runs, [server.name for server in servers]):
-        print(line)
+    try:
+        async for run in measured(plan):
+            runs.append(run)
+            _tell(run)
+            if options.output:
+                write(options.output, facts, runs)
+    finally:  # one that is stopped tells of what it measured
+        for line in tables(runs, [server.name for server in servers]) if runs else ():
+            print(line)
     if options.output:
         drawn = draw(runs, f"{platform.machine()} {platform.system()}", options.output)
         print(drawn if isinstance(drawn, str) else f"\nwritten to {options.output}")
     return 1 if any(answer.error for run in runs for answer in run.answers) else 0
+
+
+def _tell(run: Run) -> None:
+    good = sum(not answer.error for answer in run.answers)
+    told = f"{run.workload}, {run.concurrency} clients, {run.server}, repeat {run.repeat + 1}"
+    print(f"{told}: {good} of {len(run.answers)} in {run.duration:.1f} s", file=sys.stderr)
 
 
 async def _server(options: argparse.Namespace, name: str, url: str) -> Server:

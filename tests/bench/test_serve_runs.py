@@ -13,6 +13,7 @@ import pytest
 import serve
 from http_node import serving
 from nodes import node
+from serve_output import write as write_both
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -163,6 +164,20 @@ def test_a_server_without_usage_is_counted_by_events(tmp_path: Path) -> None:
     assert status == 0
     assert (row["output_tokens_by"], row["total_output_tokens"]) == ("events", str(2 * TOKENS))
     assert row["total_input_tokens"] == ""
+
+
+def test_a_bench_that_is_stopped_tells_of_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(folder: Path, *told: Any) -> None:
+        write_both(folder, *told)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "write", write)
+    arguments = ("--workloads", "32", "--concurrency", "1", "--requests", "2", "--repeats", "9")
+    status, rows = bench(tmp_path, *arguments, slow=Stub())
+    assert (status, len(rows)) == (130, 1)
+    assert "| 1 | slow |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
