@@ -155,15 +155,15 @@ class Subject:
 
     def __init__(self, name: str, bits: int, repeats: int, prompt: int) -> None:
         self._name, self._bits, self._repeats = name, bits, repeats
-        self._model, self._family, self._head = _build(name, bits)
-        self._target = FamilyTarget(self._family)
+        self.model, self._family, self._head = _build(name, bits)
+        self.target = FamilyTarget(self._family)
         self._ids = [(31 * i + 7) % 4000 for i in range(prompt)]
         self._kernels: tuple[str, ...] = ()
         self._first_plain, self._plain = 0.0, 0.0
 
     def choose(self, mode: Mode) -> tuple[Choice, ...]:
         """Puts kernels under the model as loading does, then measures plain decoding."""
-        parts: list[nn.Module] = [*self._model.layers, self._family.output, self._head]
+        parts: list[nn.Module] = [*self.model.layers, self._family.output, self._head]
         chosen = install(parts, mode, time.perf_counter, print)
         self._kernels = used(chosen)
         self._run(Variant(), self._head, 0, True)  # MLX's kernels are compiled at their first use
@@ -175,7 +175,7 @@ class Subject:
         head = self._head_of(variant)
         self._run(variant, head, 1, True)
         first, step = self._run(variant, head, 0, True)
-        weights = sum(cast(mx.array, p).nbytes for _, p in tree_flatten(self._model.parameters()))
+        weights = sum(cast(mx.array, p).nbytes for _, p in tree_flatten(self.model.parameters()))
         result: dict[str, Any] = {
             "shape": self._name,
             "bits": self._bits,
@@ -219,7 +219,7 @@ class Subject:
             if k
             else NoDrafter()
         )
-        local = LocalVerifier(self._target, with_tapes(self._model.make_cache()))
+        local = LocalVerifier(self.target, with_tapes(self.model.make_cache()))
         verifier = FixedRows(local, variant.rows) if variant.rows else local
         task = Task(self._ids, max_tokens=10_000, prefill_chunk=512)
         steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()

@@ -5,12 +5,23 @@ from typing import Any, Final, Literal
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import normalize_qk
 
-from .kernels import attention, gated_delta, product
+from .attention_choice import choose_attention
+from .fused_choice import fuse
+from .kernels import gated_delta, product
 from .kernels.cuda import available
-from .kernels.trial import FEW, Choice, Clock, Run, Trial, choice, pays, try_kernel
+from .kernels.trial import (
+    FEW,
+    Choice,
+    Clock,
+    Run,
+    Trial,
+    choice,
+    pays,
+    random_rows,
+    try_kernel,
+)
 from .rollback import TapedGatedDelta
 
 Mode = Literal["auto", "mlx"]
@@ -19,8 +30,6 @@ Kind = tuple[mx.Dtype, int, int]
 """Weights that are stored alike: dtype, bits and group."""
 
 COMPILING: Final = "compiling and trying kernels"
-_CONTEXTS: Final = (24, 1100)
-"""Rows behind which attention is compared: MLX changes its kernel at 1,024."""
 
 
 def install(
@@ -37,7 +46,8 @@ def install(
         return (Choice("none", "layers", len(modules), False, "EXO_KERNELS is mlx"),)
     note(COMPILING)
     choices = [*_recurrences(modules, clock), *_products(modules, clock)]
-    return (*choices, *_attentions(modules))
+    # What follows is made of those products.
+    return (*choices, *fuse(modules, clock), *choose_attention(modules, clock))
 
 
 def used(choices: Iterable[Choice]) -> tuple[str, ...]:
@@ -90,8 +100,8 @@ def _recurrence_runs(
     hk, hv, d = sizes.k_heads, sizes.v_heads, sizes.size
     channels = (2 * hk + hv) * d
     shapes = ((1, FEW, channels), (1, FEW, hv, d), (1, FEW, hv), (1, FEW, hv), (1, 3, channels))
-    qkv, z, b, a, before = (_random(shape, sizes.dtype, i) for i, shape in enumerate(shapes))
-    state = _random((1, hv, d, d), mx.float32, 5)
+    qkv, z, b, a, before = (random_rows(shape, sizes.dtype, i) for i, shape in enumerate(shapes))
+    state = random_rows((1, hv, d, d), mx.float32, 5)
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
         q, w, u, v = (x[:, :rows] for x in (qkv, z, b, a))
@@ -146,7 +156,7 @@ def _products_of(shapes: dict[product.Weights, list[nn.Module]], clock: Clock) -
 def _product(
     kernel: product.Product, weights: product.Weights, layers: list[nn.Module], clock: Clock
 ) -> Trial:
-    x = _random((1, FEW, weights.inputs), weights.dtype, 6)
+    x = random_rows((1, FEW, weights.inputs), weights.dtype, 6)
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
         return (kernel(x[:, :rows], layers[layer]),)
@@ -155,45 +165,3 @@ def _product(
         return (product.stock(layers[layer], x[:, :rows]),)
 
     return try_kernel(ours, stock, len(layers), weights.dtype, clock)
-
-
-def _attentions(modules: Sequence[nn.Module]) -> list[Choice]:
-    """Single rows where a block's rows are not theirs; after the products, which it contains."""
-    layers: list[Any] = [m for m in modules if attention.attention_of(m)]
-    if not layers:
-        return []
-    first = layers[0]
-    shape = f"attention of {first.num_attention_heads} heads of {first.head_dim}"
-    cudnn = attention.by_cudnn(first.head_dim, first.q_norm.weight.dtype)
-    if not cudnn and _rows_agree(first):
-        reason = "its rows are those of single steps here"
-        return [Choice("attention", shape, len(layers), False, reason)]
-    for layer in layers:
-        layer.__class__ = attention.SingleRowAttention
-    after = "are" if _rows_agree(first) else "are still not (see product)"
-    before = "MLX would take cuDNN for some steps" if cudnn else "its rows in blocks were others"
-    reason = f"{before}; rows of blocks {after} those of single steps"
-    return [Choice("attention", shape, len(layers), True, reason)]
-
-
-def _rows_agree(layer: Any) -> bool:
-    """Whether a block of rows is single steps bit for bit, at a short and at a long context."""
-    dtype, heads = layer.q_norm.weight.dtype, layer.num_key_value_heads
-    width = layer.q_norm.weight.shape[0]
-    x = _random((1, FEW, layer.o_proj.weight.shape[0]), dtype, 7)
-    same = mx.array(True)
-    for context in _CONTEXTS:
-        past = [_random((1, heads, context, width), dtype, 8 + i) for i in range(2)]
-        block, single = KVCache(), KVCache()
-        for cache in (block, single):
-            _ = cache.update_and_fetch(*past)
-        got = layer(x, "causal", block)
-        each = [layer(x[:, i : i + 1], None, single) for i in range(FEW)]
-        same &= mx.array_equal(got, mx.concatenate(each, axis=1))
-    return bool(same.item())
-
-
-def _random(shape: tuple[int, ...], dtype: mx.Dtype, key: int) -> mx.array:
-    made = mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)
-    mx.eval(made)
-    return made

@@ -14,10 +14,14 @@ from .rollback import Swaps, TapedGatedDelta
 class TapedGatedDeltaNet(TapedGatedDelta, qwen3_5.GatedDeltaNet):
     """mlx-lm's layer with a tape."""
 
+    projections: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        z = self.in_proj_z(inputs)
-        z = z.reshape(*z.shape[:2], self.num_v_heads, self.head_v_dim)
-        return self.in_proj_qkv(inputs), z, self.in_proj_b(inputs), self.in_proj_a(inputs)
+        if self.together is not None:
+            qkv, z, b, a = self.together(inputs)
+        else:
+            qkv, z, b, a = (getattr(self, name)(inputs) for name in self.projections)
+        return qkv, z.reshape(*z.shape[:2], self.num_v_heads, self.head_v_dim), b, a
 
 
 class Qwen35Family(QwenFamily):

@@ -14,10 +14,14 @@ from .rollback import Swaps, TapedGatedDelta
 class TapedQwen3NextGatedDeltaNet(TapedGatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
     """mlx-lm's layer with a tape; its projections are interleaved by key head."""
 
+    projections: ClassVar[tuple[str, ...]] = ("in_proj_qkvz", "in_proj_ba")
+
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        q, k, v, z, b, a = self.fix_query_key_value_ordering(
-            self.in_proj_qkvz(inputs), self.in_proj_ba(inputs)
-        )
+        if self.together is not None:
+            qkvz, ba = self.together(inputs)
+        else:
+            qkvz, ba = self.in_proj_qkvz(inputs), self.in_proj_ba(inputs)
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
         flat = [part.reshape(*inputs.shape[:2], -1) for part in (q, k, v)]
         return mx.concatenate(flat, axis=-1), z, b, a
 

@@ -6,7 +6,7 @@ before. The recurrence is sequential in float32, so the replay repeats the same 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
 from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, recurrence_of
+from .kernels.product import Together
 
 MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
@@ -82,6 +83,10 @@ class TapedGatedDelta(nn.Module):
     kernel: GatedDelta | None = None
     """What computes it in place of MLX's operations; `kernels.install` sets it and `fixed`."""
     fixed: Layer
+    projections: ClassVar[tuple[str, ...]] = ()
+    """What `project` multiplies its input with."""
+    together: Together | None = None
+    """Their products in one launch; `kernels.install` sets it."""
 
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""

@@ -14,6 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
+
+from exo_node.mtp.kernels.cuda import available
 
 EMULATOR = Path(__file__).parent / "emulator" / "emulator.h"
 _TYPES = {
@@ -23,6 +26,15 @@ _TYPES = {
     mx.uint32: "unsigned",
     mx.int32: "int",
 }
+
+
+def use(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Kernels of a test run on the GPU where MLX computes on one, else in the emulator."""
+    if available():
+        return
+    if compiler() is None:
+        pytest.skip("neither an NVIDIA GPU under MLX nor g++ for the emulator is here")
+    patch.setattr(mx.fast, "cuda_kernel", emulated(folder))
 
 
 def compiler() -> str | None:

@@ -4,18 +4,21 @@ MLX chooses its product there by the number of rows, so a verify rounds otherwis
 and its product for 4-bit weights costs as many single rows as there are, up to seven.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Final, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from .cuda import TYPES, CudaKernel
 
-MAX_ROWS = 16
+MAX_ROWS = 64
+"""Of one forward, all sequences of a batch together."""
 _WARPS = 8
-_RING = (1, 8, 2)
-"""Tiles of 16 features, warps and stages of a block of the quantised product."""
+_STAGES = 2
 
 
 class Product(Protocol):
@@ -45,82 +48,214 @@ class DenseProduct:
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._kernels = {tiles: _dense(dtype, tiles) for tiles in (1, 2)}
-        self._per_block = 4 if dtype == mx.float32 else 16
+        self._features = 4 if dtype == mx.float32 else 16
+        self._per_chunk = 16 if dtype == mx.float32 else 8
         self._threads = 128 if dtype == mx.float32 else 32 * _WARPS
 
     def __call__(self, x: mx.array, layer: Any) -> mx.array:
         weight, rows = layer.weight, x.size // x.shape[-1]
-        features = weight.shape[0]
-        y = self._kernels[1 + (rows > 8)](
-            [x.reshape(rows, -1), weight],
-            (-(-features // self._per_block), 1, 1),
+        features, tiles = weight.shape[0], 1 + (rows > 8)
+        chunk = 16 if tiles == 2 else self._per_chunk
+        y = self._kernels[tiles](
+            [as_rows(x), weight],
+            (-(-rows // chunk), -(-features // self._features), 1),
             self._threads,
             [((*x.shape[:-1], features), x.dtype)],
         )
         return y[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How quantised weights of one kind are stored, and so which kernels read them."""
+
+    dtype: mx.Dtype
+    bits: int
+    group: int
+
+    @property
+    def step(self) -> int:
+        """Numbers in 128 bytes of a row: what a warp takes at a time."""
+        return 1024 // self.bits
+
+    def warps(self, inputs: int) -> int:
+        """By the size of a row alone, never by how many rows of x there are."""
+        return max(w for w in (1, 2, 4, _WARPS) if w == 1 or w <= inputs // self.step)
+
+    def shared_bytes(self, warps: int, tiles: int, tall: int) -> int:
+        words = 1 if self.bits == 4 and self.group == 32 else 2
+        row = (144 if words == 1 else 160) + 4 * max(2, self.step // self.group)
+        return max(warps * _STAGES * 16 * tall * row, warps * tiles * 8 * 16 * tall * 4)
+
+    def kernel(self, call: str, tiles: int, inputs: int, outputs: int = 1) -> CudaKernel:
+        """One of quantized.cuh, by what `_CALLS` says of it."""
+        return _quantized(self, call, tiles, self.warps(inputs), outputs)
+
+
 class QuantizedProduct:
-    """Of 4-bit weights in groups of 64 or 128."""
+    """Of 4- or 8-bit weights in groups of 32, 64 or 128."""
 
-    def __init__(self, dtype: mx.Dtype, group: int) -> None:
-        self._kernels = {tiles: _quantized(dtype, group, tiles) for tiles in (1, 2)}
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
 
-    def __call__(self, x: mx.array, layer: Any) -> mx.array:
-        weight, rows = layer.weight, x.size // x.shape[-1]
-        features = weight.shape[0]
-        y = self._kernels[1 + (rows > 8)](
-            [x.reshape(rows, -1), weight, layer.scales, layer.biases],
-            (features // (16 * _RING[0]), 1, 1),
-            32 * _RING[1],
+    def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
+        """With `added`, which has the shape of the result, their sum."""
+        w, rows = layer.weight, x.size // x.shape[-1]
+        features, inputs, tiles = w.shape[0], x.shape[-1], tiles_of(rows)
+        more = [] if added is None else [added]
+        y = self.storage.kernel("added" if more else "product", tiles, inputs)(
+            [as_rows(x), w, layer.scales, layer.biases, *more],
+            (-(-rows // (8 * tiles)), -(-features // 16), 1),
+            32 * self.storage.warps(inputs),
             [((*x.shape[:-1], features), x.dtype)],
         )
         return y[0]
 
+    def gated(self, x: mx.array, gate: Any, up: Any) -> mx.array:
+        """silu(x gate) * (x up), for two layers of one shape."""
+        w, rows = gate.weight, x.size // x.shape[-1]
+        features, inputs, tiles = w.shape[0], x.shape[-1], tiles_of(rows)
+        y = self.storage.kernel("gated", tiles, inputs)(
+            [as_rows(x), *_arrays(gate), *_arrays(up)],
+            (-(-rows // (8 * tiles)), -(-features // 16), 1),
+            32 * self.storage.warps(inputs),
+            [((*x.shape[:-1], features), x.dtype)],
+        )
+        return y[0]
+
+    def several(self, x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
+        """The products with each of `layers`, in one launch."""
+        rows, inputs = x.size // x.shape[-1], x.shape[-1]
+        features, tiles = [layer.weight.shape[0] for layer in layers], tiles_of(rows)
+        return self.storage.kernel("several", tiles, inputs, len(layers))(
+            [as_rows(x), *(array for layer in layers for array in _arrays(layer))],
+            (-(-rows // (8 * tiles)), sum(-(-each // 16) for each in features), 1),
+            32 * self.storage.warps(inputs),
+            [((*x.shape[:-1], each), x.dtype) for each in features],
+        )
+
+    def experts(self, x: mx.array, layer: Any, chosen: mx.array) -> mx.array:
+        """(.., e, N) of x (.., K) or (.., e, K) with the experts `chosen` (.., e)."""
+        return self._experts("experts", x, [layer], chosen)
+
+    def experts_gated(self, x: mx.array, gate: Any, up: Any, chosen: mx.array) -> mx.array:
+        """As `experts`, silu(x gate) * (x up)."""
+        return self._experts("experts_gated", x, [gate, up], chosen)
+
+    def _experts(self, call: str, x: mx.array, layers: Sequence[Any], chosen: mx.array) -> mx.array:
+        features, inputs = layers[0].weight.shape[1], x.shape[-1]
+        y = self.storage.kernel(call, 1, inputs)(
+            [as_rows(x), *(a for each in layers for a in _arrays(each)), chosen.reshape(-1)],
+            (chosen.size, -(-features // 16), 1),
+            32 * self.storage.warps(inputs),
+            [((*chosen.shape, features), x.dtype)],
+        )
+        return y[0]
+
+
+def tiles_of(rows: int) -> int:
+    """Tiles of 8 rows a block computes: what the weights are unpacked for at once."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
+def as_rows(x: mx.array) -> mx.array:
+    """With three axes, as the kernels' texts count rows."""
+    return x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
+
+
+def _arrays(layer: Any) -> tuple[mx.array, mx.array, mx.array]:
+    return layer.weight, layer.scales, layer.biases
+
+
+_ROWS = "x_shape[0] * x_shape[1]"
+
 
 def _dense(dtype: mx.Dtype, tiles: int) -> CudaKernel:
     kind = TYPES[dtype]
-    sizes = "x_shape[0], w_shape[0], w_shape[1]"
+    sizes = f"{_ROWS}, w_shape[0], w_shape[1]"
     call = f"exo::dense<{tiles}, {_WARPS}>(x, w, y, {sizes})"
     if dtype == mx.float32:
         call = f"exo::dense_float(x, w, y, {sizes})"
     return CudaKernel(f"dense_{kind}_{tiles}", call, ("x", "w"), ("y",), file="product.cuh")
 
 
-def _quantized(dtype: mx.Dtype, group: int, tiles: int) -> CudaKernel:
-    tall, warps, stages = _RING
-    rows = 16 * tall
-    ring, sums = warps * stages * rows * (160 + 1024 // group), warps * tiles * 8 * rows * 4
-    return CudaKernel(
-        f"quantized_{TYPES[dtype]}_{group}_{tiles}",
-        f"exo::quantized<{tall}, {warps}, {stages}, {group}, {tiles}>(x, w, scales, biases, y, "
-        "shared, x_shape[0], w_shape[0], x_shape[1])",
-        ("x", "w", "scales", "biases"),
-        ("y",),
-        file="product.cuh",
-        shared_bytes=max(ring, sums),
+_W, _GATE, _UP = (("w", "s", "b"), ("gw", "gs", "gb"), ("uw", "us", "ub"))
+_CALLS: Final = {
+    "product": "quantized<{of}, false>(x, {{w, s, b}}, x, y, {sizes})",
+    "added": "quantized<{of}, true>(x, {{w, s, b}}, added, y, {sizes})",
+    "gated": "quantized_gated<{of}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, y, {sizes})",
+    "experts": "experts<{of}>(x, {{w, s, b}}, chosen, y, {sizes})",
+    "experts_gated": ("experts_gated<{of}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, chosen, y, {sizes})"),
+    "several": "several<{of}>(x, from, y, features, shared, {rows}, x_shape[2])",
+}
+_INPUTS: Final[dict[str, tuple[str, ...]]] = {
+    "product": _W,
+    "added": (*_W, "added"),
+    "gated": (*_GATE, *_UP),
+    "experts": (*_W, "chosen"),
+    "experts_gated": (*_GATE, *_UP, "chosen"),
+}
+
+
+@cache
+def _quantized(storage: Storage, call: str, tiles: int, warps: int, outputs: int) -> CudaKernel:
+    experts, tall = call.startswith("experts"), 2 if "gated" in call else 1
+    lanes = f"{warps}" if experts else f"{tiles}, {warps}"
+    weight = "gw" if tall == 2 else "w"
+    rows = f"chosen_shape[0] / ({_ROWS})" if experts else _ROWS
+    text = _CALLS[call].format(
+        of=f"{storage.bits}, {storage.group}, {lanes}, {_STAGES}",
+        sizes=f"shared, {rows}, {weight}_shape[{int(experts)}], x_shape[2]",
+        rows=_ROWS,
     )
+    inputs, results, before = _INPUTS.get(call, ()), ("y",), ""
+    if call == "several":
+        before, inputs, results = _several_arrays(outputs, TYPES[storage.dtype])
+    name = f"{call}_{TYPES[storage.dtype]}_{storage.bits}_{storage.group}_{tiles}_{warps}_{outputs}"
+    return CudaKernel(
+        name,
+        f"{before}exo::{text}",
+        ("x", *inputs),
+        results,
+        file="quantized.cuh",
+        shared_bytes=storage.shared_bytes(warps, tiles, tall),
+    )
+
+
+def _several_arrays(count: int, kind: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The text that gathers `count` layers' arrays, and the names of inputs and outputs."""
+    names = [(f"w{i}", f"s{i}", f"b{i}") for i in range(count)]
+    stored = ", ".join("{" + ", ".join(each) + "}" for each in names)
+    results = tuple(f"y{i}" for i in range(count))
+    text = (
+        f"const exo::Stored<{kind}> from[{count}] = {{{stored}}};\n"
+        f"{kind}* const y[{count}] = {{{', '.join(results)}}};\n"
+        f"const int features[{count}] = {{{', '.join(f'w{i}_shape[0]' for i in range(count))}}};\n"
+    )
+    return text, tuple(name for each in names for name in each), results
 
 
 def unfit(weights: Weights) -> str:
     """Why there is no kernel for such weights; empty where there is one."""
     if weights.dtype not in TYPES or (weights.bits and weights.dtype == mx.float32):
         return f"it computes in {weights.dtype}"
-    if weights.bits not in (0, 4) or weights.group not in (0, 64, 128):
+    if weights.bits not in (0, 4, 8) or weights.group not in (0, 32, 64, 128):
         return f"its weights have {weights.bits} bits in groups of {weights.group}"
-    step = 256 if weights.bits else 4 if weights.dtype == mx.float32 else 32
-    if weights.inputs % step or (weights.bits and weights.features % 16):
-        return f"its sizes are no multiples of {step} and 16"
+    step = 1024 // weights.bits if weights.bits else 4 if weights.dtype == mx.float32 else 32
+    if weights.inputs % step:
+        return f"its rows have {weights.inputs} numbers, no multiple of {step}"
+    if (weights.bits, weights.group) == (8, 128) and weights.features % 2:
+        return "it has an odd number of features"  # scales are fetched in pairs
     return ""
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
     """None for what is no product, or adds a bias."""
     m: Any = layer
-    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):
         if m.mode != "affine" or m.get("bias") is not None:
             return None
-        features, inputs = m.weight.shape[0], m.weight.shape[1] * 32 // m.bits
+        features, inputs = m.weight.shape[-2], m.weight.shape[-1] * 32 // m.bits
         return Weights(features, inputs, m.scales.dtype, m.bits, m.group_size)
     if type(layer) in (nn.Linear, nn.Embedding) and m.get("bias") is None:
         return Weights(m.weight.shape[0], m.weight.shape[1], m.weight.dtype)
@@ -130,7 +265,7 @@ def weights_of(layer: nn.Module) -> Weights | None:
 def product_for(weights: Weights) -> Product:
     """Only where it is not `unfit`."""
     if weights.bits:
-        return QuantizedProduct(weights.dtype, weights.group)
+        return QuantizedProduct(Storage(weights.dtype, weights.bits, weights.group))
     return DenseProduct(weights.dtype)
 
 
@@ -140,7 +275,27 @@ def stock(layer: nn.Module, x: mx.array) -> mx.array:
     return m.as_linear(x) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding) else m(x)
 
 
-def _few(layer: Any, x: mx.array) -> bool:
+class Together:
+    """The products of several layers with one x: in one launch where they are stored alike."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        kernel = getattr(layers[0], "product", None)
+        alike = all(
+            isinstance(each, RowsQuantizedLinear)
+            and each.product.storage == cast("RowsQuantizedLinear", layers[0]).product.storage
+            for each in layers
+        )
+        self.kernel = kernel if alike else None
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        if self.kernel is not None and few(self._layers[0], x):
+            return self.kernel.several(x, self._layers)
+        return [layer(x) for layer in self._layers]
+
+
+def few(layer: Any, x: mx.array) -> bool:
+    """Whether a stand-in's kernel takes `x`."""
     return x.size <= MAX_ROWS * x.shape[-1] and x.dtype == layer.rows_dtype
 
 
@@ -151,17 +306,17 @@ class RowsLinear(nn.Linear):
     rows_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if _few(self, x) else super().__call__(x)
+        return self.product(x, self) if few(self, x) else super().__call__(x)
 
 
 class RowsQuantizedLinear(nn.QuantizedLinear):
     """As `RowsLinear`."""
 
-    product: Product
+    product: QuantizedProduct
     rows_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if _few(self, x) else super().__call__(x)
+        return self.product(x, self) if few(self, x) else super().__call__(x)
 
 
 class RowsEmbedding(nn.Embedding):
@@ -171,17 +326,17 @@ class RowsEmbedding(nn.Embedding):
     rows_dtype: mx.Dtype
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if _few(self, x) else super().as_linear(x)
+        return self.product(x, self) if few(self, x) else super().as_linear(x)
 
 
 class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
     """As `RowsEmbedding`."""
 
-    product: Product
+    product: QuantizedProduct
     rows_dtype: mx.Dtype
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if _few(self, x) else super().as_linear(x)
+        return self.product(x, self) if few(self, x) else super().as_linear(x)
 
 
 _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {

@@ -88,6 +88,13 @@ def relative_error(wanted: mx.array, got: mx.array) -> float:
     return cast("float", apart.item())
 
 
+def random_rows(shape: tuple[int, ...], dtype: mx.Dtype, key: int) -> mx.array:
+    """Normally distributed numbers, the same for the same `key`."""
+    made = mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)
+    mx.eval(made)
+    return made
+
+
 def _wrong(ours: Run, stock: Run, dtype: mx.Dtype) -> str:
     """What is wrong with a kernel's numbers; empty: nothing."""
     few, one = ours(FEW, 0), ours(1, 0)

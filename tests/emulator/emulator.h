@@ -47,7 +47,7 @@ template <class T> T __ldg(const T* p) { return *p; }
 
 struct Dim3 { int x, y, z; };
 constexpr int MOST = 1024;
-inline Dim3 blockIdx, every_thread[MOST];
+inline Dim3 blockIdx, gridDim, every_thread[MOST];
 inline int now, threads;
 #define threadIdx (every_thread[now])
 alignas(128) inline unsigned char dynamic_shared[240 * 1024];
@@ -144,6 +144,7 @@ inline void enter() {
 
 inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
   threads = count;
+  gridDim = grid;
   body = kernel;
   for (int z = 0; z < grid.z; ++z)
     for (int y = 0; y < grid.y; ++y)

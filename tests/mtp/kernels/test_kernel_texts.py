@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from emulated import compiler, emulated
+from emulated import use
 from kernel_cases import delta_case, product_case
 
 from exo_node.mtp.kernels import gated_delta, product
@@ -25,12 +25,19 @@ _SMALL_PRODUCTS = (
     product.Weights(4, 800, mx.bfloat16),
     product.Weights(32, 2560, mx.bfloat16, 4, 64),
     product.Weights(16, 1024, mx.float16, 4, 128),
+    product.Weights(48, 512, mx.bfloat16, 4, 32),
+    product.Weights(1, 384, mx.bfloat16, 8, 64),
+    product.Weights(20, 1152, mx.float16, 8, 32),
+    product.Weights(34, 384, mx.bfloat16, 8, 128),
 )
 _REAL_DELTAS = tuple(gated_delta.Sizes(16, heads, 128, mx.bfloat16) for heads in (32, 48))
 _REAL_PRODUCTS = (
     product.Weights(17408, 5120, mx.bfloat16),
     product.Weights(5120, 17408, mx.bfloat16, 4, 64),
     product.Weights(248320, 5120, mx.bfloat16, 4, 64),
+    product.Weights(17408, 5120, mx.bfloat16, 4, 32),
+    product.Weights(17408, 5120, mx.bfloat16, 8, 64),
+    product.Weights(5120, 17408, mx.float16, 8, 128),
 )
 DELTAS = (*_SMALL_DELTAS, *(_REAL_DELTAS if ON_GPU else ()))
 PRODUCTS = (*_SMALL_PRODUCTS, *(_REAL_PRODUCTS if ON_GPU else ()))
@@ -38,11 +45,7 @@ PRODUCTS = (*_SMALL_PRODUCTS, *(_REAL_PRODUCTS if ON_GPU else ()))
 
 @pytest.fixture(autouse=True)
 def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ON_GPU:
-        return
-    if compiler() is None:
-        pytest.skip("neither an NVIDIA GPU under MLX nor g++ for the emulator is here")
-    monkeypatch.setattr(mx.fast, "cuda_kernel", emulated(tmp_path))
+    use(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", DELTAS, ids=str)
@@ -81,10 +84,10 @@ def test_a_prompts_recurrence_is_that_of_plain_operations(
 def test_a_products_rows_are_right_and_do_not_depend_on_their_number(
     weights: product.Weights,
 ) -> None:
-    layer, x, wanted = product_case(weights, rows=16)
+    layer, x, wanted = product_case(weights, rows=40)
     assert product.weights_of(layer) == weights and product.unfit(weights) == ""
     kernel = product.product_for(weights)
     whole = kernel(x, layer)
     assert relative_error(wanted, whole) <= TOLERANCE[weights.dtype]
-    for rows in (1, 3, 9):
+    for rows in (1, 3, 9, 17):
         assert mx.array_equal(kernel(x[:, :rows], layer), whole[:, :rows]).item()

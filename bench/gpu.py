@@ -1,0 +1,181 @@
+"""What decoding, verifying, drafting and prompts cost on a GPU, with our kernels and with MLX's.
+
+    python bench/gpu.py 27B:4 35B-A3B:4 [--contexts 1024 16000] [--acceptance 0.857,0.754,0.664]
+        [--repeats 15] [--json out.json]
+
+Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
+ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
+each waited for, and their cost in such forwards of one row. `same_bits`: whether a verify's logits
+are those of single steps.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from shapes import PUBLISHED, Subject, Variant
+
+from exo_node.mtp.kernel_choice import Mode
+from exo_node.mtp.rollback import cache_arrays, with_tapes
+
+_ROWS = (1, 2, 3, 4)
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure of one shape."""
+
+    repeats: int
+    contexts: tuple[int, ...]
+    acceptance: tuple[float, ...]
+
+
+def main() -> None:
+    options = _options()
+    report: dict[str, Any] = {"setting": _setting(), "command": sys.argv[1:], "shapes": []}
+    print(json.dumps(report["setting"]), flush=True)
+    for spec in options.shapes:
+        name, _, bits = spec.partition(":")
+        shares = options.acceptance or PUBLISHED.get(name, (0.8, 0.7, 0.6))
+        plan = Plan(options.repeats, tuple(options.contexts), shares)
+        report["shapes"].append(_shape(name, int(bits or 16), plan))
+        mx.clear_cache()
+        if options.json:
+            _ = Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Costs on a GPU, ours and MLX's")
+    _ = parser.add_argument("shapes", nargs="+", help="NAME:BITS, 16 for bfloat16")
+    _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--contexts", type=int, nargs="+", default=[1024])
+    _ = parser.add_argument(
+        "--acceptance",
+        type=lambda text: tuple(float(each) for each in text.split(",")),
+        help="share of drafts accepted at K = 1, 2, ..; default: as published for the shape",
+    )
+    _ = parser.add_argument("--json")
+    return parser.parse_args()
+
+
+def _setting() -> dict[str, Any]:
+    info = mx.device_info()
+    return {
+        "device": info.get("device_name") or info.get("architecture"),
+        "default_device": str(mx.default_device()),
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
+    subject = Subject(name, bits, plan.repeats, plan.contexts[0])
+    arms: dict[str, dict[str, Any]] = {}
+    for mode in cast("tuple[Mode, ...]", ("mlx", "auto")):
+        begun = time.perf_counter()
+        chosen = subject.choose(mode)
+        arm: dict[str, Any] = {"choices": [str(each) for each in chosen]}
+        arm["load_s"] = round(time.perf_counter() - begun, 1)
+        arms[mode] = arm
+        if mode == "mlx":
+            arm["generate_step_tok_s"] = _generate_step(subject)
+        arm |= _arm(subject, plan)
+        print(json.dumps({"shape": f"{name}:{bits}", mode: arm}), flush=True)
+    return {"shape": name, "bits": bits, **arms, "ratios": _ratios(arms["mlx"], arms["auto"])}
+
+
+def _arm(subject: Subject, plan: Plan) -> dict[str, Any]:
+    measured = subject.measure(Variant())
+    arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
+    for k, share in enumerate(plan.acceptance[:3], start=1):
+        costs = measured[f"K={k}"]
+        cost = share * costs["accepted_all_steps"] + (1 - share) * costs["accepted_none_steps"]
+        arm[f"K={k}"] = costs | {
+            "acceptance": share,
+            "speedup": round((1 + share * k) / cost, 3),
+            "tok_s": round((1 + share * k) / cost * measured["plain_tok_s"], 1),
+        }
+    arm["verify"] = {str(n): _verify(subject, n, plan.repeats) for n in plan.contexts}
+    return arm
+
+
+def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
+    times = {rows: _forwards(subject, context, rows, repeats) for rows in _ROWS}
+    return {
+        "ms": {str(rows): round(each * 1e3, 2) for rows, each in times.items()},
+        "steps": {str(rows): round(each / times[1], 3) for rows, each in times.items()},
+        "same_bits": _same_bits(subject, context),
+    }
+
+
+def _behind(subject: Subject, context: int) -> list[object]:
+    """Caches that hold `context` rows."""
+    caches = with_tapes(subject.model.make_cache())
+    for start in range(0, context, _CHUNK):
+        ids = mx.array([(31 * i + 7) % 4000 for i in range(start, min(start + _CHUNK, context))])
+        _ = subject.target.forward(ids, caches, want="none")
+        mx.eval(cache_arrays(caches))
+    return caches
+
+
+def _forwards(subject: Subject, context: int, rows: int, repeats: int) -> float:
+    """Median seconds of forwards of `rows` rows, each waited for."""
+    caches, ids = _behind(subject, context), mx.arange(rows) + 11
+    times: list[float] = []
+    for _ in range(repeats + 4):
+        begun = time.perf_counter()
+        logits = subject.target.forward(ids, caches, want="all").logits
+        mx.eval(mx.argmax(logits, axis=-1), cache_arrays(caches))
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[4:])
+
+
+def _same_bits(subject: Subject, context: int) -> dict[str, bool]:
+    """Logits of a verify of 4 rows, and of a step behind it, against single steps."""
+    block, single, ids = _behind(subject, context), _behind(subject, context), mx.arange(5) + 11
+    forward = subject.target.forward
+    got = [forward(ids[:4], block, want="all").logits, forward(ids[4:], block, want="all").logits]
+    each = [forward(ids[i : i + 1], single, want="all").logits for i in range(5)]
+    wanted = mx.concatenate(each)
+    same = [mx.array_equal(got[0], wanted[:4]), mx.array_equal(got[1], wanted[4:])]
+    return {"verify": bool(same[0].item()), "step_behind": bool(same[1].item())}
+
+
+def _generate_step(subject: Subject, tokens: int = 60) -> float:
+    """Tokens a second of mlx-lm's own loop, without its first 10."""
+    prompt = mx.arange(64)
+    begun = 0.0
+    for count, _ in enumerate(generate_step(prompt, subject.model, max_tokens=tokens + 11)):
+        if count == 10:
+            begun = time.perf_counter()
+        if count == tokens + 10:
+            break
+    return round(tokens / (time.perf_counter() - begun), 1)
+
+
+def _ratios(mlx: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    stock = mlx["generate_step_tok_s"]
+    ratios = {
+        "plain": ours["plain_tok_s"] / mlx["plain_tok_s"],
+        "plain_to_generate_step": ours["plain_tok_s"] / stock,
+        "ttft": ours["ttft_off_s"] / mlx["ttft_off_s"],
+    }
+    for key in (key for key in ours if key.startswith("K=")):
+        ratios[f"{key}_to_plain_mlx"] = ours[key]["tok_s"] / mlx["plain_tok_s"]
+    return {key: round(each, 3) for key, each in ratios.items()}
+
+
+if __name__ == "__main__":
+    main()

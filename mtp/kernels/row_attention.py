@@ -1,0 +1,191 @@
+"""Attention of a few rows over a cache by kernels of our own, bit for bit that of single rows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import KVCache
+
+from .attention import SingleRowAttention, make_room
+from .cuda import TYPES, CudaKernel
+from .product import Together
+
+MAX_ROWS = 16
+"""Of one sequence."""
+KEYS: Final = 64
+"""Keys of a chunk, as in attention.cuh."""
+_HEADS: Final = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the kernels are compiled for, and how many heads there are."""
+
+    heads: int
+    key_heads: int
+    size: int
+    turned: int
+    """Numbers of a head that rotary positions turn."""
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("mlx.core.")
+        return f"{self.heads}/{self.key_heads} heads of {self.size}, {kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A layer's own: the norms of q and k, and (eps, log2 of the rotary base, its scale)."""
+
+    q_norm: mx.array
+    k_norm: mx.array
+    numbers: mx.array
+
+
+class RowAttention:
+    """The kernels of one kind of heads."""
+
+    def __init__(self, heads: Heads) -> None:
+        self._of = heads
+        self._prepare, self._attend, self._join = _kernels(heads.size, heads.turned, heads.dtype)
+
+    def prepare(
+        self, wide: mx.array, k: mx.array, v: mx.array, fixed: Fixed, first: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """q (B, heads, n, D), k and v (B, key heads, n, D), normed and turned.
+
+        `wide` (B, n, heads 2 D): each head's q and its gate. `first` (B,): its first position.
+        """
+        h, (batch, rows, _) = self._of, wide.shape
+        shapes = [(batch, count, rows, h.size) for count in (h.heads, h.key_heads, h.key_heads)]
+        q, k, v = self._prepare(
+            [wide, k, v, fixed.q_norm, fixed.k_norm, fixed.numbers, first],
+            (h.heads + 2 * h.key_heads, rows, batch),
+            h.size,
+            [(shape, h.dtype) for shape in shapes],
+        )
+        return q, k, v
+
+    def attend(
+        self,
+        q: mx.array,
+        buffers: tuple[mx.array, mx.array],
+        wide: mx.array,
+        first: mx.array,
+        longest: int,
+    ) -> mx.array:
+        """(B, n, heads D), gated. `buffers` (B, key heads, room, D) hold the new rows' keys and
+        values too; `longest`: the rows held of the longest sequence."""
+        h, (batch, _, rows, _) = self._of, q.shape
+        chunks = -(-longest // KEYS)
+        parts, tops = self._attend(
+            [q, *buffers, first],
+            (chunks, h.key_heads, batch),
+            h.size // 2,
+            [
+                ((batch, h.heads, rows, chunks, h.size), mx.float32),
+                ((batch, h.heads, rows, chunks, 2), mx.float32),
+            ],
+        )
+        [y] = self._join(
+            [parts, tops, wide],
+            (h.heads, rows, batch),
+            h.size,
+            [((batch, rows, h.heads * h.size), h.dtype)],
+        )
+        return y
+
+
+@cache
+def _kernels(size: int, turned: int, dtype: mx.Dtype) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
+    label, wide = f"{size}_{TYPES[dtype]}", f"{2 * size}"
+    prepare = CudaKernel(
+        f"attention_prepare_{turned}_{label}",
+        f"exo::prepare<{size}, {turned}>(wide, k, v, q_norm, k_norm, fixed, first, q_out, k_out, "
+        f"v_out, wide_shape[1], wide_shape[2] / {wide}, k_shape[2] / {size})",
+        ("wide", "k", "v", "q_norm", "k_norm", "fixed", "first"),
+        ("q_out", "k_out", "v_out"),
+        file="attention.cuh",
+    )
+    attend = CudaKernel(
+        f"attention_attend_{label}",
+        f"exo::attend<{size}>(q, keys, values, first, parts, tops, {size**-0.5!r}f, q_shape[2], "
+        "q_shape[1], keys_shape[1], keys_shape[2])",
+        ("q", "keys", "values", "first"),
+        ("parts", "tops"),
+        file="attention.cuh",
+    )
+    join = CudaKernel(
+        f"attention_join_{label}",
+        f"exo::join<{size}>(parts, tops, wide, y, wide_shape[1], wide_shape[2] / {wide}, "
+        "parts_shape[3])",
+        ("parts", "tops", "wide"),
+        ("y",),
+        file="attention.cuh",
+    )
+    return prepare, attend, join
+
+
+class KernelAttention(SingleRowAttention):
+    """Qwen's gated attention for up to MAX_ROWS rows over a plain cache."""
+
+    kernel: RowAttention
+    fixed: Fixed
+    together: Together
+
+    def __call__(
+        self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
+    ) -> mx.array:
+        rows, m = x.shape[1], cast("Any", self)
+        if type(cache) is not KVCache or rows > MAX_ROWS or isinstance(mask, mx.array):
+            return super().__call__(x, mask, cache)
+        make_room(cache, rows, (x.shape[0], m.num_key_value_heads, m.head_dim), x.dtype)
+        first = positions(cache.offset, x.shape[0])
+        wide, k, v = self.together(x)
+        q, k, v = self.kernel.prepare(wide, k, v, self.fixed, first)
+        _ = cache.update_and_fetch(k, v)
+        buffers = (cast("mx.array", cache.keys), cast("mx.array", cache.values))
+        return m.o_proj(self.kernel.attend(q, buffers, wide, first, cache.offset))
+
+
+@lru_cache(maxsize=64)
+def positions(first: int, batch: int) -> mx.array:
+    """The same for all layers of a step."""
+    made = mx.array([first] * batch, dtype=mx.int32)
+    mx.eval(made)
+    return made
+
+
+def heads_of(layer: Any) -> Heads:
+    """Of one of Qwen's gated attention layers."""
+    sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+    return Heads(*sizes, getattr(layer.rope, "dims", 0), layer.q_norm.weight.dtype)
+
+
+def fixed_of(layer: Any) -> Fixed:
+    numbers = [layer.q_norm.eps, math.log2(layer.rope.base), layer.rope.scale]
+    made = Fixed(layer.q_norm.weight, layer.k_norm.weight, mx.array(numbers, dtype=mx.float32))
+    mx.eval(made.numbers)
+    return made
+
+
+def unfit(layer: Any) -> str:
+    """Why there is no kernel for a layer; empty where there is one."""
+    heads = heads_of(layer)
+    if heads.dtype not in (mx.float16, mx.bfloat16):
+        return f"it computes in {heads.dtype}"
+    if heads.size not in _HEADS:
+        return f"its heads have {heads.size} numbers, not one of {_HEADS}"
+    if type(layer.rope) is not nn.RoPE or layer.rope.traditional or heads.turned % 2:
+        return "its rotary positions are of another kind"
+    if layer.q_norm.eps != layer.k_norm.eps or layer.k_norm.weight.dtype != heads.dtype:
+        return "its norms differ"
+    return ""
+
+
+def projections(layer: Any) -> Sequence[nn.Module]:
+    return layer.q_proj, layer.k_proj, layer.v_proj
