@@ -1,19 +1,34 @@
-"""CUDA kernels from the texts beside this file, through MLX's compiler.
+"""CUDA kernels from the texts beside this file.
 
-MLX copies and hashes a kernel's text at every call, so a kernel's own text is one line that calls a
-function of an included file.
+A kernel's text calls a function of one file with its arrays by name; `x_shape` there is x's shape.
+They are compiled by `compiler.py`; where that is impossible by MLX, which takes longer, keeps
+nothing, and copies and hashes a text at every call: so the text it gets includes the file.
 """
 
+import hashlib
+import logging
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 
+from .compiler import CannotCompile, Compiler, compiler, text_of
+
 TYPES: Final = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 """What MLX calls these dtypes in a kernel."""
+_ALL_TYPES: Final = TYPES | {mx.uint32: "unsigned", mx.int32: "int"}
+_FOLDER: Final = Path(__file__).parent
+_SHARED: Final = "extern __shared__ __align__(128) unsigned char shared[];\n"
 
 Grid = tuple[int, int, int]
+Results = Sequence[tuple[tuple[int, ...], mx.Dtype]]
+
+_LAUNCH: Any = mx.fast.precompiled_cuda_kernel
+
+log = logging.getLogger(__name__)
 
 
 class CudaKernel:
@@ -30,27 +45,44 @@ class CudaKernel:
         shared_bytes: int = 0,
     ) -> None:
         """`name` is unique for `call`, which names the arrays; `x_shape` there is x's shape."""
-        declared = (
-            "extern __shared__ __align__(128) unsigned char shared[];\n" if shared_bytes else ""
-        )
-        self._launch: Any = mx.fast.cuda_kernel(
-            name=f"exo_{name}",
-            input_names=list(inputs),
-            output_names=list(outputs),
-            header=_include("common.cuh") + _include(file),
-            source=f"{declared}{call};\n",
-            shared_memory=shared_bytes,
-        )
+        self._name, self._call, self._file = name, call, file
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._shared = shared_bytes
+        self._shaped = [i for i, name in enumerate(inputs) if f"{name}_shape" in call]
+        self._code: tuple[str, bytes] | None = None
+        self._dtypes: list[mx.Dtype] = []
+        self._by_mlx: Any = None
 
     def __call__(
-        self,
-        arrays: Sequence[mx.array],
-        blocks: Grid,
-        threads: int,
-        results: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+        self, arrays: Sequence[mx.array], blocks: Grid, threads: int, results: Results
     ) -> list[mx.array]:
-        """`results`: shape and dtype of each output. Lazy; raises RuntimeError when evaluated."""
-        return self._launch(
+        """`results`: shape and dtype of each output. Lazy; raises RuntimeError when evaluated.
+
+        Types and numbers of axes are those of the first call: launches are what bounds a step.
+        """
+        if self._code is None:
+            made = _compiler()
+            if made is None:
+                return self._by_mlxs_compiler(arrays, blocks, threads, results)
+            self._code = self._compiled(made, arrays, results)
+            self._dtypes = [dtype for _, dtype in results]
+        return _LAUNCH(
+            name=self._code[0],
+            compiled_source=self._code[1],
+            inputs=arrays,
+            output_shapes=[shape for shape, _ in results],
+            output_dtypes=self._dtypes,
+            scalars=[size for i in self._shaped for size in arrays[i].shape],
+            grid=(blocks[0] * threads, blocks[1], blocks[2]),
+            threadgroup=(threads, 1, 1),
+            shared_memory=self._shared,
+            ensure_row_contiguous=True,
+        )
+
+    def _by_mlxs_compiler(
+        self, arrays: Sequence[mx.array], blocks: Grid, threads: int, results: Results
+    ) -> list[mx.array]:
+        return self._mlxs()(
             inputs=list(arrays),
             grid=(blocks[0] * threads, blocks[1], blocks[2]),
             threadgroup=(threads, 1, 1),
@@ -58,11 +90,67 @@ class CudaKernel:
             output_dtypes=[dtype for _, dtype in results],
         )
 
+    def _mlxs(self) -> Any:
+        if self._by_mlx is None:
+            self._by_mlx = mx.fast.cuda_kernel(
+                name=f"exo_{self._name}",
+                input_names=list(self._inputs),
+                output_names=list(self._outputs),
+                header=_include("common.cuh") + _include(self._file),
+                source=f"{_SHARED if self._shared else ''}{self._call};\n",
+                shared_memory=self._shared,
+            )
+        return self._by_mlx
+
+    def _compiled(
+        self, made: Compiler, arrays: Sequence[mx.array], results: Results
+    ) -> tuple[str, bytes]:
+        """The name of the kernel and its code, for arrays of these types."""
+        text = self._text(arrays, results)
+        name = f"exo_{re.sub('[^a-z0-9_]', '_', self._name)}_{_digest(text)}"
+        return name, made.compiled(text.replace("EXO_KERNEL", name))
+
+    def _text(self, arrays: Sequence[mx.array], results: Results) -> str:
+        takes = [
+            f"const {_ALL_TYPES[array.dtype]}* {name}"
+            for name, array in zip(self._inputs, arrays, strict=True)
+        ]
+        takes += [
+            f"{_ALL_TYPES[dtype]}* {name}"
+            for name, (_, dtype) in zip(self._outputs, results, strict=True)
+        ]
+        shapes = ""
+        for i in self._shaped:
+            name, sizes = self._inputs[i], range(arrays[i].ndim)
+            takes += [f"int {name}_{axis}" for axis in sizes]
+            listed = ", ".join(f"{name}_{axis}" for axis in sizes)
+            shapes += f"const int {name}_shape[] = {{{listed}}};\n"
+        return (
+            f'{text_of(self._file, _FOLDER)}\nextern "C" __global__ void EXO_KERNEL('
+            f"{', '.join(takes)}) {{\n{_SHARED if self._shared else ''}{shapes}{self._call};\n}}\n"
+        )
+
+
+@cache
+def _compiler() -> Compiler | None:
+    """None: MLX compiles."""
+    if not available():
+        return None
+    try:
+        return compiler()
+    except CannotCompile as why:
+        log.warning("MLX compiles the kernels, which takes a minute at each load: %s", why)
+        return None
+
 
 def available() -> bool:
     """Whether MLX computes on an NVIDIA GPU here."""
     return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.DeviceType.gpu)
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _include(file: str) -> str:
-    return f'#include "{Path(__file__).with_name(file)}"\n'
+    return f'#include "{_FOLDER / file}"\n'

@@ -4,6 +4,7 @@ MLX chooses its product there by the number of rows, so a verify rounds otherwis
 and its product for 4-bit weights costs as many single rows as there are, up to seven.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -87,70 +88,87 @@ class Storage:
         row = (144 if words == 1 else 160) + 4 * max(2, self.step // self.group)
         return max(warps * _STAGES * 16 * tall * row, warps * tiles * 8 * 16 * tall * 4)
 
-    def kernel(self, call: str, tiles: int, inputs: int, outputs: int = 1) -> CudaKernel:
-        """One of quantized.cuh, by what `_CALLS` says of it."""
-        return _quantized(self, call, tiles, self.warps(inputs), outputs)
-
 
 class QuantizedProduct:
-    """Of 4- or 8-bit weights in groups of 32, 64 or 128."""
+    """Of 4- or 8-bit weights in groups of 32, 64 or 128.
+
+    A launch here is short, so its price is what Python does for it: no attribute is read twice.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._dtype = storage.dtype
+        self._kernels: dict[tuple[str, int, int, int], tuple[CudaKernel, int]] = {}
+
+    def _kernel(self, call: str, tiles: int, inputs: int, outputs: int) -> tuple[CudaKernel, int]:
+        """The kernel, and the threads of its blocks."""
+        key = (call, tiles, inputs, outputs)
+        if (found := self._kernels.get(key)) is None:
+            warps = self.storage.warps(inputs)
+            found = _quantized(self.storage, call, tiles, warps, outputs), 32 * warps
+            self._kernels[key] = found
+        return found
+
+    def _product(self, call: str, x: mx.array, arrays: list[mx.array], features: int) -> mx.array:
+        *before, inputs = x.shape
+        rows = math.prod(before)
+        tiles = tiles_of(rows)
+        kernel, threads = self._kernel(call, tiles, inputs, 1)
+        return kernel(
+            [as_rows(x), *arrays],
+            (-(-rows // (8 * tiles)), -(-features // 16), 1),
+            threads,
+            [((*before, features), self._dtype)],
+        )[0]
 
     def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
         """With `added`, which has the shape of the result, their sum."""
-        w, rows = layer.weight, x.size // x.shape[-1]
-        features, inputs, tiles = w.shape[0], x.shape[-1], tiles_of(rows)
-        more = [] if added is None else [added]
-        y = self.storage.kernel("added" if more else "product", tiles, inputs)(
-            [as_rows(x), w, layer.scales, layer.biases, *more],
-            (-(-rows // (8 * tiles)), -(-features // 16), 1),
-            32 * self.storage.warps(inputs),
-            [((*x.shape[:-1], features), x.dtype)],
-        )
-        return y[0]
+        arrays = _arrays(layer)
+        features = arrays[0].shape[0]
+        if added is None:
+            return self._product("product", x, arrays, features)
+        return self._product("added", x, [*arrays, as_rows(added)], features)
 
     def gated(self, x: mx.array, gate: Any, up: Any) -> mx.array:
         """silu(x gate) * (x up), for two layers of one shape."""
-        w, rows = gate.weight, x.size // x.shape[-1]
-        features, inputs, tiles = w.shape[0], x.shape[-1], tiles_of(rows)
-        y = self.storage.kernel("gated", tiles, inputs)(
-            [as_rows(x), *_arrays(gate), *_arrays(up)],
-            (-(-rows // (8 * tiles)), -(-features // 16), 1),
-            32 * self.storage.warps(inputs),
-            [((*x.shape[:-1], features), x.dtype)],
-        )
-        return y[0]
+        arrays = _arrays(gate)
+        features = arrays[0].shape[0]
+        return self._product("gated", x, [*arrays, *_arrays(up)], features)
 
     def several(self, x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
         """The products with each of `layers`, in one launch."""
-        rows, inputs = x.size // x.shape[-1], x.shape[-1]
-        features, tiles = [layer.weight.shape[0] for layer in layers], tiles_of(rows)
-        return self.storage.kernel("several", tiles, inputs, len(layers))(
-            [as_rows(x), *(array for layer in layers for array in _arrays(layer))],
+        *before, inputs = x.shape
+        rows = math.prod(before)
+        tiles = tiles_of(rows)
+        held = [_arrays(layer) for layer in layers]
+        features = [arrays[0].shape[0] for arrays in held]
+        kernel, threads = self._kernel("several", tiles, inputs, len(layers))
+        return kernel(
+            [as_rows(x), *(array for arrays in held for array in arrays)],
             (-(-rows // (8 * tiles)), sum(-(-each // 16) for each in features), 1),
-            32 * self.storage.warps(inputs),
-            [((*x.shape[:-1], each), x.dtype) for each in features],
+            threads,
+            [((*before, each), self._dtype) for each in features],
         )
 
     def experts(self, x: mx.array, layer: Any, chosen: mx.array) -> mx.array:
         """(.., e, N) of x (.., K) or (.., e, K) with the experts `chosen` (.., e)."""
-        return self._experts("experts", x, [layer], chosen)
+        return self._experts("experts", x, _arrays(layer), chosen)
 
     def experts_gated(self, x: mx.array, gate: Any, up: Any, chosen: mx.array) -> mx.array:
         """As `experts`, silu(x gate) * (x up)."""
-        return self._experts("experts_gated", x, [gate, up], chosen)
+        return self._experts("experts_gated", x, [*_arrays(gate), *_arrays(up)], chosen)
 
-    def _experts(self, call: str, x: mx.array, layers: Sequence[Any], chosen: mx.array) -> mx.array:
-        features, inputs = layers[0].weight.shape[1], x.shape[-1]
-        y = self.storage.kernel(call, 1, inputs)(
-            [as_rows(x), *(a for each in layers for a in _arrays(each)), chosen.reshape(-1)],
-            (chosen.size, -(-features // 16), 1),
-            32 * self.storage.warps(inputs),
-            [((*chosen.shape, features), x.dtype)],
-        )
-        return y[0]
+    def _experts(
+        self, call: str, x: mx.array, arrays: list[mx.array], chosen: mx.array
+    ) -> mx.array:
+        features, shape = arrays[0].shape[1], chosen.shape
+        kernel, threads = self._kernel(call, 1, x.shape[-1], 1)
+        return kernel(
+            [as_rows(x), *arrays, chosen.reshape(-1)],
+            (math.prod(shape), -(-features // 16), 1),
+            threads,
+            [((*shape, features), self._dtype)],
+        )[0]
 
 
 def tiles_of(rows: int) -> int:
@@ -163,8 +181,8 @@ def as_rows(x: mx.array) -> mx.array:
     return x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
 
 
-def _arrays(layer: Any) -> tuple[mx.array, mx.array, mx.array]:
-    return layer.weight, layer.scales, layer.biases
+def _arrays(layer: Any) -> list[mx.array]:
+    return [layer["weight"], layer["scales"], layer["biases"]]
 
 
 _ROWS = "x_shape[0] * x_shape[1]"

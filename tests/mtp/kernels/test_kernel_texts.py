@@ -32,12 +32,12 @@ _SMALL_PRODUCTS = (
 )
 _REAL_DELTAS = tuple(gated_delta.Sizes(16, heads, 128, mx.bfloat16) for heads in (32, 48))
 _REAL_PRODUCTS = (
-    product.Weights(17408, 5120, mx.bfloat16),
-    product.Weights(5120, 17408, mx.bfloat16, 4, 64),
-    product.Weights(248320, 5120, mx.bfloat16, 4, 64),
-    product.Weights(17408, 5120, mx.bfloat16, 4, 32),
-    product.Weights(17408, 5120, mx.bfloat16, 8, 64),
-    product.Weights(5120, 17408, mx.float16, 8, 128),
+    product.Weights(1740, 5120, mx.bfloat16),
+    product.Weights(512, 17408, mx.bfloat16, 4, 64),
+    product.Weights(24832, 5120, mx.bfloat16, 4, 64),
+    product.Weights(1740, 5120, mx.bfloat16, 4, 32),
+    product.Weights(1740, 5120, mx.bfloat16, 8, 64),
+    product.Weights(512, 17408, mx.float16, 8, 128),
 )
 DELTAS = (*_SMALL_DELTAS, *(_REAL_DELTAS if ON_GPU else ()))
 PRODUCTS = (*_SMALL_PRODUCTS, *(_REAL_PRODUCTS if ON_GPU else ()))

@@ -109,6 +109,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return made["product"]
 
     monkeypatch.setattr(gated_delta, "GatedDelta", delta)
+
     def added_norm(_: mx.Dtype, eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
         def run(x: mx.array, more: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
             return x + more, mx.fast.rms_norm(x + more, weight, eps)
