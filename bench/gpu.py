@@ -1,7 +1,7 @@
 """What decoding, verifying, drafting and prompts cost on a GPU, with our kernels and with MLX's.
 
-    python bench/gpu.py 27B:4 35B-A3B:4 [--contexts 1024 16000] [--acceptance 0.857,0.754,0.664]
-        [--repeats 15] [--json out.json]
+    python bench/gpu.py 27B:4 35B-A3B:4 [--prompt 1024] [--contexts 1100 16000]
+        [--acceptance 0.857,0.754,0.664] [--repeats 15] [--json out.json]
 
 Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
 ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
@@ -29,7 +29,8 @@ from exo_node.mtp.kernel_choice import Mode
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 
 _ROWS = (1, 2, 3, 4)
-_CHUNK = 512
+_CHUNK = 64
+"""Rows of a forward over what is held; ours are compiled sooner than what MLX has for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Plan:
     """What to measure of one shape."""
 
     repeats: int
+    prompt: int
     contexts: tuple[int, ...]
     acceptance: tuple[float, ...]
 
@@ -48,7 +50,7 @@ def main() -> None:
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
         shares = options.acceptance or PUBLISHED.get(name, (0.8, 0.7, 0.6))
-        plan = Plan(options.repeats, tuple(options.contexts), shares)
+        plan = Plan(options.repeats, options.prompt, tuple(options.contexts), shares)
         report["shapes"].append(_shape(name, int(bits or 16), plan))
         mx.clear_cache()
         if options.json:
@@ -59,12 +61,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Costs on a GPU, ours and MLX's")
     _ = parser.add_argument("shapes", nargs="+", help="NAME:BITS, 16 for bfloat16")
     _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--prompt", type=int, default=1024, help="of decoding and drafting")
     _ = parser.add_argument(
         "--contexts",
         type=int,
-        nargs="+",
-        default=[1024],
-        help="rows behind which is verified; the first one for the rest, and alone with MLX's",
+        nargs="*",
+        default=[1100],
+        help="rows behind which is verified; with MLX's kernels only behind the prompt",
     )
     _ = parser.add_argument(
         "--acceptance",
@@ -88,17 +91,18 @@ def _setting() -> dict[str, Any]:
 
 
 def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
-    subject = Subject(name, bits, plan.repeats, plan.contexts[0])
+    subject = Subject(name, bits, plan.repeats, plan.prompt)
     arms: dict[str, dict[str, Any]] = {}
     for mode in cast("tuple[Mode, ...]", ("mlx", "auto")):
         begun = time.perf_counter()
         chosen = subject.choose(mode)
+        print(*chosen, sep="\n", flush=True)
         arm: dict[str, Any] = {"choices": [str(each) for each in chosen]}
         arm["load_s"] = round(time.perf_counter() - begun, 1)
         arms[mode] = arm
         if mode == "mlx":
-            arm["generate_step_tok_s"] = _generate_step(subject)
-        contexts = plan.contexts[:1] if mode == "mlx" else plan.contexts
+            arm["generate_step_tok_s"] = _generate_step(subject, min(plan.prompt, 64))
+        contexts = (plan.prompt, *(() if mode == "mlx" else plan.contexts))
         arm |= _arm(subject, plan, contexts)
         print(json.dumps({"shape": f"{name}:{bits}", mode: arm}), flush=True)
     return {"shape": name, "bits": bits, **arms, "ratios": _ratios(arms["mlx"], arms["auto"])}
@@ -161,11 +165,12 @@ def _same_bits(subject: Subject, context: int) -> dict[str, bool]:
     return {"verify": bool(same[0].item()), "step_behind": bool(same[1].item())}
 
 
-def _generate_step(subject: Subject, tokens: int = 60) -> float:
+def _generate_step(subject: Subject, prompt: int, tokens: int = 60) -> float:
     """Tokens a second of mlx-lm's own loop, without its first 10."""
-    prompt = mx.arange(64)
     begun = 0.0
-    for count, _ in enumerate(generate_step(prompt, subject.model, max_tokens=tokens + 11)):
+    for count, _ in enumerate(
+        generate_step(mx.arange(prompt), subject.model, max_tokens=tokens + 11)
+    ):
         if count == 10:
             begun = time.perf_counter()
         if count == tokens + 10:

@@ -2,6 +2,7 @@
 
 accept.py: which drafts stand: greedy prefix, ratio, block, coupled
 answer.py: one answer's tokens: chosen, counted, ended
+attention_choice.py: which attention serves a few rows
 batch.py: several answers, one forward a round
 batch_caches.py: their caches, each request behind its own past
 batch_depth.py: how many tokens a batch drafts
@@ -16,6 +17,7 @@ drafters.py: NoDrafter and NativeDrafter
 family.py: what the engine needs of a model family, and which file has it
 finite.py: logits that are no distribution
 fixed_rows.py: strict mode: every decode forward has the same rows
+fused_choice.py: which parts of layers compute in fewer launches
 glm4_moe.py: the GLM-4.x MoE family
 head.py: the head of the Qwen families
 kernel_choice.py: which kernel computes each layer

@@ -1,0 +1,96 @@
+"""A small model with all the kernels that `install` finds, in the emulator or on the GPU."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from emulated import use
+from mlx import nn
+from mlx_lm.models import qwen3_5
+
+from exo_node.mtp import kernel_choice
+from exo_node.mtp.family import prepare
+from exo_node.mtp.kernels import fused, product, row_attention, trial
+from exo_node.mtp.rollback import TapedGatedDelta, with_tapes
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+}
+EXPERTS = DENSE | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    product._quantized.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    row_attention._kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(kernel_choice, "available", lambda: True)
+    monkeypatch.setattr(trial, "_CALLS", 1)
+    monkeypatch.setattr(trial, "_REPEATS", 0)
+
+
+def small(config: dict[str, Any]) -> qwen3_5.Model:
+    mx.random.seed(5)
+    arguments = {"model_type": "qwen3_5", "text_config": config}
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(arguments))
+    model.set_dtype(mx.bfloat16)
+    predicate: Any = model.language_model.quant_predicate
+
+    def wanted(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized"):
+            return False
+        return predicate(path, module) if predicate else True
+
+    nn.quantize(model.language_model, group_size=64, bits=4, class_predicate=wanted)
+    model.eval()
+    prepare(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def logits(model: qwen3_5.Model, blocks: list[list[int]]) -> mx.array:
+    caches: Any = with_tapes(model.make_cache())
+    return mx.concatenate([model(mx.array([ids]), caches) for ids in blocks], axis=1)
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
+    config: dict[str, Any],
+) -> None:
+    model = small(config)
+    prompt, verified = [7, 30, 2], [11, 5, 90, 41]
+    wanted = logits(model, [prompt, verified])
+    chosen = kernel_choice.install([model], "auto", lambda: 0.0, lambda _: None)
+    names = {"gated_delta", "product", "several_products", "added_norm", "row_attention"}
+    names |= {"experts"} if config is EXPERTS else {"gated_product"}
+    assert names <= set(kernel_choice.used(chosen)), [str(each) for each in chosen]
+    kinds = [type(module) for _, module in model.named_modules()]
+    assert row_attention.KernelAttention in kinds and fused.RowsLayer35 in kinds
+    deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]
+    assert all(m.together is not None for m in deltas)
+    got = logits(model, [prompt, verified])
+    assert trial.relative_error(wanted, got) <= 3e-2
+    assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
