@@ -110,6 +110,7 @@ def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
 
 def _arm(subject: Subject, plan: Plan, contexts: Sequence[int]) -> dict[str, Any]:
     measured = subject.measure(Variant())
+    print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
     for k, share in enumerate(plan.acceptance[:3], start=1):
         costs = measured[f"K={k}"]
@@ -124,12 +125,15 @@ def _arm(subject: Subject, plan: Plan, contexts: Sequence[int]) -> dict[str, Any
 
 
 def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
-    times = {rows: _forwards(subject, context, rows, repeats) for rows in _ROWS}
-    return {
+    caches = _behind(subject, context)
+    times = {rows: _forwards(subject, caches, rows, repeats) for rows in _ROWS}
+    result = {
         "ms": {str(rows): round(each * 1e3, 2) for rows, each in times.items()},
         "steps": {str(rows): round(each / times[1], 3) for rows, each in times.items()},
         "same_bits": _same_bits(subject, context),
     }
+    print(json.dumps({"context": context} | result), flush=True)
+    return result
 
 
 def _behind(subject: Subject, context: int) -> list[object]:
@@ -142,9 +146,9 @@ def _behind(subject: Subject, context: int) -> list[object]:
     return caches
 
 
-def _forwards(subject: Subject, context: int, rows: int, repeats: int) -> float:
+def _forwards(subject: Subject, caches: list[object], rows: int, repeats: int) -> float:
     """Median seconds of forwards of `rows` rows, each waited for."""
-    caches, ids = _behind(subject, context), mx.arange(rows) + 11
+    ids = mx.arange(rows) + 11
     times: list[float] = []
     for _ in range(repeats + 4):
         begun = time.perf_counter()

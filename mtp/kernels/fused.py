@@ -17,8 +17,8 @@ from .product import (
     RowsQuantizedLinear,
     Storage,
     few,
+    stored,
     unfit,
-    weights_of,
 )
 
 
@@ -66,7 +66,7 @@ def experts_of(layer: nn.Module) -> tuple[Storage, Storage] | str:
         return "its experts are not quantised in MLX's affine mode"
     if any("bias" in part for part in parts) or type(m.activation) is not SwiGLU:
         return "its experts add a bias or have another activation"
-    kinds = [kind for part in parts if (kind := weights_of(part)) is not None]
+    kinds = [stored(part) for part in parts]
     if why := next((why for kind in kinds if (why := unfit(kind))), ""):
         return why
     gate, up, down = (Storage(k.dtype, k.bits, k.group) for k in kinds)

@@ -12,7 +12,6 @@ from typing import Any, Final, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from .cuda import TYPES, CudaKernel
 
@@ -270,14 +269,17 @@ def unfit(weights: Weights) -> str:
 def weights_of(layer: nn.Module) -> Weights | None:
     """None for what is no product, or adds a bias."""
     m: Any = layer
-    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):
-        if m.mode != "affine" or m.get("bias") is not None:
-            return None
-        features, inputs = m.weight.shape[-2], m.weight.shape[-1] * 32 // m.bits
-        return Weights(features, inputs, m.scales.dtype, m.bits, m.group_size)
+    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+        return None if m.mode != "affine" or m.get("bias") is not None else stored(layer)
     if type(layer) in (nn.Linear, nn.Embedding) and m.get("bias") is None:
         return Weights(m.weight.shape[0], m.weight.shape[1], m.weight.dtype)
     return None
+
+
+def stored(layer: Any) -> Weights:
+    """Of a layer that is quantised in the affine mode, or of each expert of one."""
+    features, inputs = layer.weight.shape[-2], layer.weight.shape[-1] * 32 // layer.bits
+    return Weights(features, inputs, layer.scales.dtype, layer.bits, layer.group_size)
 
 
 def product_for(weights: Weights) -> Product:

@@ -87,7 +87,8 @@ def test_rows_are_mlxs_and_bit_for_bit_those_of_single_steps(
     x = (mx.random.normal((1, 5, 64), key=mx.random.key(3)) * 2).astype(case[3])
     block, single, stock = (cache_of(layer, past) for _ in range(3))
     got = layer(x, "causal", block)
-    wanted = Qwen3NextAttention.__call__(layer, x, "causal", stock)
+    causal: Any = "causal"
+    wanted = Qwen3NextAttention.__call__(layer, x, causal, stock)
     assert relative_error(wanted, got) <= 1.5e-2
     singles: Sequence[mx.array] = [layer(x[:, i : i + 1], None, single) for i in range(5)]
     assert single.offset == block.offset == past + 5

@@ -12,6 +12,7 @@ import pytest
 from emulated import use
 from mlx import nn
 from mlx_lm.models import qwen3_5
+from mlx_lm.utils import dequantize_model
 
 from exo_node.mtp import kernel_choice
 from exo_node.mtp.family import prepare
@@ -82,7 +83,10 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
 ) -> None:
     model = small(config)
     prompt, verified = [7, 30, 2], [11, 5, 90, 41]
-    wanted = logits(model, [prompt, verified])
+    exact: Any = dequantize_model(small(config))
+    exact.set_dtype(mx.float32)
+    wanted = logits(exact, [prompt, verified])
+    mlxs_error = trial.relative_error(wanted, logits(model, [prompt, verified]))
     chosen = kernel_choice.install([model], "auto", lambda: 0.0, lambda _: None)
     names = {"gated_delta", "product", "several_products", "added_norm", "row_attention"}
     names |= {"experts"} if config is EXPERTS else {"gated_product"}
@@ -92,5 +96,5 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]
     assert all(m.together is not None for m in deltas)
     got = logits(model, [prompt, verified])
-    assert trial.relative_error(wanted, got) <= 3e-2
+    assert trial.relative_error(wanted, got) <= max(3e-2, 1.2 * mlxs_error)
     assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
