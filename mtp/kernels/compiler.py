@@ -6,7 +6,6 @@ fraction of that, since a text includes only what it needs, and nothing the seco
 
 import ctypes
 import hashlib
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,13 +103,13 @@ def _architecture() -> str:
 
 def includes() -> tuple[Path, ...]:
     """Where cuda_bf16.h and what it includes are. Raises CannotCompile."""
-    packages = Path(mx.__file__).parent.parent
-    toolkits = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    homes = [*(Path(each) for each in toolkits if each), packages / "nvidia" / "cu13"]
-    homes += [packages / "nvidia" / "cuda_runtime", Path("/usr/local/cuda")]
+    packages = Path(mx.__file__).parent.parent / "nvidia"
+    homes = (packages / "cu13", packages / "cuda_runtime", Path("/usr/local/cuda"))
     found = [home / "include" for home in homes if (home / "include" / "cuda_bf16.h").exists()]
     if not found:
-        raise CannotCompile("cuda_bf16.h is not found: set CUDA_HOME to a CUDA toolkit")
+        raise CannotCompile(
+            "cuda_bf16.h is neither in this environment's NVIDIA packages nor in /usr/local/cuda"
+        )
     return Path(mx.__file__).parent / "include" / "cccl", found[0], found[0] / "cccl"
 
 
@@ -122,7 +121,11 @@ def private_folder() -> Path | None:
         held = folder.stat()
     except OSError:
         return None
-    return folder if held.st_uid == os.getuid() and not held.st_mode & 0o022 else None
+    return (
+        folder
+        if held.st_uid == Path("/proc/self").stat().st_uid and not held.st_mode & 0o022
+        else None
+    )
 
 
 def _kept(path: Path) -> bytes | None:
@@ -140,7 +143,7 @@ def _keep(path: Path, code: bytes) -> None:
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             _ = file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+        _ = Path(file.name).replace(path)
     except OSError:
         return
 

@@ -25,8 +25,7 @@ ON_GPU = available()
 ROWS = (1, 3, 9, *((17, 33) if ON_GPU else ()))
 KINDS = (
     (mx.bfloat16, 4, 64),
-    (mx.float16, 8, 128),
-    *(((mx.bfloat16, 8, 64), (mx.bfloat16, 4, 32)) if ON_GPU else ()),
+    *(((mx.bfloat16, 8, 64), (mx.bfloat16, 4, 32), (mx.float16, 8, 128)) if ON_GPU else ()),
 )
 SIZES = ((20, 1024), *(((1740, 5120),) if ON_GPU else ()))
 
