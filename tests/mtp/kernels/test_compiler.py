@@ -84,9 +84,12 @@ def test_a_text_that_is_refused_says_why() -> None:
 def test_a_folder_that_others_may_write_to_keeps_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    def here(*_: Any, **__: Any) -> Path:
+        return tmp_path
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", here)
     folder = compiler.private_folder()
-    assert folder == tmp_path / "kernels"
+    assert folder is not None and folder == tmp_path / "kernels"
     folder.chmod(0o777)
     assert compiler.private_folder() is None
 
