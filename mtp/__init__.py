@@ -8,6 +8,7 @@ batch_caches.py: their caches, each request behind its own past
 batch_depth.py: how many tokens a batch drafts
 batch_drafter.py: drafts for all of them
 batch_probe.py: whether a request computes in a batch what it computes alone
+batch_prompts.py: chunks of several prompts in one forward
 batch_verdict.py: what each of them keeps, in one read
 costs.py: what rounds were measured to cost
 deepseek_v3.py: the DeepSeek-V3 family

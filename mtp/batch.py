@@ -386,5 +386,5 @@ class Batch:
 
 def _arrays(cache: BatchCache) -> list[mx.array]:
     if isinstance(cache, BatchKVCache):
-        return [cache.keys, cache.values]
+        return [a for a in (cache.keys, cache.values) if a is not None]
     return cache_arrays([cache])

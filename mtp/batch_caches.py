@@ -67,8 +67,10 @@ class Positions:
 class BatchKVCache:
     """What a layer of attention sees of a batch. Who runs the forward moves the positions."""
 
-    def __init__(self, keys: mx.array, values: mx.array, positions: Positions) -> None:
-        """`keys`, `values`: (B, heads, room, size)."""
+    def __init__(
+        self, keys: mx.array | None, values: mx.array | None, positions: Positions
+    ) -> None:
+        """`keys`, `values`: (B, heads, room, size); None before the first rows."""
         self.keys = keys
         self.values = values
         self._positions = positions
@@ -80,7 +82,9 @@ class BatchKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         rows = keys.shape[2]
         extent = self._positions.extent(rows)
-        if extent > self.keys.shape[2]:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (_with_room(a[:, :, :0], extent) for a in (keys, values))
+        elif extent > self.keys.shape[2]:
             self.keys, self.values = (_with_room(a, extent) for a in (self.keys, self.values))
         at = self._positions.places(rows)
         self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(at, keys.shape), keys, axis=2)
@@ -101,6 +105,7 @@ class BatchKVCache:
     def of(self, index: int) -> KVCache:
         """One request's, alone; views of these."""
         cache = KVCache()
+        assert self.keys is not None and self.values is not None
         cache.offset = self._positions.rows[index]
         room = _rooms(cache.offset) * ROOM
         cache.keys, cache.values = (
@@ -157,6 +162,8 @@ def _batched(layer: list[Any], positions: Positions) -> BatchCache:
             _stacked(list(parts)) for parts in zip(*(c.cache for c in layer), strict=True)
         ]
         return joined
+    if all(cache.keys is None for cache in layer):
+        return BatchKVCache(None, None, positions)
     room = (_rooms(max(positions.rows)) + 1) * ROOM
     keys, values = (
         mx.concatenate(

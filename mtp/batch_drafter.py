@@ -119,7 +119,8 @@ class BatchDrafter:
         )
 
     def arrays(self) -> list[mx.array]:
-        held = [self.cache.keys, self.cache.values, self._read]
+        cache = self.cache
+        held = [a for a in (cache.keys, cache.values, self._read) if a is not None]
         return held + [block.hidden for block in self._pending]
 
 

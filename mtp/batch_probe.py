@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .batch import BatchTarget
 from .batch_caches import Positions, batched, take_back
+from .batch_prompts import PromptTarget, read_together
 from .probe import CONTEXTS, PROMPT_ROWS, Forward, Identity, lengthen, live_arrays, probe_ids
 from .rollback import rollback
 from .seams import as_row
@@ -28,20 +29,22 @@ def batch_identity(
     vocabulary: int,
     k: int,
     context_length: int = CONTEXTS[-1] + 64,
+    prompts: PromptTarget | None = None,
 ) -> Identity:
     """Compares a verify of K + 1 rows of which each request keeps another number, and the plain
     step behind it, with the same requests alone: logits, and what is left in the caches.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, where others have
-    few rows.
+    few rows. `prompts`: prompts are read together, too, where there is such a target.
     """
-    prompts = [_read(forward, make_caches, vocabulary, rows) for rows in PROMPTS]
+    read = [_read(forward, make_caches, vocabulary, rows) for rows in PROMPTS]
+    same = prompts is None or _same_prompts(prompts, make_caches, vocabulary)
     fit = [rows for rows in CONTEXTS if rows + 2 * k + 2 <= context_length]
-    same = all(_same(forward, target, prompts, vocabulary, k, size) for size in SIZES)
+    same = same and all(_same(forward, target, read, vocabulary, k, size) for size in SIZES)
     for rows in fit[1:]:
-        longer = copy.deepcopy(prompts[0])
+        longer = copy.deepcopy(read[0])
         lengthen(longer, rows, rows + 2 * k + 2)
-        same = same and _same(forward, target, [longer, *prompts[1:]], vocabulary, k, SIZES[0])
+        same = same and _same(forward, target, [longer, *read[1:]], vocabulary, k, SIZES[0])
     return "bitwise" if same else "near_tie"
 
 
@@ -52,6 +55,30 @@ def _read(
     mx.eval(forward(as_row(probe_ids(vocabulary, 0, rows)), caches, want="last").logits)
     mx.eval(live_arrays(caches))
     return caches
+
+
+def _same_prompts(
+    target: PromptTarget, make_caches: Callable[[], list[Any]], vocabulary: int
+) -> bool:
+    """Two chunks of prompts, read together and alone: hidden states, and what is left."""
+    together, alone = ([make_caches() for _ in PROMPTS] for _ in range(2))
+    positions, same = [0] * len(PROMPTS), mx.array(True)
+    for chunk in range(2):
+        counts = [rows + 40 * (chunk == number) for number, rows in enumerate(PROMPTS)]
+        ids = [
+            as_row(probe_ids(vocabulary, 9 * n, 9 * n + count)) for n, count in enumerate(counts)
+        ]
+        hidden = read_together(target, ids, together, positions)
+        positions = [a + b for a, b in zip(positions, counts, strict=True)]
+        for index, caches in enumerate(alone):
+            wanted = target.forward(ids[index], caches, want="last")
+            assert wanted.hidden is not None
+            same &= mx.array_equal(wanted.hidden, hidden[index])
+            same &= mx.array_equal(wanted.logits, target.logits_of(hidden[index][:, -1:]))
+            left = live_arrays(together[index])
+            for mine, theirs in zip(live_arrays(caches), left, strict=True):
+                same &= mx.array_equal(mine, theirs)
+    return bool(same.item())
 
 
 def _same(

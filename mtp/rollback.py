@@ -96,7 +96,7 @@ class TapedGatedDelta(nn.Module):
         self, inputs: mx.array, mask: mx.array | None = None, cache: ArraysCache | None = None
     ) -> mx.array:
         stock = cast(Any, super()).__call__
-        if not isinstance(cache, TapedCache):
+        if not isinstance(cache, TapedCache) or cache.lengths is not None:
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
         if self.kernel is not None and mask is None and cache.lengths is None:

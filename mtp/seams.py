@@ -22,6 +22,15 @@ class Wait:
     """
 
     future: "Future[Any]"
+    reads: bool | None = None
+    """Whether a chunk of a prompt follows; None: as before."""
+
+    @classmethod
+    def a_turn(cls, *, reads: bool | None = None) -> "Wait":
+        """Lets others have their turn."""
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return cls(done, reads)
 
 
 class Block(NamedTuple):

@@ -1,9 +1,8 @@
 """Answers that are decoded together: who joins the batch, and who goes on alone."""
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 
@@ -113,7 +112,7 @@ class Batching:
         seat.member = member = Member(generation.answer, seat.depth, drafter.k, token)
         batch.settle()
         batch.join(member, held)
-        yield _a_turn()  # others take what was landed, and may join before the next round
+        yield Wait.a_turn()  # others take what was landed, and may join before the next round
         while True:
             if len(self._seats) == 1:
                 batch.settle()
@@ -143,10 +142,3 @@ class Batching:
 
     def arrays(self) -> list[mx.array]:
         return [] if self._batch is None else self._batch.arrays()
-
-
-def _a_turn() -> Wait:
-    """Gives up the turn."""
-    done: Future[Any] = Future()
-    done.set_result(None)
-    return Wait(done)

@@ -48,6 +48,8 @@ class Run:
         self._parked = False
         self._cancelled = False
         self._over = False
+        self.waited = False
+        """Whether its last turn computed nothing and went on to wait."""
         self.reads = True
         """Whether its next turn is likely a chunk of its prompt."""
 
@@ -80,7 +82,9 @@ class Run:
         # The edge of the compute thread: whatever a request met, SystemExit too, the others go on.
         except BaseException as fault:
             return self._end(as_exception(fault))
+        self.waited = isinstance(item, Wait)
         if isinstance(item, Wait):
+            self.reads = self.reads if item.reads is None else item.reads
             item.future.add_done_callback(lambda _: self._wake(self))
             return False
         self.reads = isinstance(item, Prefilled) and item.done < item.total
@@ -182,6 +186,8 @@ class ComputeThread:
                 run = turns.next()
                 if run.turn():
                     turns.add(run)
+                elif run.waited:
+                    turns.spare()
                 self.progress += 1
                 continue
             match message:
@@ -217,6 +223,10 @@ class Turns:
             self._answering.append(run)
         else:
             (self._reading_behind if run.background else self._reading).append(run)
+
+    def spare(self) -> None:
+        """The last turn was no chunk, whoever had it: another one that reads may be next."""
+        self._read = False
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import Verifier
@@ -56,18 +57,27 @@ class Earlier:
         budget = options.prefix_cache_bytes if link is None else 0
         self.prefixes = PrefixCache(budget, stage.make_caches)
 
-    def begin(self, request: EngineRequest, live_bytes: Callable[[], int]) -> Beginning:
-        """The verifier that holds most of what is still good, an empty one where nothing is."""
+    def begin(
+        self,
+        request: EngineRequest,
+        live_bytes: Callable[[], int],
+        prompts: PromptBatch | None,
+    ) -> Beginning:
+        """The verifier that holds most of what is still good, an empty one where nothing is.
+
+        `prompts`: see `LocalVerifier`.
+        """
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
             return Beginning(self._piped(request, self._link, kept))
         if (taken := self._copied(request)) is not None:
-            verifier = LocalVerifier(self._target, taken.caches, taken.position)
+            verifier = LocalVerifier(self._target, taken.caches, taken.position, prompts)
             return Beginning(verifier, taken.drafter)
         if (found := self.prefix_of(request, live_bytes)) is not None:
-            verifier = LocalVerifier(self._target, found.caches, found.position)
+            verifier = LocalVerifier(self._target, found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
-        return Beginning(LocalVerifier(self._target, self._stage.make_caches()))
+        caches = self._stage.make_caches()
+        return Beginning(LocalVerifier(self._target, caches, prompts=prompts))
 
     def keep(self, request: EngineRequest, verifier: Verifier) -> None:
         """For the attempt that follows."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_drafter import BatchHead
+from ...mtp.batch_prompts import PromptBatch, PromptsBroken
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
@@ -138,6 +139,7 @@ class TextEngine:
             clock=clock,
         )
         self._batching = self._new_batching()
+        self._prompts = self._new_prompts()
         self._admission = Admission(options.context_length)
         self.identity = "off"
         self.batch_identity = "off"
@@ -159,6 +161,14 @@ class TextEngine:
             logits = draft_logits(self._family, self._head, self._draft_vocabulary)
             head = BatchHead(self._head, self._family.embed, logits)
         return Batching(Batch(self._target, head, self._clock))
+
+    def _new_prompts(self) -> PromptBatch | None:
+        """Only used where a batch changes no bit: states behind prompts are kept for others."""
+        target = self._target
+        if self._batching.why_alone(self._stage.make_caches()) or isinstance(target, WholeTarget):
+            return None
+        assert isinstance(target, FamilyTarget)
+        return PromptBatch(target, self._options.prefill_chunk)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""
@@ -230,6 +240,7 @@ class TextEngine:
             self._vocabulary,
             self._options.context_length,
             self._clock,
+            self._target if isinstance(self._target, FamilyTarget) else None,
         )
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
@@ -283,7 +294,7 @@ class TextEngine:
             raise numeric_error(
                 fault.position, self._options.dtype, alone=self._link is None
             ) from fault
-        except BatchBroken as fault:
+        except (BatchBroken, PromptsBroken) as fault:
             raise ExoNodeError(str(fault)) from fault
         finally:
             self._end(request, running.verifier, lost=lost)
@@ -338,7 +349,9 @@ class TextEngine:
         sampler = Sampler(
             request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
         )
-        verifier, drafted, cached = self._earlier.begin(request, self.cache_bytes)
+        verifier, drafted, cached = self._earlier.begin(
+            request, self.cache_bytes, self._prompts if self.batch_identity == "bitwise" else None
+        )
         drafter = self._drafter(sampler, request)
         if drafted is not None and isinstance(drafter, NativeDrafter):
             drafter.take_up(drafted, request.ids)

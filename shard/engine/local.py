@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState
 from ...mtp.family import Family
 from ...mtp.rollback import cache_arrays, can_roll_back
@@ -45,6 +46,14 @@ class FamilyTarget:
         hidden = self._family.hidden(tokens, caches)
         return self._family.logits(hidden), hidden
 
+    def hidden_batch(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        """Ids (B, rows) -> (B, rows, H)."""
+        return self._family.hidden(tokens, caches)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """(1, rows, H) of `hidden_batch` -> (rows, V)."""
+        return self._family.logits(hidden)[0]
+
 
 class WholeTarget:
     """Any other model: one call gives logits."""
@@ -73,8 +82,18 @@ class LocalVerifier:
     overlaps = True
     remote = False
 
-    def __init__(self, target: Target, caches: Sequence[object], position: int = 0) -> None:
-        """`caches` are the answer's alone and end with it; a copy's hold `position` rows."""
+    def __init__(
+        self,
+        target: Target,
+        caches: Sequence[object],
+        position: int = 0,
+        prompts: PromptBatch | None = None,
+    ) -> None:
+        """`caches` are the answer's alone and end with it; a copy's hold `position` rows.
+
+        `prompts`: where forwards over its prompt meet those of others; None: nowhere.
+        """
+        self._prompts = prompts
         self._target = target
         self._caches = caches
         self.state = RequestState(list(caches), position)
@@ -98,11 +117,13 @@ class LocalVerifier:
         self.state.position, self.state.last_rows, self._hidden = position, 0, None
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
-        block = self._target.forward(tokens, self._caches, want=want)
+        if self._prompts is not None and want != "all":
+            block = yield from self._prompts.forward(tokens, self._caches, self.position, want)
+        else:
+            block = self._target.forward(tokens, self._caches, want=want)
         self.state.wrote((tokens.shape[0],))
         self._hidden, self._hidden_ends = block.hidden, self.position
         return block
-        yield  # a generator that never waits: everything is in this process
 
     def again(self, token: mx.array) -> Generator[Wait, None, Block]:
         raise AssertionError("nothing is kept here of an earlier attempt")

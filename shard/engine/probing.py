@@ -6,6 +6,7 @@ from typing import Any
 
 from ...mtp.batch import BatchTarget
 from ...mtp.batch_probe import batch_identity
+from ...mtp.batch_prompts import PromptTarget
 from ...mtp.costs import RoundCosts
 from ...mtp.probe import (
     LONGEST_PROBED,
@@ -35,6 +36,8 @@ class Subject:
     vocabulary: int
     context_length: int
     clock: Callable[[], float]
+    prompts: PromptTarget | None = None
+    """Where prompts are read together."""
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """What verifies and drafts up to `k` cost; see `mtp.probe`."""
@@ -78,6 +81,7 @@ def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
         subject.vocabulary,
         k,
         subject.context_length,
+        subject.prompts,
     )
     measured = MeasuredIdentity(value=value, k=k, context_length=subject.context_length)
     profile.batch_identity = measured

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache
 from shims import by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
@@ -21,7 +22,7 @@ def probe(model: Any, k: int) -> str:
     def make_caches() -> list[Any]:
         return with_tapes(model.make_cache())
 
-    return batch_identity(target.forward, target, make_caches, VOCABULARY, k, 1200)
+    return batch_identity(target.forward, target, make_caches, VOCABULARY, k, 1200, target)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -51,6 +52,16 @@ def test_a_mask_that_shows_another_requests_length_is_seen(
 
     monkeypatch.setattr(Positions, "mask", long)
     assert probe(taped_qwen(), 1) == "near_tie"
+
+
+def test_a_prompt_that_keeps_anothers_padding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeded fault: recurrent states read on to the end of the longest prompt."""
+
+    def endless(self: ArraysCache, rows: int) -> None:
+        del self, rows
+
+    monkeypatch.setattr(ArraysCache, "make_mask", endless)
+    assert probe(taped_qwen(), 0) == "near_tie"
 
 
 def test_states_that_keep_rejected_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
