@@ -219,12 +219,12 @@ def test_prefixes_of_prompts_that_were_read_together_are_the_cold_ones() -> None
     served = engine(prefix_cache_bytes=256 << 20)
     system = [*prompt(77, 200), 4095]
     asked = [[*system, *prompt(i, 20 + 7 * i)] for i in range(5)]
-    for _ in range(2):
+    for least in (0, 150):
         readers = [Reader(request(ids, 2, 12)) for ids in asked]
         together(served, readers)
         for reader in readers:
             assert tuple(reader.ids) == alone(reader.asked).ids
-    assert all(r.done is not None and r.done.stats.cached_tokens > 150 for r in readers)
+            assert reader.done is not None and reader.done.stats.cached_tokens >= least
 
 
 def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
