@@ -67,6 +67,9 @@ class Positions:
 class BatchKVCache:
     """What a layer of attention sees of a batch. Who runs the forward moves the positions."""
 
+    left_aligned: Final = True
+    """Kernels of our own read such buffers by `offset` alone, without the mask."""
+
     def __init__(
         self, keys: mx.array | None, values: mx.array | None, positions: Positions
     ) -> None:

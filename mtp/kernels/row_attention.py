@@ -131,7 +131,8 @@ def _kernels(size: int, turned: int, dtype: mx.Dtype) -> tuple[CudaKernel, CudaK
 
 
 class KernelAttention(SingleRowAttention):
-    """Qwen's gated attention for up to MAX_ROWS rows over a plain cache."""
+    """Qwen's gated attention for up to MAX_ROWS rows over a plain cache, or over a batch's whose
+    sequences begin at its first place: its `offset` (B,) says where each ends."""
 
     kernel: RowAttention
     fixed: Fixed
@@ -141,15 +142,18 @@ class KernelAttention(SingleRowAttention):
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
         rows, m = x.shape[1], cast("Any", self)
-        if type(cache) is not KVCache or rows > MAX_ROWS or isinstance(mask, mx.array):
+        alone = type(cache) is KVCache and not isinstance(mask, mx.array)
+        if rows > MAX_ROWS or not (alone or getattr(cache, "left_aligned", False)):
             return super().__call__(x, mask, cache)
-        make_room(cache, rows, (x.shape[0], m.num_key_value_heads, m.head_dim), x.dtype)
-        first = positions(cache.offset, x.shape[0])
+        held: Any = cache
+        if alone:
+            make_room(held, rows, (x.shape[0], m.num_key_value_heads, m.head_dim), x.dtype)
+        first = positions(held.offset, x.shape[0]) if alone else held.offset
         wide, k, v = self.together(x)
         q, k, v = self.kernel.prepare(wide, k, v, self.fixed, first)
-        _ = cache.update_and_fetch(k, v)
-        buffers = (cast("mx.array", cache.keys), cast("mx.array", cache.values))
-        return m.o_proj(self.kernel.attend(q, buffers, wide, first, cache.offset))
+        longest = held.update_and_fetch(k, v)[0].shape[2]
+        buffers = held.keys, held.values
+        return m.o_proj(self.kernel.attend(q, buffers, wide, first, longest))
 
 
 @lru_cache(maxsize=64)

@@ -15,10 +15,11 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.utils import dequantize_model
 
 from exo_node.mtp import kernel_choice
+from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.family import prepare
 from exo_node.mtp.kernels import fused, product, row_attention, trial
 from exo_node.mtp.kernels.cuda import available
-from exo_node.mtp.rollback import TapedGatedDelta, with_tapes
+from exo_node.mtp.rollback import TapedGatedDelta, cache_arrays, with_tapes
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3_5",
@@ -101,3 +102,22 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     got = logits(model, [prompt, verified])
     assert trial.relative_error(wanted, got) <= max(3e-2, 1.2 * mlxs_error)
     assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
+    assert batch_is_each_alone(model)
+
+
+def batch_is_each_alone(model: qwen3_5.Model) -> bool:
+    """Two requests behind prompts of different lengths: three rows, then one, as by themselves."""
+    prompts, rows = [[7, 30, 2], [5, 9, 14, 33, 8]], [[11, 5, 90], [3, 61, 40]]
+    requests: list[Any] = [with_tapes(model.make_cache()) for _ in prompts]
+    for ids, caches in zip(prompts, requests, strict=True):
+        mx.eval(model(mx.array([ids]), caches), cache_arrays(caches))
+    positions = Positions([len(ids) for ids in prompts])
+    together: Any = batched(requests, positions)
+    got = [model(mx.array(rows), together)]
+    positions.moved([3, 3])
+    got.append(model(mx.array([each[:1] for each in rows]), together))
+    for i, (ids, caches) in enumerate(zip(rows, requests, strict=True)):
+        alone = [model(mx.array([ids]), caches), model(mx.array([ids[:1]]), caches)]
+        if not all(mx.array_equal(a[0], b[i]).item() for a, b in zip(alone, got, strict=True)):
+            return False
+    return True
