@@ -140,12 +140,15 @@ def _kept(path: Path) -> bytes | None:
 
 def _keep(path: Path, code: bytes) -> None:
     """A full disk keeps nothing, and nothing else happens."""
+    held: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            held = Path(file.name)
             _ = file.write(hashlib.sha256(code).digest() + code)
-        _ = Path(file.name).replace(path)
+        _ = held.replace(path)
     except OSError:
-        return
+        if held is not None:
+            held.unlink(missing_ok=True)
 
 
 def text_of(file: str, folder: Path) -> str:

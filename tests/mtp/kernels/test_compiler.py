@@ -74,6 +74,17 @@ def test_without_a_folder_of_our_own_nothing_is_kept() -> None:
     assert library.compiled == 2
 
 
+def test_a_folder_that_takes_no_code_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert made(Library(), tmp_path).compiled("text") == CODE
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_text_that_is_refused_says_why() -> None:
     library = Library('exo.cu(3): warning: x\nexo.cu(4): error: identifier "y" is undefined\nmore')
     with pytest.raises(compiler.CannotCompile, match='error: identifier "y" is undefined'):
