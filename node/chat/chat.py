@@ -100,7 +100,7 @@ class ChatService:
         return self._runners
 
     def count(self, request: GenerationRequest, end: Finished) -> None:
-        self._totals.add(request.model, end.completion_tokens, end.stats)
+        self._totals.add(request.model, end.completion_tokens, end.stats, end.prompt_tokens)
 
 
 class _Answer:

@@ -19,7 +19,12 @@ class ModelTotals:
 
     requests: int = 0
     drafted_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of prompts that the prefix cache had."""
     completion_tokens: int = 0
+    batched_tokens: int = 0
+    """Those of answers whose step other requests shared."""
     spec_decode_rounds: int = 0
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -32,8 +37,11 @@ class ModelTotals:
     head_parked: str | None = None
     """Why the draft head was parked, by the last answer that said so."""
 
-    def add(self, completion_tokens: int, stats: Mapping[str, Any]) -> None:
+    def add(self, prompt_tokens: int, completion_tokens: int, stats: Mapping[str, Any]) -> None:
         """`stats` is the `generation_stats` object of one answer."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += stats["cached_tokens"]
+        self.batched_tokens += stats["batched_tokens"]
         drafted = stats["drafter_kind"] == "native_mtp"
         self.requests += 1
         self.drafted_requests += drafted
@@ -57,7 +65,10 @@ class ModelTotals:
         return {
             "requests": self.requests,
             "drafted_requests": self.drafted_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "completion_tokens": emitted,
+            "batched_tokens": self.batched_tokens,
             "spec_decode_rounds": self.spec_decode_rounds,
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
@@ -85,8 +96,15 @@ class Totals:
     def __init__(self) -> None:
         self._by_model: dict[ModelId, ModelTotals] = {}
 
-    def add(self, model: ModelId, completion_tokens: int, stats: Mapping[str, Any]) -> None:
-        self._by_model.setdefault(model, ModelTotals()).add(completion_tokens, stats)
+    def add(
+        self,
+        model: ModelId,
+        completion_tokens: int,
+        stats: Mapping[str, Any],
+        prompt_tokens: int = 0,
+    ) -> None:
+        totals = self._by_model.setdefault(model, ModelTotals())
+        totals.add(prompt_tokens, completion_tokens, stats)
 
     def of(self, model: ModelId) -> ModelTotals | None:
         return self._by_model.get(model)

@@ -149,12 +149,13 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     endpoint = cli_client.locate(client_settings(port, data_dir))
     cluster = cli_client.call(endpoint, "/v1/cluster")
     placements = cli_client.call(endpoint, "/v1/placements").get("data", [])
+    answered = cli_client.call(endpoint, "/v1/mtp/stats").get("models", {})
     if as_json:
-        _print_json({"cluster": cluster, "placements": placements})
+        _print_json({"cluster": cluster, "placements": placements, "answered": answered})
         return
     from . import output as cli_output
 
-    print(cli_output.status(cluster, placements))
+    print(cli_output.status(cluster, placements, answered))
 
 
 @app.command()

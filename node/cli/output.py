@@ -16,8 +16,12 @@ from .client import Comment
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
-def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) -> str:
-    """The node, its head and cluster, then a table of nodes and one of placements."""
+def status(
+    cluster: Mapping[str, Any],
+    placements: Sequence[Mapping[str, Any]],
+    answered: Mapping[str, Mapping[str, Any]] = _NOTHING,
+) -> str:
+    """The node, its head and cluster; tables of nodes, placements and what this node answered."""
     nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
     names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
     me = next((node for node in nodes if node.get("self")), _NOTHING)
@@ -37,7 +41,11 @@ def status(cluster: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]) 
     if not placements:
         return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
     rows = [_placement_row(placement, names) for placement in placements]
-    return _joined([*lines, *table(("MODEL", "STATUS", "STAGES", "MTP"), rows)])
+    lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows)
+    if answered:
+        heads = ("ANSWERED HERE", "ANSWERS", "TOKENS", "PROMPTS CACHED", "SHARED STEPS", "ACCEPTED")
+        lines += ["", *table(heads, [_answered_row(*each) for each in answered.items()])]
+    return _joined(lines)
 
 
 def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
@@ -230,6 +238,23 @@ def _placement_row(
     ]
     drafting = _drafting(placement.get("drafting"))
     return _text(placement.get("model")), state, " → ".join(stages), drafting
+
+
+def _answered_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
+    """Shares of prompt tokens, of emitted tokens and of drafts."""
+
+    def share(part: str, whole: str) -> str:
+        count = totals.get(whole)
+        return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
+
+    return (
+        escape_controls(model),
+        _text(totals.get("requests")),
+        _text(totals.get("completion_tokens")),
+        share("cached_tokens", "prompt_tokens"),
+        share("batched_tokens", "completion_tokens"),
+        share("accepted_draft_tokens", "proposed_draft_tokens"),
+    )
 
 
 def _layers(stage: Mapping[str, Any]) -> str:

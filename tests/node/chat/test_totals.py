@@ -10,7 +10,7 @@ DEMO = ModelId("demo")
 
 def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> None:
     totals = Totals()
-    totals.add(DEMO, 7, stats_of(7))
+    totals.add(DEMO, 7, stats_of(7, cached_tokens=40, batched_tokens=5), prompt_tokens=50)
     totals.add(DEMO, 9, stats_of(9, accepted_per_position=(2, 1, 1), draft_k_histogram=(1, 0, 2)))
     totals.add(DEMO, 4, stats_of(4, acceptance_rule="coupled", draft_policy="adaptive"))
     totals.add(DEMO, 6, stats_of(6, **PLAIN))
@@ -18,7 +18,10 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
         "demo": {
             "requests": 4,
             "drafted_requests": 3,
+            "prompt_tokens": 50,
+            "cached_tokens": 40,
             "completion_tokens": 26,
+            "batched_tokens": 5,
             "spec_decode_rounds": 9,
             "proposed_draft_tokens": 18,
             "accepted_draft_tokens": 12,

@@ -245,6 +245,21 @@ def test_fields_of_another_version_may_be_missing() -> None:
     text = cli_output.status({"nodes": [{"id": "n"}]}, [{"model": "m", "stages": [{}]}])
     assert "m      -       - ?     -" in text
     assert "no model is loaded" in cli_output.status({}, [])
+    assert "demo           -" in cli_output.status({}, [{"model": "demo"}], {"demo": {}})
+
+
+def test_status_shows_what_was_answered_here() -> None:
+    totals = {
+        "requests": 12,
+        "prompt_tokens": 400,
+        "cached_tokens": 100,
+        "completion_tokens": 50,
+        "batched_tokens": 40,
+        "proposed_draft_tokens": 30,
+        "accepted_draft_tokens": 20,
+    }
+    text = cli_output.status({}, [{"model": "demo"}], {"demo": totals})
+    assert re.search(r"demo +12 +50 +25 % +80 % +67 %", text)
 
 
 # ---- stop
