@@ -201,6 +201,7 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
     stub.replies = {
         "/v1/cluster": as_json(_CLUSTER),
         "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
+        "/v1/mtp/stats": as_json({"models": {}}),
     }
     with DataDirLock.acquire(tmp_path) as presence:
         presence.announce("0.0.0.0", stub.port, version="0.1.0")
@@ -221,7 +222,8 @@ MODEL             STATUS  STAGES                          MTP
 Qwen/Qwen3.6-27B  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
 """
     )
-    assert json.loads(raw.stdout) == {"cluster": _CLUSTER, "placements": [_PLACEMENT]}
+    wanted = {"cluster": _CLUSTER, "placements": [_PLACEMENT], "answered": {}}
+    assert json.loads(raw.stdout) == wanted
 
 
 def test_models_are_a_table(stub: Stub) -> None:
