@@ -214,7 +214,13 @@ class Batch:
     def _changes(self) -> bool:
         """Whether other requests than now are to share the next forward."""
         slow = any(member.rounds for member in self._members)
-        return bool(self._waiting or self._gone or slow) or any(m.over for m in self._members)
+        return slow or self._changes_next
+
+    @property
+    def _changes_next(self) -> bool:
+        """The same of the forward after, before anybody took what this one tells."""
+        joins = any(not member.rounds for member in self._waiting)
+        return joins or bool(self._gone) or any(member.over for member in self._members)
 
     def _reform(self) -> None:
         """The batch anew: without those that ended or do not take their rounds, with who waits."""
@@ -328,7 +334,7 @@ class Batch:
 
     def _ahead(self) -> None:
         """The next round's drafts are under way before these tokens are handed out."""
-        if self._waiting or self._gone or any(m.over for m in self._members):
+        if self._changes_next:
             return
         begun = self._clock()
         k = self._depth.choose([m.wish for m in self._members])

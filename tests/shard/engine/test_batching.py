@@ -260,6 +260,26 @@ def test_an_answer_that_is_left_alone_goes_on_alone_and_the_stats_tell() -> None
     assert stats.batching_reason == ""
 
 
+def test_a_reader_that_stalls_leaves_once_and_the_others_go_on_undisturbed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formed = list[int]()
+    reform = Batch._reform  # pyright: ignore[reportPrivateUsage]
+
+    def counted(self: Batch) -> None:
+        reform(self)
+        formed.append(self.size)
+
+    monkeypatch.setattr(Batch, "_reform", counted)
+    readers = [Reader(request(prompt(i), 2, 60, ignore_end=True)) for i in range(4)]
+    readers[0].stalls = range(20, 70)
+    together(engine(), readers)
+    # It joins, stalls, comes back; and the others' ends. Not once for each round that it missed.
+    assert len(formed) < 12
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.asked).ids
+
+
 def test_one_alone_never_sees_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(batch: Batch, member: Member) -> Round:
         raise AssertionError("it was alone")
