@@ -214,6 +214,8 @@ class Turns:
         """Of those that answer, before the next chunk."""
         self._read = False
         """Whether the last turn was one of those that read."""
+        self._spares = 0
+        """Turns without a chunk that those that read may still have before the others'."""
 
     def __bool__(self) -> bool:
         return bool(self._answering or self._reading or self._reading_behind)
@@ -225,13 +227,16 @@ class Turns:
             (self._reading_behind if run.background else self._reading).append(run)
 
     def spare(self) -> None:
-        """The last turn was no chunk, whoever had it: another one that reads may be next."""
-        self._read = False
+        """The last turn was no chunk: each of the others that read may have one before the rest."""
+        if self._spares:
+            self._spares -= 1
+            self._read = False
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
         if self._read:
             self._left, self._read = len(self._answering), False
+            self._spares = max(0, len(self._reading) + len(self._reading_behind) - 1)
         reading = self._reading or self._reading_behind
         if self._answering and (self._left or not reading):
             self._left = max(0, self._left - 1)

@@ -243,7 +243,7 @@ def test_settings_cannot_change() -> None:
         ("EXO_MODELS_DIRS", "EXO_MODELS_DIR"),
         ("EXO_NATIVE_MTP_ENABLE", "EXO_NATIVE_MTP_ENABLED"),
         ("EXO_PEERS", "EXO_PEER"),
-        ("EXO_TRACING_ENABLED", None),
+        ("EXO_SOMETHING_ELSE", None),
     ],
 )
 def test_an_unknown_variable_is_named_with_its_nearest(variable: str, near: str | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.seams import Wait
 from exo_node.placement.errors import ExoNodeError
-from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run
+from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run, Turns
 
 SOON_S = 60.0
 """Far more than anything here takes; only a fault waits this long."""
@@ -177,6 +177,25 @@ def test_prompts_hold_up_those_that_answer_for_one_chunk_at_a_time(compute: Comp
     between = re.split("[XYZ]", told)[1:-1]
     assert between == ["ab"] * 8
     assert re.sub("[ab]", "", told) == "XYZXYZXYZ"  # and no prompt waits for another's end
+
+
+def test_who_only_waits_does_not_hold_up_those_that_answer() -> None:
+    def run(reads: bool) -> Run:
+        made = Run(counting("", []), lambda _: None, lambda _: None, lambda _: None)
+        made.reads = reads
+        return made
+
+    turns, answers, waits = Turns(), run(False), [run(True), run(True)]
+    for each in (*waits, answers):
+        turns.add(each)
+    had = list[Run]()
+    for _ in range(60):
+        had.append(turns.next())
+        if had[-1] is not answers:
+            turns.spare()
+        turns.add(had[-1])
+    assert had.count(answers) >= 60 // 3
+    assert all(had.count(each) >= 60 // 4 for each in waits)
 
 
 def test_prompts_in_the_background_are_read_last(compute: Compute) -> None:
