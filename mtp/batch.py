@@ -145,7 +145,9 @@ class Batch:
         """Lands what is being computed: `leave` may follow once a member took its rounds."""
         if self._flight is not None:
             self._check()
+            self._broken = True
             self._land(self._flight, goes_on=False)
+            self._broken = False
         self._drafts = None
 
     def leave(self, member: Member) -> Held:

@@ -40,6 +40,7 @@ class BatchHead(NamedTuple):
     head: Callable[[mx.array, mx.array, Any], mx.array]
     embed: Callable[[mx.array], mx.array]
     logits: Callable[[mx.array], mx.array]
+    overlap: bool = True
 
 
 class BatchDrafter:
@@ -108,7 +109,7 @@ class BatchDrafter:
         self._positions.moved([1 - k] * size)
         of_each = tuple(join(each) if each else None for each in before)
         drafts = RowDrafts(mx.stack(steps, axis=1), mx.stack(finite, axis=1), of_each)
-        mx.async_eval(drafts.tokens)
+        (mx.async_eval if self._head.overlap else mx.eval)(drafts.tokens)
         return drafts
 
     def state(self, index: int) -> DrafterState:

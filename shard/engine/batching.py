@@ -136,9 +136,5 @@ class Batching:
         assert self._batch is not None
         return None if member.rounds else self._batch.state_of(member)
 
-    @property
-    def size(self) -> int:
-        return 0 if self._batch is None else self._batch.size
-
     def arrays(self) -> list[mx.array]:
         return [] if self._batch is None else self._batch.arrays()

@@ -159,7 +159,8 @@ class TextEngine:
         head = None
         if self._head is not None and self._family is not None:
             logits = draft_logits(self._family, self._head, self._draft_vocabulary)
-            head = BatchHead(self._head, self._family.embed, logits)
+            overlap = self._options.async_draft_eval
+            head = BatchHead(self._head, self._family.embed, logits, overlap)
         return Batching(Batch(self._target, head, self._clock))
 
     def _new_prompts(self) -> PromptBatch | None:

@@ -186,6 +186,29 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
         assert rounds == [(r.drafted, r.accepted, r.forward.position) for r in wanted.rounds]
 
 
+def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their rows are in the caches: nobody may go on behind them."""
+    served, shared = engine(), 0
+    land = Batch._land  # pyright: ignore[reportPrivateUsage]
+
+    def failing(self: Batch, flight: Any, *, goes_on: bool) -> None:
+        nonlocal shared
+        shared += self.size > 2
+        if shared > 4 and not goes_on:  # as a member joins
+            self._flight = None  # pyright: ignore[reportPrivateUsage]
+            raise ExoNodeError("the device is gone")
+        land(self, flight, goes_on=goes_on)
+
+    monkeypatch.setattr(Batch, "_land", failing)
+    readers = [Reader(request(prompt(i), 0, 60), begins=8 if i == 3 else 0) for i in range(4)]
+    together(served, readers)
+    assert all(reader.fault is not None for reader in readers)
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.asked).ids[: len(reader.ids)]
+
+
 def test_prompts_are_read_together_as_far_as_a_chunk_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
