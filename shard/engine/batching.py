@@ -132,9 +132,11 @@ class Batching:
         seat.member = None
 
     def held(self, member: Member) -> Held | None:
-        """Its state, in views; None where it was told more than it handed out."""
+        """Its state, in views; None where it was told more than it handed out, or is at its end."""
         assert self._batch is not None
-        return None if member.rounds else self._batch.state_of(member)
+        if member.rounds or member.over:  # one that ended may be gone from the batch already
+            return None
+        return self._batch.state_of(member)
 
     def arrays(self) -> list[mx.array]:
         return [] if self._batch is None else self._batch.arrays()

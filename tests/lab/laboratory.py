@@ -120,7 +120,9 @@ class Laboratory:
             time.sleep(0.1)
 
     def _stops(self, node_id: str) -> bool:
-        shown = {node["id"]: node["status"] for node in self.nodes()}
+        asked = self._any(but=node_id)  # its own port may close before its process ends
+        nodes = asked.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
+        shown = {node["id"]: node["status"] for node in nodes}
         return shown.get(node_id) != "alive"
 
     def until_whole(self, *, together: bool = False) -> float:
@@ -211,11 +213,11 @@ class Laboratory:
         nodes = running.call("GET", "/v1/cluster", timeout_s=WHOLE_WITHIN_S).body["nodes"]
         return [node["status"] for node in nodes].count("alive")
 
-    def _any(self) -> Node:
-        """A node whose process runs, and is not stopped."""
-        for kept in self._kept.values():
+    def _any(self, but: str = "") -> Node:
+        """A node whose process runs, and is not stopped; not `but`."""
+        for node_id, kept in self._kept.items():
             process = kept.running.process
-            if process.poll() is not None:
+            if node_id == but or process.poll() is not None:
                 continue
             if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                 return kept.running

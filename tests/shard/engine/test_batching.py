@@ -24,6 +24,8 @@ from exo_node.shard.engine.local import FamilyTarget
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.pipeline.request_state import RequestState
+from exo_node.shard.pipeline.state_sender import StateSender
 from exo_node.shard.text.codec import TextCodec
 
 PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
@@ -37,10 +39,27 @@ def loaded() -> Loaded:
     return load_quietly(small_spec(native_mtp=True))
 
 
-def engine(**changes: Any) -> TextEngine:
-    made = engine_of(loaded(), small_spec(native_mtp=True, prefill_chunk=160, **changes))
+def engine(state_sender: StateSender | None = None, **changes: Any) -> TextEngine:
+    spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
+    made = engine_of(loaded(), spec, state_sender=state_sender)
     made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
     return made
+
+
+class AlwaysDue(StateSender):
+    """Takes every state that fits its rows; sends nothing."""
+
+    def __init__(self, copied: list[tuple[str, int]]) -> None:
+        self._copied_rows = copied
+
+    def due(self, request: str) -> bool:
+        return True
+
+    def offer(self, request: str, attempt: int, state: RequestState) -> None:
+        self._copied_rows.append((request, state.position))
+
+    def release(self, request: str) -> None:
+        pass
 
 
 def prompt(number: int, rows: int = 0) -> list[int]:
@@ -131,6 +150,17 @@ def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_
         assert reader.done.text == wanted.done.text
     assert max(r.forward.batch for each in readers for r in each.rounds) >= 12
     assert served.live_requests == 0 and served.cache_bytes() == 0
+
+
+def test_a_spare_that_is_sent_every_round_costs_no_answer_its_end() -> None:
+    """One is asked for behind the last round as well, when the others go on without it."""
+    copied: list[tuple[str, int]] = []
+    sender = AlwaysDue(copied)
+    readers = [Reader(request(prompt(i), i % 4, 9 + 4 * i, ignore_end=True)) for i in range(5)]
+    together(engine(state_sender=sender), readers)
+    for reader in readers:
+        assert reader.fault is None and tuple(reader.ids) == alone(reader.asked).ids
+        assert sum(name == reader.asked.request for name, _ in copied) >= 2
 
 
 @pytest.mark.parametrize("seed", range(6))
