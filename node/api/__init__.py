@@ -12,6 +12,7 @@ join_api.py: waiting nodes, approvals and key changes over HTTP
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request
 operations_api.py: placements, models, cluster, metrics, health
+origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
 profile_api.py: measured layer times and links
 server.py: the HTTP server

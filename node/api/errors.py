@@ -1,6 +1,7 @@
 """Errors as the HTTP API shows them: one status, one JSON object and its headers per kind."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -99,17 +100,28 @@ def error_response(fault: HttpFault) -> JsonResponse:
     return JsonResponse(error_object(fault), fault.status, headers=dict(fault.headers))
 
 
-def unnamed_fault(status: int, path: str) -> HttpFault:
-    """The fault of a bare status, as a router raises it."""
+def unnamed_fault(status: int, path: str, paths: Iterable[str] = ()) -> HttpFault:
+    """The fault of a bare status, as a router raises it; `paths` are those that are served."""
     match status:
         case 404:
-            message = f"this node does not serve {path}; for a chat, POST to /v1/chat/completions"
+            message = f"this node does not serve {path}{_nearest(path, paths)}"
             return HttpFault(404, "not_found", message)
         case 405:
             return HttpFault(405, "method_not_allowed", f"{path} has no such method; see Allow")
         case _:
             phrase = HTTPStatus(status).phrase
             return HttpFault(status, phrase.lower().replace(" ", "_"), phrase)
+
+
+def _nearest(path: str, paths: Iterable[str]) -> str:
+    """A clause that names the path that was likely meant; nothing where none is near."""
+    served = [each for each in paths if "{" not in each]
+    # A base URL that lacks /v1, or has it twice, is the commonest mistake.
+    asked = path[:256].rstrip("/")
+    ends = [each for each in served if asked and each.endswith(asked)]
+    doubled = [each for each in served if each != "/" and asked.endswith(each)]
+    near = ends or doubled or difflib.get_close_matches(asked, served, 1, cutoff=0.8)
+    return f"; the nearest that it serves is {near[0]}" if near else ""
 
 
 def _type_of(status: int) -> str:

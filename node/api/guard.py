@@ -20,6 +20,7 @@ from ...placement.errors import ExoNodeError
 from ..machine.log import request_scope
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
 from .errors import HttpFault, error_object, error_response, fault_of, internal_fault
+from .origins import Origins
 from .session_api import SESSION_PATH
 from .sse import data
 
@@ -56,13 +57,15 @@ class Guard:
     """Wraps `app`.
 
     `allowed_hosts` are names beside the loopback's and the address that was connected to: `name`
-    with the port that was connected to, `name:port` as it stands. `api_key` None leaves all paths
-    open; otherwise only the page, its files and the health paths are. Where it is None, `token` is
-    what changes anything but a chat has to show; with neither, nothing has to be shown.
+    with any port or none, as a proxy may have its own, `name:port` as it stands. `api_key` None
+    leaves all paths open; otherwise only the page, its files and the health paths are, and who
+    shows it may use any host name: a page that rebinds a name has no key. Where it is None, `token`
+    is what changes anything but a chat has to show; with neither, nothing has to be shown.
     """
 
     app: ASGIApp
     allowed_hosts: Collection[str] = ()
+    origins: Origins = field(default_factory=Origins)
     api_key: str | None = field(default=None, repr=False)
     token: LocalToken | None = field(default=None, repr=False)
     max_body_bytes: int = MAX_BODY_BYTES
@@ -84,7 +87,7 @@ class Guard:
         headers = Headers(scope=scope)
         return (
             self._refused_host(scope, headers)
-            or _refused_origin(scope, headers)
+            or self.origins.refusal(scope, headers)
             or self._refused_key(scope["path"], headers)
             or self._refused_token(scope, headers)
             or _refused_framing(headers)
@@ -95,34 +98,35 @@ class Guard:
         if scope["server"] is None:
             return None  # a call from within the process, such as a peer's forwarded request
         given = headers.getlist("host")
-        if len(given) == 1 and given[0].lower() in self._hosts(scope):
+        if len(given) == 1 and (self._is_own(scope, given[0].lower()) or self._shows_key(headers)):
             return None
         message = (
-            "this node does not answer under that host name; use http://localhost with its port, "
-            "or the IP address that it listens on"
+            "this node does not answer under that host name; use http://localhost with its port or "
+            "the IP address that it listens on, name the host in EXO_ALLOWED_HOSTS, or set "
+            "EXO_API_KEY and send the key"
         )
         return HttpFault(421, "misdirected_request", message, "Host")
 
-    def _hosts(self, scope: Scope) -> set[str]:
+    def _is_own(self, scope: Scope, host: str) -> bool:
         address, port = scope["server"]
         literal = f"[{address}]" if ":" in address else address
-        hosts: set[str] = set()
-        for name in (*_LOOPBACK_NAMES, literal, *(each.lower() for each in self.allowed_hosts)):
-            if _has_port(name):
-                hosts.add(name)
-                continue
-            hosts.add(f"{name}:{port}")
-            if port == 80:
-                hosts.add(name)
-        return hosts
+        own = (*_LOOPBACK_NAMES, literal)
+        exact = {f"{name}:{port}" for name in own} | (set(own) if port == 80 else set[str]())
+        named = {each.lower() for each in self.allowed_hosts}
+        return host in exact | named or (host.rpartition(":")[0] in named and _has_port(host))
+
+    def _shows_key(self, headers: Headers) -> bool:
+        if self.api_key is None:
+            return False
+        expected = self.api_key.encode()
+        # Headers are latin-1 to ASGI: this gives back the bytes that were sent.
+        given = (each.encode("latin-1") for each in _keys(headers))
+        return any([hmac.compare_digest(each, expected) for each in given])
 
     def _refused_key(self, path: str, headers: Headers) -> HttpFault | None:
         if self.api_key is None or path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX):
             return None
-        expected = self.api_key.encode()
-        # Headers are latin-1 to ASGI: this gives back the bytes that were sent.
-        given = (each.encode("latin-1") for each in _keys(headers))
-        if any([hmac.compare_digest(each, expected) for each in given]):
+        if self._shows_key(headers):
             return None
         message = "this node wants its API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         challenge = (("WWW-Authenticate", "Bearer"),)
@@ -168,27 +172,6 @@ def _has_port(host: str) -> bool:
     return host.rpartition(":")[2].isdecimal() and not host.endswith("]")
 
 
-def _refused_origin(scope: Scope, headers: Headers) -> HttpFault | None:
-    """A browser names the page's origin in each request that the page makes to elsewhere."""
-    own = f"{scope['scheme']}://{headers['host']}".lower()
-    named = all(origin.lower() == own for origin in headers.getlist("origin"))
-    if named and not _from_elsewhere(scope["method"], headers):
-        return None
-    message = "pages of other origins may not use this node; call it from a program instead"
-    return HttpFault(403, "origin_not_allowed", message, "Origin")
-
-
-def _from_elsewhere(method: str, headers: Headers) -> bool:
-    """Whether the browser says that another site's page asks, as images and no-cors GETs do.
-
-    A link that a person follows to this node is none of that.
-    """
-    sites = headers.getlist("sec-fetch-site")
-    followed = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))
-    link = method == "GET" and followed == ("navigate", "document")
-    return not link and not all(site in ("same-origin", "none") for site in sites)
-
-
 def _refused_framing(headers: Headers) -> HttpFault | None:
     """Two lengths let two servers in a row disagree on where the next request begins."""
     if "content-length" in headers and "transfer-encoding" in headers:
@@ -220,6 +203,7 @@ class _Exchange:
     def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard = guard
         self._scope = scope
+        self._headers = Headers(scope=scope)
         self._receive = receive
         self._send = send
         self.id = f"req_{secrets.token_hex(12)}"
@@ -232,6 +216,9 @@ class _Exchange:
     async def run(self) -> None:
         began = time.monotonic()
         try:
+            preflight = self._guard.origins.preflight(self._scope, self._headers)
+            if preflight is not None:
+                return await preflight(self._scope, self._receive, self._answer)
             fault = self._guard.refusal(self._scope) or await self._take_body()
             if fault is None:
                 await self._guard.app(self._scope, self._next, self._answer)
@@ -313,6 +300,7 @@ class _Exchange:
         headers["Referrer-Policy"] = "no-referrer"
         if media_type == "text/html":
             headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+        self._guard.origins.mark(self._headers, headers)
 
     async def _end_with(self, fault: HttpFault) -> None:
         """Ends the exchange, in the form that its state still allows."""

@@ -40,6 +40,8 @@ _SAMPLING_FIELDS: Final = (
     "seed",
 )
 
+_LEAST_TOP_P: Final = 1e-9
+
 _LEAST_LOGPROB: Final = -9999.0
 """OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
 
@@ -60,6 +62,8 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
     )
     fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
+    if given.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
+        given["top_p"] = _LEAST_TOP_P
     newer, older = body.max_completion_tokens, body.max_tokens
     return GenerationRequest(
         id=request_id,
@@ -112,7 +116,7 @@ class _Answer:
         self._with_ids = bool(body.return_token_ids)
         self._with_logprobs = bool(body.logprobs)
         options = body.stream_options
-        self._with_usage = options is None or options.include_usage is not False
+        self._usage_apart = options is not None and options.include_usage is True
         self._head = {
             "id": request_id.replace("req_", "chatcmpl-", 1),
             "created": int(time.time()),
@@ -190,8 +194,7 @@ class _Answer:
             case TextDelta():
                 return self._spoken(event)
             case Finished():
-                end = self._chunk({}, TextDelta("", ()), event.reason)
-                return [*self._beginning(), end, *self._end(event)]
+                return [*self._beginning(), *self._end(event)]
             case _:
                 assert_never(event)
 
@@ -229,10 +232,12 @@ class _Answer:
         return data({**head, "choices": [choice], **extra})
 
     def _end(self, end: Finished) -> list[bytes]:
-        if not self._with_usage:
-            return [DONE]
+        told, nothing = _statistics(end), TextDelta("", ())
+        if not self._usage_apart:
+            return [self._chunk({}, nothing, end.reason, **told), DONE]
         head = {**self._head, "object": "chat.completion.chunk"}
-        return [data({**head, "choices": [], **_statistics(end)}), DONE]
+        last = data({**head, "choices": [], **told})
+        return [self._chunk({}, nothing, end.reason), last, DONE]
 
 
 def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:

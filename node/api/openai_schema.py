@@ -1,9 +1,9 @@
 """The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
 
-Honoured: what `ChatBody` gives a meaning. Without effect: `user`, `metadata`, `store`,
-`prompt_cache_key`, `safety_identifier`, `verbosity`, `parallel_tool_calls`, and the
-fields of `_NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's
-clients send it. Everything else is refused by name.
+Honoured: what `ChatBody` gives a meaning. Without effect: `WITHOUT_EFFECT`, and the fields of
+`NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's clients send it,
+and so does -1 where clients of llama.cpp and LM Studio send it for that. Everything else is refused
+by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,48 @@ _UINT32: Final = 2**32 - 1
 _UINT64: Final = 2**64 - 1
 
 # Fields that this node does not implement, and the values that ask for nothing.
-_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
+    "best_of": (1,),
+    "dry_multiplier": (0,),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
+    "n_probs": (0,),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "tfs_z": (1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
+
+WITHOUT_EFFECT: Final = (
+    "user",
+    "metadata",
+    "store",
+    "cache_prompt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "keep_alive",
+    "safety_identifier",
+    "verbosity",
+    "parallel_tool_calls",
+)
+"""Hints that change no answer, or that this node follows anyway: it caches every prompt."""
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
@@ -49,20 +75,24 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
 
 def _without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` less those that ask for nothing; raises for those that ask for something."""
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = fields.get(name)
         if value is not None and not _is_neutral(value, neutral):
             wanted = (
                 f"leave it out or send {encode(neutral[0]).decode()}" if neutral else "leave it out"
             )
             raise _unsupported(name, f"is not supported by this node; {wanted}")
-    return {name: value for name, value in fields.items() if name not in _NEUTRAL}
+    return {name: value for name, value in fields.items() if name not in NEUTRAL}
 
 
 def _unsupported(at: str, sentence: str) -> PydanticCustomError:
     return PydanticCustomError(
         "unsupported_parameter", "{sentence}", {"sentence": sentence, "at": at}
     )
+
+
+_PART_HINTS: Final = frozenset({"cache_control"})
+"""Where a client would like a cache to begin; this node caches every turn."""
 
 
 def _joined(value: Any) -> Any:
@@ -75,10 +105,11 @@ def _joined(value: Any) -> Any:
 
 def _text_of(part: Any, at: str) -> str:
     match part:
-        case {"type": "text", "text": str(text), **extra} if not extra:
+        case {"type": "text", "text": str(text), **extra} if not extra.keys() - _PART_HINTS:
             return text
         case {"type": "text", "text": str(), **extra}:
-            raise _unsupported(f"{at}.{brief(next(iter(extra)))}", "is not supported; remove it")
+            unknown = next(name for name in extra if name not in _PART_HINTS)
+            raise _unsupported(f"{at}.{brief(unknown)}", "is not supported; remove it")
         case {"type": str(kind)} if kind != "text":
             sentence = f"is a part of type '{brief(kind)}'; this node reads parts of type 'text'"
             raise _unsupported(f"{at}.type", sentence)
@@ -117,6 +148,8 @@ class Message(StrictBody):
     """
 
     role: Role
+    id: Annotated[str | None, Field(max_length=256)] = None
+    """Some clients number their messages; no answer depends on it."""
     content: Annotated[str | None, BeforeValidator(_joined)] = None
     name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     reasoning_content: str | None = None
@@ -165,7 +198,9 @@ class Message(StrictBody):
 
 
 class StreamOptions(StrictBody):
-    """`include_usage` false drops the last chunk, which is otherwise always sent."""
+    """`include_usage` true asks for a last chunk without choices; without it the usage comes with
+    the chunk that has the finish reason, since plain clients read `choices[0]` of every chunk.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -190,6 +225,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _none_of_minus_one(value: Any) -> Any:
+    return None if value == -1 and isinstance(value, int) else value
+
+
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1, le=_UINT32)] | None, BeforeValidator(_none_of_minus_one)
+]
+
+
 class ChatBody(StrictBody):
     """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
 
@@ -197,15 +241,17 @@ class ChatBody(StrictBody):
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
-    seed: Annotated[int | None, Field(ge=0, le=_UINT64)] = None
+    seed: Annotated[
+        Annotated[int, Field(ge=0, le=_UINT64)] | None, BeforeValidator(_none_of_minus_one)
+    ] = None
     stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -228,7 +274,10 @@ class ChatBody(StrictBody):
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    keep_alive: int | float | str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
@@ -258,4 +307,4 @@ class ChatBody(StrictBody):
 
     @classmethod
     def known_fields(cls) -> list[str]:
-        return [*cls.model_fields, *_NEUTRAL]
+        return [*cls.model_fields, *NEUTRAL]

@@ -27,6 +27,7 @@ from .guard import Guard
 from .join_api import JoinApi
 from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
+from .origins import Origins
 from .profile_api import Measurements, ProfileApi
 from .session_api import SessionApi
 
@@ -48,6 +49,7 @@ def build_app(
     static: StaticFiles,
     timing: ServingTiming,
     allowed_hosts: Collection[str] = (),
+    allowed_origins: Collection[str] = (),
     api_key: str | None = None,
     token: LocalToken | None = None,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
@@ -69,18 +71,26 @@ def build_app(
         *(SessionApi(token).routes() if token is not None else ()),
         *_static_routes(static),
     ]
+    paths = sorted({route.path for route in routes})
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(unnamed_fault(error.status_code, request.url.path[:256], paths))
+        response.headers.update(error.headers or {})
+        return response
+
     app = Starlette(
         routes=routes,
         exception_handlers={
             ExoNodeError: _on_error,
-            HTTPException: _on_http_exception,
+            HTTPException: on_http_exception,
             ClientDisconnect: _on_disconnect,
             Exception: _on_defect,
         },
     )
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
-    return Guard(between(app), allowed_hosts=allowed_hosts, api_key=api_key, token=token)
+    return Guard(between(app), allowed_hosts, Origins(allowed_origins), api_key, token)
 
 
 def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:
@@ -113,13 +123,6 @@ def _static_routes(static: StaticFiles) -> list[Route]:
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ExoNodeError)
     return error_response(fault_of(error))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = error_response(unnamed_fault(error.status_code, request.url.path[:256]))
-    response.headers.update(error.headers or {})
-    return response
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -15,7 +15,8 @@ from .client import no_node
 from .flags import DataDir
 
 VARIABLES: Final = (
-    "By variable only: EXO_API_KEY (clients must show it), EXO_CLUSTER_KEY, "
+    "By variable only: EXO_API_KEY (clients must show it), EXO_ALLOWED_HOSTS (further names of "
+    "this node), EXO_ALLOWED_ORIGINS (pages that may use it), EXO_CLUSTER_KEY, "
     "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
     "card's K), EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
     "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_PREFIX_CACHE_ENABLED=0 (read every prompt in full), "

@@ -19,6 +19,7 @@ _BYTES: Final = {
     **{f"{p.upper()}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
+_ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9_.\[\]:-]{1,253}")
 _MIN_MEMORY: Final = 1_000_000
 MAX_STRICT_ROWS: Final = 64
 """Rows that a decode forward may have and still be taken back, as mtp's tapes are long."""
@@ -88,6 +89,41 @@ def as_peers(value: str | Collection[str]) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     texts = [text.strip() for part in parts for text in part.split(",")]
     return tuple(dict.fromkeys(_peer(text) for text in texts if text))
+
+
+def as_host_names(value: str) -> tuple[str, ...]:
+    """Comma separated names under which clients may reach the node, each with a port or without."""
+    return tuple(dict.fromkeys(_host_name(text) for text in _listed(value)))
+
+
+def _host_name(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    name = host if colon and re.fullmatch(r"[0-9]{1,5}", port) else text
+    literal = parse_address(name.removeprefix("[").removesuffix("]"))
+    if not _HOST_NAME.fullmatch(name) and (literal is None or not name.startswith("[")):
+        raise ValueError(
+            f"{text!r} is no host name; give names such as host.docker.internal, with or without "
+            "a port"
+        )
+    return text.lower()
+
+
+def as_origins(value: str) -> tuple[str, ...]:
+    """Comma separated origins of pages, as a browser sends them: scheme, host and port."""
+    return tuple(dict.fromkeys(_origin(text) for text in _listed(value)))
+
+
+def _origin(text: str) -> str:
+    if not _ORIGIN.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is no origin; give each as a browser sends it, such as "
+            "http://localhost:3000 or app://obsidian.md, without a path"
+        )
+    return text.lower()
+
+
+def _listed(value: str) -> list[str]:
+    return [text for part in value.split(",") if (text := part.strip())]
 
 
 def as_path(value: str | Path) -> Path:

@@ -21,9 +21,11 @@ from .setting_values import (
     as_file,
     as_folder,
     as_host,
+    as_host_names,
     as_interface,
     as_memory,
     as_name,
+    as_origins,
     as_path,
     as_peers,
     as_port,
@@ -101,6 +103,8 @@ class Settings(BaseModel):
         default_factory=_default_log_format
     )
     api_key: Secret | None = None
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(as_host_names)] = ()
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(as_origins)] = ()
     native_mtp_enabled: Switch | None = None
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
@@ -149,6 +153,8 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "offline": _Source("EXO_OFFLINE", "--offline"),
     "log_format": _Source("EXO_LOG_FORMAT", "--log-format"),
     "api_key": _Source("EXO_API_KEY"),
+    "allowed_hosts": _Source("EXO_ALLOWED_HOSTS"),
+    "allowed_origins": _Source("EXO_ALLOWED_ORIGINS"),
     "native_mtp_enabled": _Source("EXO_NATIVE_MTP_ENABLED"),
     "native_mtp_async_draft_eval": _Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),

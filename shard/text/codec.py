@@ -77,6 +77,7 @@ class TextCodec:
     ) -> list[int]:
         """Ids of the rendered chat, up to where the assistant's answer begins.
 
+        An assistant's message that comes last is the beginning of the answer, which continues it.
         Control tokens come from the template only: where the messages spell one, it is text.
         Raises InvalidRequest where the template refuses these messages, and ContextLengthExceeded
         where it makes more than `limit` bytes of them.
@@ -87,12 +88,16 @@ class TextCodec:
                 param="model",
             )
         mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
+        broken = [self._control.broken(message, mark) for message in messages]
+        end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
+        if end:
+            broken[-1]["content"] += end
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [self._control.broken(message, mark) for message in messages],
-                add_generation_prompt=True,
-                tokenize=False,
+                broken, add_generation_prompt=not end, tokenize=False
             )
+            if end:
+                text = _until(text, end)
             parts = text.split(mark)
             if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
                 raise too_long(size, limit)
@@ -107,6 +112,28 @@ class TextCodec:
         """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""
         ends = frozenset[int]() if ignore_end else self.end_tokens
         return TextStream(self._tokenizer, ends, tuple(stop))
+
+
+def _is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer: a call of tools is whole."""
+    last = messages[-1] if messages else {}
+    return (
+        last.get("role") == "assistant"
+        and isinstance(last.get("content"), str)
+        and not last.get("tool_calls")
+    )
+
+
+def _until(text: str, end: str) -> str:
+    """What stands before `end`. Raises InvalidRequest where the template lost or repeated it."""
+    before, *after = text.split(end)
+    if len(after) != 1:
+        raise InvalidRequest(
+            "the model's chat template cannot continue an assistant's message; end with a message "
+            "of another role",
+            param="messages",
+        )
+    return before
 
 
 class _ControlTokens:

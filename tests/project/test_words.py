@@ -41,11 +41,26 @@ def test_an_unknown_models_error_is_one_sentence_after_the_other(model: str) -> 
     assert f"is known here. {'Did you mean demo? ' * (model == 'demp')}`exo" in caught.value.message
 
 
-def test_a_path_below_v1_is_not_sent_to_v1() -> None:
-    message = unnamed_fault(404, "/v1/completions").message
-    assert "below /v1" not in message
-    assert "does not serve /v1/completions" in message
-    assert "/v1/chat/completions" in message
+PATHS = ("/", "/v1/chat/completions", "/v1/models", "/v1/models/{id:path}", "/health/live")
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/embeddings", None),
+        ("/", None),
+        ("/favicon.ico", None),
+    ],
+)
+def test_a_path_that_is_not_served_names_the_nearest_or_nothing(
+    path: str, near: str | None
+) -> None:
+    message = unnamed_fault(404, path, PATHS).message
+    nearest = f"; the nearest that it serves is {near}" if near else ""
+    assert message == f"this node does not serve {path}{nearest}"
 
 
 class _Body(StrictBody):

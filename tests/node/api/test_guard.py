@@ -14,6 +14,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exo_node.node.api.guard import Guard
+from exo_node.node.api.origins import Origins
+from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import PeerLost
 
 KEY = "a-secret-key"
@@ -121,6 +123,73 @@ def test_the_address_that_was_connected_to_is_a_host_of_ours() -> None:
     assert ask(guard, headers={"host": "10.0.0.5"}, server=("10.0.0.5", 80)).status == 200
     assert ask(guard, headers={"host": "[fe80::1]:81"}, server=("fe80::1", 81)).status == 200
     assert ask(guard, headers={"host": "10.0.0.6:80"}, server=("10.0.0.5", 80)).status == 421
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("host.docker.internal", 200),
+        ("Host.Docker.internal:8080", 200),
+        ("host.docker.internal:evil", 421),
+        ("host.docker.internal.evil.example:52415", 421),
+        ("evil.example", 421),
+    ],
+)
+def test_a_named_host_is_allowed_with_any_port(host: str, status: int) -> None:
+    guard = Guard(app, allowed_hosts=["host.docker.internal"])
+    assert ask(guard, headers={"host": host}).status == status
+
+
+@pytest.mark.parametrize(("key", "status"), [(KEY, 200), ("wrong", 421), (None, 421)])
+def test_who_shows_the_key_may_use_any_host(key: str | None, status: int) -> None:
+    shown = {} if key is None else {"x-api-key": key}
+    reply = ask(Guard(app, api_key=KEY), headers={"host": "anything.example", **shown})
+    assert reply.status == status
+
+
+PAGE = "http://localhost:3000"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
+    guard = Guard(app, origins=Origins([PAGE]))
+    sent = {"origin": PAGE, "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}
+    reply = ask(guard, headers=sent)
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] == PAGE
+    assert reply.headers["vary"] == "Origin"
+    assert ask(guard, headers={"origin": "http://localhost:3001"}).status == 403
+    assert "access-control-allow-origin" not in ask(guard).headers
+
+
+def test_an_allowed_origin_needs_the_key_all_the_same_and_can_read_why() -> None:
+    reply = ask(Guard(app, api_key=KEY, origins=Origins([PAGE])), headers={"origin": PAGE})
+    assert reply.status == 401
+    assert reply.headers["access-control-allow-origin"] == PAGE
+
+
+def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
+    """A browser sends it without the key, so it comes before the key is asked for."""
+    guard = Guard(app, api_key=KEY, origins=Origins([PAGE]))
+    reply = ask(guard, "OPTIONS", "/v1/chat/completions", PREFLIGHT)
+    assert (reply.status, reply.body) == (204, b"")
+    assert reply.headers["access-control-allow-origin"] == PAGE
+    assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in reply.headers["access-control-allow-methods"]
+    other = ask(guard, "OPTIONS", "/v1/chat/completions", {**PREFLIGHT, "origin": "http://e.com"})
+    assert other.status == 403
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_an_allowed_page_changes_no_more_than_anybody_may() -> None:
+    guard = Guard(app, origins=Origins([PAGE]), token=LocalToken("t" * 32))
+    sent = {**JSON, "origin": PAGE}
+    assert ask(guard, "POST", "/v1/chat/completions", sent).status == 200
+    assert ask(guard, "POST", "/v1/placements", sent).status == 403
 
 
 def test_a_host_with_a_port_is_allowed_as_it_stands() -> None:

@@ -92,24 +92,35 @@ def test_a_stream_has_progress_a_role_text_an_end_statistics_and_done(node: Node
     assert reply.headers["x-accel-buffering"] == "no"
     assert frames(reply)[:2] == [": prefill 2/3", ": prefill 3/3"]
     assert frames(reply)[-1] == "data: [DONE]"
-    *spoken, last = chunks(reply)
+    spoken = chunks(reply)
     assert [(c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in spoken] == [
         ({"role": "assistant", "content": ""}, None),
         ({"content": "hé"}, None),
         ({"content": "llo"}, None),
         ({}, "stop"),
     ]
-    assert (last["choices"], last["usage"], last["generation_stats"]) == ([], USAGE, STATS)
+    assert [c.get("usage") for c in spoken] == [None, None, None, USAGE]
+    assert spoken[-1]["generation_stats"] == STATS
     assert {chunk["object"] for chunk in chunks(reply)} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks(reply)}) == 1
 
 
-@pytest.mark.parametrize(("wish", "sent"), [(None, True), (True, True), (False, False)])
-def test_the_usage_chunk_is_left_out_only_on_request(
-    node: Node, wish: bool | None, sent: bool
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": None}, {"include_usage": False}])
+def test_every_chunk_has_a_choice_unless_the_usage_was_asked_for(
+    node: Node, options: dict[str, object] | None
 ) -> None:
-    reply = node.chat_reply(stream=True, stream_options={"include_usage": wish})
-    assert any("usage" in chunk for chunk in chunks(reply)) is sent
+    """OpenAI's own example reads `choices[0]` of every chunk."""
+    found = chunks(node.chat_reply(stream=True, stream_options=options))
+    assert all(len(chunk["choices"]) == 1 for chunk in found)
+    assert (found[-1]["usage"], found[-1]["choices"][0]["finish_reason"]) == (USAGE, "stop")
+
+
+def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> None:
+    reply = node.chat_reply(stream=True, stream_options={"include_usage": True})
+    *spoken, last = chunks(reply)
+    assert not any("usage" in chunk for chunk in spoken)
+    assert (last["choices"], last["usage"], last["generation_stats"]) == ([], USAGE, STATS)
+    assert spoken[-1]["choices"][0]["finish_reason"] == "stop"
     assert frames(reply)[-1] == "data: [DONE]"
 
 
@@ -179,7 +190,7 @@ def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
     node: Node,
 ) -> None:
     node.chat.scripts["demo"] = says(*SPOKEN)
-    spoken = [c["choices"][0] for c in chunks(node.chat_reply(logprobs=True, stream=True))[:-1]]
+    spoken = [c["choices"][0] for c in chunks(node.chat_reply(logprobs=True, stream=True))]
     assert [(c["delta"].get("content"), c["logprobs"]) for c in spoken] == [
         ("", None),
         ("h", {"content": ENTRIES[:1], "refusal": None}),
@@ -227,6 +238,14 @@ def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(no
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
     )
+
+
+def test_a_top_p_of_0_is_the_likeliest_token_and_minus_one_is_nothing(node: Node) -> None:
+    node.chat_reply(top_p=0, seed=-1, max_tokens=-1)
+    (request,) = node.chat.requests
+    assert 0 < request.sampling.top_p < 1e-6  # 0 would be no filter at all
+    assert (request.sampling.seed, request.max_tokens) == (None, None)
+    assert "seed" not in request.given
 
 
 def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:

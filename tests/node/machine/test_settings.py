@@ -53,6 +53,18 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_INTERFACE", "192.168.1.4", "interface", "192.168.1.4"),
         ("EXO_PEER", "10.0.0.2:52416, mac.local:9", "peers", ("10.0.0.2:52416", "mac.local:9")),
         ("EXO_PEER", "[fe80::1]:9,[fe80::1]:9", "peers", ("[fe80::1]:9",)),
+        (
+            "EXO_ALLOWED_HOSTS",
+            "Host.docker.internal, mac.ts.net:8443,[fd7a::1],",
+            "allowed_hosts",
+            ("host.docker.internal", "mac.ts.net:8443", "[fd7a::1]"),
+        ),
+        (
+            "EXO_ALLOWED_ORIGINS",
+            "http://localhost:3000,app://obsidian.md, Chrome-Extension://abc",
+            "allowed_origins",
+            ("http://localhost:3000", "app://obsidian.md", "chrome-extension://abc"),
+        ),
         ("EXO_CLUSTER_KEY_FILE", __file__, "cluster_key_file", Path(__file__)),
         ("EXO_MODELS_DIR", str(Path(__file__).parents[2]), "models_dir", Path(__file__).parents[2]),
         ("EXO_DATA_DIR", "~/x", "data_dir", Path("~/x").expanduser()),
@@ -114,6 +126,24 @@ _BAD = [
     ("dtype", "--dtype", "EXO_DTYPE", "int4"),
     ("log_format", "--log-format", "EXO_LOG_FORMAT", "xml"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("EXO_ALLOWED_HOSTS", "*"),
+        ("EXO_ALLOWED_HOSTS", "http://mac.lan"),
+        ("EXO_ALLOWED_HOSTS", "mac.lan:port"),
+        ("EXO_ALLOWED_HOSTS", "fd7a::1"),
+        ("EXO_ALLOWED_ORIGINS", "*"),
+        ("EXO_ALLOWED_ORIGINS", "localhost:3000"),
+        ("EXO_ALLOWED_ORIGINS", "http://localhost:3000/"),
+    ],
+)
+def test_names_and_origins_that_are_none_are_refused(variable: str, text: str) -> None:
+    with pytest.raises(InvalidSettings, match=variable) as caught:
+        _ = load_settings({}, {variable: text})
+    assert caught.value.param == variable
 
 
 @pytest.mark.parametrize(("field", "flag", "variable", "text"), _BAD)
