@@ -226,7 +226,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _none_of_minus_one(value: Any) -> Any:
-    return None if value == -1 and isinstance(value, int) else value
+    return None if isinstance(value, int) and value == -1 else value
 
 
 MaxTokens = Annotated[

@@ -127,7 +127,7 @@ def test_an_assistants_message_that_comes_last_is_continued(text: str) -> None:
 
 
 def test_a_call_of_a_tool_that_comes_last_is_not_continued() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     ids = CODEC.encode_chat([{"role": "user", "content": "x"}, said])
     assert REFERENCE.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
