@@ -13,6 +13,7 @@ from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, WIRE, to_bytes
+from .copy_turns import CopyTurns
 from .frames import HiddenBlock, cut
 from .request_state import RequestState
 
@@ -55,6 +56,9 @@ class StateSender:
         self._rows: dict[str, int] = {}
         """Of each request that the spare has a copy of."""
         self._due: dict[str, float] = {}
+        self._turns = CopyTurns()
+        self._next = ""
+        """Whose turn it is, until its state is offered."""
         self._free_at = 0.0
         self._following = False
         self._under_way = False
@@ -64,26 +68,32 @@ class StateSender:
         self._following, self._under_way = following, False
         self._rows.clear()
         self._due.clear()
+        self._turns.clear()
         self.names = ()
 
     def due(self, request: str) -> bool:
-        """Whether a copy of the request would be made now."""
-        if not self._following or self._under_way:
+        """Whether it is the request's turn to be copied; asked at each of its rounds."""
+        self._next = ""
+        now, due_at = self._clock(), self._due.get(request, 0.0)
+        if not self._following or due_at == math.inf:
             return False
-        now = self._clock()
-        return now >= self._free_at and now >= self._due.get(request, 0.0)
+        free = not self._under_way and now >= max(self._free_at, due_at)
+        if self._turns.ask(request, free=free):
+            self._next = request
+        return bool(self._next)
 
     def offer(self, request: str, attempt: int, state: RequestState) -> None:
         """The state fits its rows now: it is copied if that is due."""
-        if not self.due(request):
+        if self._next != request and not self.due(request):
             return
-        now = self._clock()
+        self._next, now = "", self._clock()
         begin = min(self._rows.get(request, 0), state.lowest)
         if begin == state.position:
             return
         if why := self._why_not(state, begin):
             log.info("request %s is not copied to the spare: %s", request, why)
             self._due[request] = math.inf
+            self._turns.forget(request)
             return
         copy = self._copy(request, attempt, state, begin)
         took = self._clock() - now
@@ -107,6 +117,7 @@ class StateSender:
     def release(self, request: str) -> None:
         """The request is over."""
         _ = self._due.pop(request, None)
+        self._turns.forget(request)
         if self._rows.pop(request, None) is not None:
             self.names = tuple(self._rows)
             _ = self._hold(self.names)
