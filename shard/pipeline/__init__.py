@@ -1,11 +1,11 @@
 """Stages that exchange tensors: frames, streams, replay, copies for spares.
 
+copy_turns.py: which of several requests is copied next
 frames.py: tensor frames: cut, checked, joined
 replay_buffer.py: what a stage sent on, from which the next one is rebuilt
 request_state.py: what a stage holds of a request
 stage.py: what a stage does with a frame: sessions, attempts, leases
 state_sender.py: copies of a stage's state: what is sent, and when
-copy_turns.py: which of several requests is copied next
 state_store.py: copies of a stage's state: what its spare keeps
 streams.py: gRPC streams between runners
 verifier.py: the Verifier of a model in stages
