@@ -2,6 +2,7 @@
 
 head_client.py: calls to whichever node is the head, this one included
 local_node.py: what a node is by itself: identity, address, models, runners
+model_list.py: the lists of models that the node shows
 node.py: the node: its parts put together and closed in reverse
 node_api.py: the node's HTTP application and its background loops
 operations.py: what the operations API tells and changes

@@ -6,20 +6,25 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 
+from ..placement.errors import ExoNodeError
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .join.state import About
 from .links.measurements import Profiling, build_profiling
 from .machine.hardware import Hardware
 from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
-from .machine.settings import Settings
+from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
 from .machine.timing import LinkTiming
-from .models.library import ModelLibrary
+from .models.entries import format_of
+from .models.library import KnownModel, ModelLibrary
 from .rpc.link_rpc import LinkClient
 from .trust.keyring import Keyring
 
 log = logging.getLogger(__name__)
+
+_MOST_TOLD = 500
+"""Models in a heartbeat, which may be 4 MB."""
 
 
 class LocalNode:
@@ -29,11 +34,12 @@ class LocalNode:
         """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
         self._settings = settings
         self._hardware = hardware
-        self._models: Sequence[str] = ()
+        self._models: Sequence[pb.HeldModel] = ()
+        self._told_broken: set[tuple[str, str]] = set()
         self.version = installed_version("exo-node")
         self.keyring = Keyring.load(settings)
         self.switches = Switches.of(settings)
-        self.library = ModelLibrary(settings.models_dir, offline=settings.offline)
+        self.library = ModelLibrary(models_folders(settings), offline=settings.offline)
         interfaces = own_interfaces()
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
@@ -64,7 +70,8 @@ class LocalNode:
             memory_bytes=self._hardware.usable_bytes,
             memory_bandwidth=self._hardware.bandwidth,
             backend=self._hardware.backend,
-            models=self._models,
+            models=[held.model for held in self._models],
+            held_models=self._models[:_MOST_TOLD],
             http_host=self._settings.host,
             http_port=self.http_port,
             dtype=self._settings.dtype,
@@ -75,12 +82,35 @@ class LocalNode:
         )
         return self.profiling.tell(facts)
 
-    async def scan_models(self) -> None:
-        """Finds the models whose files are here; the facts tell them from then on."""
-        known = await asyncio.to_thread(self.library.scan)
-        self._models = [model for model, entry in known.items() if entry.folder is not None]
-        for model, fault in self.library.broken.items():
-            log.warning("model %s cannot be used: %s", model, fault)
+    async def scan_models(self, every_s: float) -> None:
+        """Finds the models whose files are here, again and again; the facts tell them."""
+        while True:
+            known = await asyncio.to_thread(self.library.scan)
+            self._models = await asyncio.to_thread(self._held, list(known.values()))
+            for model, fault in self.library.broken.items():
+                if (model, fault.message) not in self._told_broken:
+                    self._told_broken.add((model, fault.message))
+                    log.warning("model %s cannot be used: %s", model, fault)
+            await asyncio.sleep(every_s)
+
+    def _held(self, known: Sequence[KnownModel]) -> Sequence[pb.HeldModel]:
+        return [
+            pb.HeldModel(
+                model=model.card.id,
+                weight_bytes=model.card.weight_bytes,
+                quantization=model.card.quantization or 0,
+                format=format_of(model.card),
+                context_length=model.card.context_length,
+                head=model.card.native_mtp is not None and self._has_head(model),
+            )
+            for model in known
+        ]
+
+    def _has_head(self, model: KnownModel) -> bool:
+        try:
+            return self.library.head(model).loaded
+        except ExoNodeError:  # a list says what is wrong with it
+            return False
 
     def _build_profiling(self, addresses: Sequence[str], timing: LinkTiming) -> Profiling:
         return build_profiling(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
@@ -126,7 +127,9 @@ class Node:
         peering.cluster.start()
         _ = at_the_end(peering.cluster.close)
         self._background = [
-            self._loops.keep(self._local.scan_models, "the scan for models"),
+            self._loops.keep(
+                partial(self._local.scan_models, self._timing.models.scan_s), "the scan for models"
+            ),
             self._loops.keep(self._watch.run, "the watch over stages"),
         ]
         _ = at_the_end(self._cancel_background)

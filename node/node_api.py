@@ -26,6 +26,7 @@ from .machine.setting_values import is_loopback
 from .machine.settings import Settings
 from .machine.tasks import Loops
 from .machine.timing import Timing
+from .model_list import ModelList
 from .operations import NodeOperations
 from .peering import PeerWiring
 from .placements.placements import Placements
@@ -116,7 +117,13 @@ class NodeApi:
 
     def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:
         return NodeOperations(
-            self._local.library,
+            ModelList(
+                self._local.library,
+                self._placements,
+                self._peering.cluster,
+                self._facts,
+                int(time.time()),
+            ),
             self._placements,
             Readiness(self._placements, self._stages, self._timing.chat),
             self._peering.cluster,
@@ -125,7 +132,6 @@ class NodeApi:
             totals,
             metrics,
             self._local.version,
-            int(time.time()),
             self._trouble,
         )
 

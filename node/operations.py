@@ -8,7 +8,7 @@ from typing import Any, get_args
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
-from ..placement.errors import ExoNodeError, InvalidRequest
+from ..placement.errors import InvalidRequest
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, preview
 from .api.plan_request import PlacementBody, PlanBody
@@ -18,7 +18,7 @@ from .chat.totals import Totals
 from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
 from .machine.switches import Switches, SwitchName
-from .models.library import KnownModel, ModelLibrary
+from .model_list import ModelList
 from .placements.loaded_placement import Spare
 from .placements.placements import LoadedPlacement, Placements
 from .placements.placements import Status as PlacementStatus
@@ -30,7 +30,7 @@ class NodeOperations:
 
     def __init__(
         self,
-        library: ModelLibrary,
+        models: ModelList,
         placements: Placements,
         readiness: Readiness,
         cluster: Cluster,
@@ -39,11 +39,10 @@ class NodeOperations:
         totals: Totals,
         metrics: Metrics,
         version: str,
-        created: int,
         trouble: Callable[[], str],
     ) -> None:
         """`trouble`: what this node itself cannot do now, and why; "" where there is nothing."""
-        self._library = library
+        self._models = models
         self._placements = placements
         self._readiness = readiness
         self._cluster = cluster
@@ -52,20 +51,15 @@ class NodeOperations:
         self._totals = totals
         self._metrics = metrics
         self._version = version
-        self._created = created
         self._trouble = trouble
 
     async def models(self) -> dict[str, Any]:
-        """Every known model in the shape of `GET /v1/models`."""
-        known = await asyncio.to_thread(self._library.scan)
-        data = [await asyncio.to_thread(self._entry, model) for model in known.values()]
-        broken = [
-            {"id": model, "object": "model", "created": self._created, "owned_by": "exo-node"}
-            | {"loaded": False, "downloaded": True, "context_length": None, "native_mtp": None}
-            | {"error": fault.message}
-            for model, fault in self._library.broken.items()
-        ]
-        return {"object": "list", "data": [*data, *broken]}
+        """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
+        return {"object": "list", "data": await self._models.on_disk()}
+
+    async def catalogue(self) -> dict[str, Any]:
+        """Every model that there is a card of, in the same shape."""
+        return {"object": "list", "data": await self._models.catalogue()}
 
     async def cluster(self) -> dict[str, Any]:
         return self._cluster.describe(self._version) | {"trouble": self._trouble() or None}
@@ -130,61 +124,6 @@ class NodeOperations:
         drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
         return found.drafting if drafting.kind == "native_mtp" else drafting.reason
 
-    def _entry(self, known: KnownModel) -> dict[str, Any]:
-        card = known.card
-        record = next((r for r in self._placements.records if r.card.id == card.id), None)
-        # A placement that is being restored has its model, and requests wait for it.
-        loaded = record is not None and record.status in ("ready", "restoring")
-        context = record.plan.context_length if record and loaded else card.context_length
-        return {
-            "id": card.id,
-            "object": "model",
-            "created": self._created,
-            "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
-            "context_length": context,
-            "loaded": loaded,
-            "downloaded": known.folder is not None,
-            "native_mtp": self._native_mtp(known, record if loaded else None),
-        }
-
-    def _native_mtp(
-        self, known: KnownModel, record: LoadedPlacement | None
-    ) -> dict[str, Any] | None:
-        mtp = known.card.native_mtp
-        if mtp is None:
-            return None
-        try:
-            found = self._library.head(known)
-        except ExoNodeError as fault:
-            found = HeadState(False, fault.message)
-        head, stages = found, 1
-        switch = self._facts.mtp_switch(self._cluster.self_id)
-        if record is not None:
-            head, stages = self._head(record), len(record.plan.stages)
-            switch = self._facts.mtp_switch(record.generator.node)
-        drafting = choose_drafting(known.card, stages, head, switch, None)
-        return {
-            "default_k": mtp.default_k,
-            "max_k": mtp.max_k,
-            "weights": "found" if found.loaded else "missing",
-            "enabled": drafting.kind == "native_mtp",
-            "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
-            "parked": record is not None and head is not record.head,
-            "greedy_identity": None if record is None else record.identity,
-        }
-
-    def _head(self, record: LoadedPlacement) -> HeadState:
-        """As it was loaded, unless its runner says that it is parked."""
-        generator = record.generator.node
-        told = (
-            stage.head_parked
-            for member in self._cluster.members()
-            for stage in member.stages
-            if (member.id, stage.placement, stage.stage) == (generator, record.id, 0)
-        )
-        parked = next(told, "")
-        return HeadState(False, parked) if parked else record.head
-
     def _state(self) -> NodeState:
         nodes = self._cluster.describe(self._version)["nodes"]
         seen = Counter(str(node["status"]) for node in nodes)
@@ -244,7 +183,12 @@ class NodeOperations:
         stages = len(record.plan.stages)
         settings = self._facts.stage_settings(record.generator.node, record.card)
         drafting = choose_drafting(
-            record.card, stages, self._head(record), switch, None, adaptive=settings.adaptive_draft
+            record.card,
+            stages,
+            self._models.head(record),
+            switch,
+            None,
+            adaptive=settings.adaptive_draft,
         )
         drafts = drafting.kind == "native_mtp"
         return {

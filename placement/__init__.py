@@ -10,6 +10,7 @@ cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, and why not
 dtype.py: the dtype that a node computes a model in
 errors.py: the error tree, drawn in its docstring
+fitting.py: whether a model fits, in short
 ids.py: names that several processes use
 library.py: cards from TOML files
 options.py: what may be asked of a placement, checked

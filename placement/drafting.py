@@ -80,12 +80,10 @@ def choose_drafting(
 
 
 def undeclared_reason(model: ModelId) -> str:
-    """Why a model whose card has no [native_mtp] never drafts, and the line that changes it."""
+    """Why a model without [native_mtp] never drafts: a whole head in its files would be found."""
     return (
-        f"the card of {model} does not declare native MTP; if its checkpoint holds an MTP head, "
-        "add this line to the exo-card.toml in its folder and load it again (copy a snapshot of "
-        "the Hugging Face cache to --models-dir first, as its next revision has no card): "
-        "native_mtp = {num_layers = 1, default_k = 1, max_k = 3}"
+        f"the card of {model} does not declare native MTP, and no complete MTP head was found in "
+        "its files; `exo-node models` says what they lack"
     )
 
 

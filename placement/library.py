@@ -65,6 +65,11 @@ def nearest_ids(unknown: str, known: Iterable[ModelId], n: int = 3) -> list[Mode
     return [model for score, model in ranked if -score >= 0.5][:n]
 
 
+def not_here(model: str) -> str:
+    """Why a model of the catalogue cannot answer, and the command that changes it."""
+    return f"{model} is not on this machine; `exo-node models pull {model}` downloads it"
+
+
 def _toml(raw: bytes, source: str) -> Mapping[str, object]:
     try:
         return tomllib.loads(raw.decode())

@@ -441,6 +441,7 @@ class NodeFacts(_message.Message):
     ADDRESSES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     SPLIT_REFUSALS_FIELD_NUMBER: _builtins.int
+    HELD_MODELS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -491,6 +492,10 @@ class NodeFacts(_message.Message):
     def split_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SplitRefusal]:
         """models that failed the self-check here"""
 
+    @_builtins.property
+    def held_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldModel]:
+        """those of `models` that lists show, at most 500"""
+
     def __init__(
         self,
         *,
@@ -517,14 +522,54 @@ class NodeFacts(_message.Message):
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         links: _abc.Iterable[Global___LinkReport] | None = ...,
         split_refusals: _abc.Iterable[Global___SplitRefusal] | None = ...,
+        held_models: _abc.Iterable[Global___HeldModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeFacts: _TypeAlias = NodeFacts  # noqa: Y015
+
+@_typing.final
+class HeldModel(_message.Message):
+    """A model whose files a node has, as lists show it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight_bytes: _builtins.int
+    quantization: _builtins.int
+    """bits; 0: none"""
+    format: _builtins.str
+    """for a person"""
+    context_length: _builtins.int
+    head: _builtins.bool
+    """a native MTP head is in its files"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weight_bytes: _builtins.int = ...,
+        quantization: _builtins.int = ...,
+        format: _builtins.str = ...,
+        context_length: _builtins.int = ...,
+        head: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "format", b"format", "head", b"head", "model", b"model", "quantization", b"quantization", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldModel: _TypeAlias = HeldModel  # noqa: Y015
 
 @_typing.final
 class StageState(_message.Message):

@@ -135,6 +135,10 @@ class FakeOperations:
         data = [{"id": id, "object": "model", "created": 1, "owned_by": "exo-node"} for id in ids]
         return {"object": "list", "data": data}
 
+    async def catalogue(self) -> Json:
+        entry = {"id": "owner/catalogued", "object": "model", "created": 1, "owned_by": "owner"}
+        return {"object": "list", "data": [entry]}
+
     async def cluster(self) -> Json:
         return {"head": "a" * 20, "nodes": []}
 

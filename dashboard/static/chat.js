@@ -35,9 +35,9 @@ export function Chat({ models = [], placements = [], nodes, refresh }) {
     </section>`;
 }
 
-/** The model of somebody who has not chosen: never one that would be downloaded if another is here. */
+/** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
 const atHand = (models) =>
-  models.find((m) => m.loaded) ?? models.find((m) => m.downloaded && !m.error) ?? models[0];
+  models.find((m) => m.loaded) ?? models.find((m) => m.downloaded && !m.error && m.fits?.nodes > 0);
 
 /** {defaultK, maxK} where the model drafts, {reason} where it does not. */
 function draftsOf(model, placements) {

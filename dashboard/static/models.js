@@ -1,7 +1,7 @@
 /** The models section: what this node can serve, what is loaded, and native MTP's state. */
 
 import { call } from "./api.js";
-import { plural, tone, whole } from "./format.js";
+import { bytes, plural, tone, whole } from "./format.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 export function Models({ models, placements = [], nodes, error, refresh }) {
@@ -11,15 +11,14 @@ export function Models({ models, placements = [], nodes, error, refresh }) {
       <h2 id="models-title">Models</h2>
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!models && !error && html`<p class="muted">Asking the node…</p>`}
-      ${models?.length === 0 && html`<p class="muted">
-        No model is known. Start the node with <code>--models-dir</code> pointing at a folder of
-        checkpoints, or put one into the Hugging Face cache.</p>`}
       <ul class="rows">
         ${models?.map((model) => html`
           <${Model} key=${model.id} model=${model} alive=${alive} refresh=${refresh}
             placement=${placements.find((placement) => placement.model === model.id)}
             live=${liveRequests(nodes, model.id)} />`)}
       </ul>
+      <p class="muted small">These are on disk. In a terminal <code>exo-node models recommend</code> names
+        others that fit, and <code>exo-node models pull</code> gets one.</p>
     </section>`;
 }
 
@@ -74,6 +73,10 @@ function Model({ model, placement, alive, live, refresh }) {
         <span class=${`state ${tone(status)}`}>${placement?.progress || status}</span>
       </p>
       <p class="muted small">
+        ${bytes(model.size_bytes)} · ${model.format ?? "–"} · ${fits(model)}
+        ${model.nodes?.length > 0 && html` · on ${model.nodes.join(", ")}`}
+      </p>
+      <p class="muted small">
         ${whole(model.context_length)} tokens of context · <${Mtp} model=${model} placement=${placement} />
       </p>
       <div class="actions">
@@ -85,11 +88,18 @@ function Model({ model, placement, alive, live, refresh }) {
     </li>`;
 }
 
+/** Whether the model would run if no other one did. */
+function fits({ fits: fit }) {
+  if (!fit) return "size not checked";
+  if (fit.nodes === 0) return html`<span class="warn-text">does not fit: needs ${bytes(fit.needed_bytes)}</span>`;
+  return fit.nodes === 1 ? "fits one node" : `fits over ${plural(fit.nodes, "node")}`;
+}
+
 /** Native MTP in one phrase: the placement's word counts once there is one. */
 function Mtp({ model, placement }) {
   const drafting = placement?.drafting;
   const head = model.native_mtp;
-  if (!head) return html`<span>no MTP head</span>`;
+  if (!head) return html`<span>MTP: ${model.mtp ?? "no head"}</span>`;
   if (drafting?.drafter_kind === "native_mtp") {
     return html`<span>MTP on, K ${drafting.num_draft_tokens}, at most ${head.max_k}</span>`;
   }

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest, ModelNotFound
+from ...placement.library import not_here
 from ..machine.switches import VARIABLES, SwitchName
 from .body_schema import StrictBody, read_body
 from .errors import JsonResponse
@@ -24,7 +25,11 @@ class Operations(Protocol):
     """
 
     async def models(self) -> Json:
-        """`{"object": "list", "data": …}`, the entries each with their `id`."""
+        """`{"object": "list", "data": …}`, the entries each with their `id`: those on disk."""
+        ...
+
+    async def catalogue(self) -> Json:
+        """The same of the models that there are cards of, on disk or not."""
         ...
 
     async def cluster(self) -> Json: ...
@@ -128,8 +133,15 @@ class OperationsApi:
     async def version(self, _: Request) -> Response:
         return JsonResponse(await self._operations.version())
 
-    async def models(self, _: Request) -> Response:
-        return JsonResponse(await self._operations.models())
+    async def models(self, request: Request) -> Response:
+        match request.query_params.get("catalog", "0"):
+            case "1" | "true":
+                return JsonResponse(await self._operations.catalogue())
+            case "0" | "false":
+                return JsonResponse(await self._operations.models())
+            case other:
+                what = f"catalog is {other[:40]!r}; it is 1 (the models that have cards) or 0"
+                raise InvalidRequest(what, param="catalog")
 
     async def model(self, request: Request) -> Response:
         wanted: str = request.path_params["id"]
@@ -137,6 +149,8 @@ class OperationsApi:
         known = {str(entry["id"]): entry for entry in entries}
         if wanted in known:
             return JsonResponse(known[wanted])
+        if any(entry["id"] == wanted for entry in (await self._operations.catalogue())["data"]):
+            raise ModelNotFound(not_here(wanted), param="model")
         near = difflib.get_close_matches(wanted[:256], list(known))
         nearest = f"; the nearest are {', '.join(near)}" if near else ""
         raise ModelNotFound(f"there is no model '{wanted[:256]}'{nearest}", param="model")

@@ -8,6 +8,8 @@ events.py: `exo-node events`
 flags.py: flags that several commands share
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 main.py: the commands
+model_table.py: tables of models
+models.py: `exo-node models`
 output.py: tables and lines on the terminal
 plan.py: `exo-node plan`
 start.py: `exo-node start` and `exo-node stop`

@@ -89,7 +89,7 @@ def mtp(
         raise _wrong("--against", f"{against!r}; it knows mlx-lm")
     depths = _depths(k)
     folder = _output_folder(output, model)
-    found, environment = _found(model, {"dtype": dtype, "models_dir": models_dir})
+    found, environment = _found(model, {"dtype": dtype, "models_dirs": models_dir or None})
     request: dict[str, object] = {
         **_model_facts(found),
         "depths": _within(depths, found),

@@ -26,7 +26,12 @@ Dtype = Annotated[
     typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16. [EXO_DTYPE]"),
 ]
 ModelsDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="A folder of model folders. [EXO_MODELS_DIR]")
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder of models, NAME or PUBLISHER/NAME, besides the Hugging Face cache; "
+        "repeatable. [EXO_MODELS_DIR]",
+    ),
 ]
 
 

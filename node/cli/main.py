@@ -19,6 +19,7 @@ from . import flags
 from .bench import bench
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import add_join_commands
+from .models import models
 from .start import VARIABLES, start
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(models, name="models")
 add_join_commands(app)
 
 
@@ -156,21 +158,6 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     from . import output as cli_output
 
     print(cli_output.status(cluster, placements, answered))
-
-
-@app.command()
-def models(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List the models that this node can run."""
-    from . import client as cli_client
-
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    listed = cli_client.call(endpoint, "/v1/models")
-    if as_json:
-        _print_json(listed)
-        return
-    from . import output as cli_output
-
-    print(cli_output.models(listed.get("data", [])))
 
 
 @app.command()

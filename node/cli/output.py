@@ -26,13 +26,13 @@ def status(
     names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
     me = next((node for node in nodes if node.get("self")), _NOTHING)
     head = cluster.get("head")
-    trouble = [f"TROUBLE  {_text(cluster['trouble'])}"] if cluster.get("trouble") else []
+    trouble = [f"TROUBLE  {text_of(cluster['trouble'])}"] if cluster.get("trouble") else []
     lines = [
-        f"node     {_text(me.get('name'))} ({_text(cluster.get('self'))}), "
-        f"http://{_text(me.get('http_host'))}:{_text(me.get('http_port'))}, "
-        f"exo-node {_text(cluster.get('version'))}",
-        f"head     {names.get(head, _text(head))}, term {_text(cluster.get('term'))}",
-        f"cluster  {_text(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
+        f"node     {text_of(me.get('name'))} ({text_of(cluster.get('self'))}), "
+        f"http://{text_of(me.get('http_host'))}:{text_of(me.get('http_port'))}, "
+        f"exo-node {text_of(cluster.get('version'))}",
+        f"head     {names.get(head, text_of(head))}, term {text_of(cluster.get('term'))}",
+        f"cluster  {text_of(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
         *trouble,
         "",
         *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
@@ -52,7 +52,7 @@ def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
     """A table of the nodes, one of those that ask to join, and whom this node asks itself."""
     members: list[Mapping[str, Any]] = cluster.get("nodes", [])
     header = ("NODE", "ID", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS")
-    rows = [(row[0], _text(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
+    rows = [(row[0], text_of(n.get("id")), *row[1:]) for n in members for row in [_node_row(n)]]
     lines = table(header, rows)
     if pending := joining.get("data"):
         heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
@@ -71,21 +71,21 @@ def _own_asking(joining: Mapping[str, Any]) -> list[str]:
     if not asked:
         return []
     whom = " and ".join(
-        f"{_text(each.get('name'))} ({_text(each.get('address'))})" for each in asked
+        f"{text_of(each.get('name'))} ({text_of(each.get('address'))})" for each in asked
     )
     if (code := joining.get("digits")) is None:
         return ["", f"this node asks {whom} to join; only its own user may see its digits"]
     return [
         "",
-        f"this node asks {whom} to join, and shows {spaced(_text(code))}",
-        f"run `exo-node approve {spaced(_text(code))}` on a node of your cluster",
+        f"this node asks {whom} to join, and shows {spaced(text_of(code))}",
+        f"run `exo-node approve {spaced(text_of(code))}` on a node of your cluster",
     ]
 
 
 def _asking_row(request: Mapping[str, Any]) -> tuple[str, ...]:
     at = request.get("at") or _NOTHING
-    told = [_text(request.get(name)) for name in ("name", "node", "chip", "address")]
-    return (*told, _text(at.get("name")))
+    told = [text_of(request.get(name)) for name in ("name", "node", "chip", "address")]
+    return (*told, text_of(at.get("name")))
 
 
 def no_choice(
@@ -94,7 +94,7 @@ def no_choice(
     """Why a name, an id or nothing does not say which node is meant."""
     if not pending:
         return "no node asks to join this cluster"
-    listed = ", ".join(f"{_text(r.get('name'))} ({_text(r.get('node'))})" for r in pending)
+    listed = ", ".join(f"{text_of(r.get('name'))} ({text_of(r.get('node'))})" for r in pending)
     if not text or found:
         return f"say which node is meant, by its name or id: {listed}"
     return f"'{text[:64]}' asks nothing; {listed} do"
@@ -105,8 +105,10 @@ def rekey_question(cluster: Mapping[str, Any], without: Sequence[str]) -> str:
     others = [n for n in cluster.get("nodes", []) if not n.get("self")]
     meant = [n for text in without for n in meant_nodes(text, others, name=_name, id=_id)]
     out = [n for n in others if n in meant or n.get("status") != "alive"]
-    stay = ", ".join(_text(n.get("name")) for n in others if n not in out) or "no other node"
-    left = ", ".join(f"{_text(n.get('name'))} ({_text(n.get('status'))})" for n in out) or "nobody"
+    stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
+    left = (
+        ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out) or "nobody"
+    )
     return escape_controls(f"Give a new cluster key to this node and {stay}, and leave out {left}?")
 
 
@@ -128,22 +130,6 @@ def rekeyed(answer: Mapping[str, Any]) -> str:
             "`exo-node key` prints here"
         )
     return text
-
-
-def models(entries: Sequence[Mapping[str, Any]]) -> str:
-    """One line a model: id, whether it is loaded, its context and its native MTP."""
-    rows = [
-        (
-            _text(entry.get("id")),
-            "yes" if entry.get("loaded") else "no",
-            _text(entry.get("context_length")),
-            f"cannot be used: {entry['error']}"
-            if entry.get("error")
-            else _native_mtp(entry.get("native_mtp")),
-        )
-        for entry in entries
-    ]
-    return _joined(table(("MODEL", "LOADED", "CONTEXT", "NATIVE MTP"), rows))
 
 
 def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
@@ -169,22 +155,22 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
 
 def stats_line(stats: Mapping[str, Any]) -> str:
     """`generation_stats` in one line."""
-    kind = _text(stats.get("drafter_kind"))
+    kind = text_of(stats.get("drafter_kind"))
     if kind == "none":
         parts = [f"drafter none ({stats.get('drafting_reason') or 'no reason given'})"]
     else:
         accepted, proposed = stats.get("accepted_draft_tokens"), stats.get("proposed_draft_tokens")
-        parts = [f"drafter {kind}", f"K {_text(stats.get('num_draft_tokens'))}"]
-        parts.append(f"accepted {_text(accepted)}/{_text(proposed)}")
+        parts = [f"drafter {kind}", f"K {text_of(stats.get('num_draft_tokens'))}"]
+        parts.append(f"accepted {text_of(accepted)}/{text_of(proposed)}")
     parts.append(f"{stats.get('generation_tps') or 0:.1f} tok/s")
     parts.append(f"TTFT {stats.get('time_to_first_token_s') or 0:.2f} s")
     if cached := stats.get("cached_tokens"):
-        parts.append(f"{_text(cached)} prompt tokens cached")
+        parts.append(f"{text_of(cached)} prompt tokens cached")
     if stats.get("batched_tokens"):
-        parts.append(f"{_text(round(stats.get('batch_size') or 1, 1))} requests a step")
+        parts.append(f"{text_of(round(stats.get('batch_size') or 1, 1))} requests a step")
     if resumes := stats.get("resumes"):
         exact = "exact" if stats.get("resume_exact") else "not exact"
-        parts.append(f"resumed {_text(resumes)}x, {exact}")
+        parts.append(f"resumed {text_of(resumes)}x, {exact}")
     return escape_controls(", ".join(parts))
 
 
@@ -217,27 +203,27 @@ def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
     marks = [mark for mark in ("self", "head") if node.get(mark)]
     memory = node.get("memory_bytes")
     return (
-        _text(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
-        _text(node.get("status")),
-        _text(node.get("chip")),
-        _text(node.get("backend")),
+        text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
+        text_of(node.get("status")),
+        text_of(node.get("chip")),
+        text_of(node.get("backend")),
         f"{memory / 1e9:.1f} GB" if isinstance(memory, int) else "-",
-        f"{_text(node.get('host'))}:{_text(node.get('port'))}",
+        f"{text_of(node.get('host'))}:{text_of(node.get('port'))}",
     )
 
 
 def _placement_row(
     placement: Mapping[str, Any], names: Mapping[Any, str]
 ) -> tuple[str, str, str, str]:
-    state = _text(placement.get("status"))
+    state = text_of(placement.get("status"))
     if placement.get("error"):
         state += f": {placement['error']}"
     stages = [
-        f"{names.get(stage.get('node'), _text(stage.get('node')))} {_layers(stage)}"
+        f"{names.get(stage.get('node'), text_of(stage.get('node')))} {_layers(stage)}"
         for stage in placement.get("stages", [])
     ]
     drafting = _drafting(placement.get("drafting"))
-    return _text(placement.get("model")), state, " → ".join(stages), drafting
+    return text_of(placement.get("model")), state, " → ".join(stages), drafting
 
 
 def _answered_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
@@ -249,8 +235,8 @@ def _answered_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
 
     return (
         escape_controls(model),
-        _text(totals.get("requests")),
-        _text(totals.get("completion_tokens")),
+        text_of(totals.get("requests")),
+        text_of(totals.get("completion_tokens")),
         share("cached_tokens", "prompt_tokens"),
         share("batched_tokens", "completion_tokens"),
         share("accepted_draft_tokens", "proposed_draft_tokens"),
@@ -268,18 +254,11 @@ def _drafting(drafting: Mapping[str, Any] | None) -> str:
         return "-"
     if drafting.get("drafter_kind") == "none":
         return f"off: {drafting.get('reason') or 'no reason given'}"
-    return f"on, K {_text(drafting.get('num_draft_tokens'))}"
+    return f"on, K {text_of(drafting.get('num_draft_tokens'))}"
 
 
-def _native_mtp(mtp: Mapping[str, Any] | None) -> str:
-    if mtp is None:
-        return "none"
-    if mtp.get("weights") == "missing" or not mtp.get("enabled", True):
-        return f"off: {mtp.get('reason') or 'its weights are missing'}"
-    return f"K {_text(mtp.get('default_k'))} (at most {_text(mtp.get('max_k'))})"
-
-
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A cell of a table."""
     return "-" if value is None else str(value)
 
 

@@ -12,7 +12,7 @@ import typer
 from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import find_running
 from .client import no_node
-from .flags import DataDir
+from .flags import DataDir, ModelsDir
 
 VARIABLES: Final = (
     "By variable only: EXO_API_KEY (clients must show it), EXO_ALLOWED_HOSTS (further names of "
@@ -49,13 +49,6 @@ _Interface = Annotated[
     typer.Option(
         metavar="ADDRESS",
         help="Talk to peers on this address only; default: all private ones. [EXO_INTERFACE]",
-    ),
-]
-_ModelsDir = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="A folder of model folders, besides the Hugging Face cache. [EXO_MODELS_DIR]",
     ),
 ]
 _Peer = Annotated[
@@ -118,7 +111,7 @@ def start(
     grpc_port: _GrpcPort = None,
     interface: _Interface = None,
     data_dir: DataDir = None,
-    models_dir: _ModelsDir = None,
+    models_dir: ModelsDir = None,
     peer: _Peer = None,
     cluster_key_file: _ClusterKeyFile = None,
     open_name: _Open = None,
@@ -139,7 +132,7 @@ def start(
         "grpc_port": grpc_port,
         "interface": interface,
         "data_dir": data_dir,
-        "models_dir": models_dir,
+        "models_dirs": models_dir or None,
         "peers": peer or None,
         "cluster_key_file": cluster_key_file,
         "open": open_name,

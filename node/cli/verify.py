@@ -16,7 +16,7 @@ def run_verify(
     dtype: str | None,
     quick: bool,
     json_file: str | None,
-    models_dir: str | None,
+    models_dir: list[str] | None,
 ) -> int:
     """The exit status: 0 where the contract holds, 1 where a defect is shown.
 
@@ -29,7 +29,7 @@ def run_verify(
     from .child import run_child
 
     environ = settings.environment()
-    wanted = settings.load_settings({"dtype": dtype, "models_dir": models_dir}, environ)
+    wanted = settings.load_settings({"dtype": dtype, "models_dirs": models_dir or None}, environ)
     distributions = settings.installed_distributions()
     settings.check_mlx_extras(distributions)
     found = resolve(model, wanted, distributions)

@@ -4,6 +4,7 @@ Each reader raises ValueError with what is wrong and the remedy; its caller know
 """
 
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -139,6 +140,12 @@ def as_folder(value: str | Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is no folder; create it or give another")
     return path
+
+
+def as_folders(value: str | Collection[str | Path]) -> tuple[Path, ...]:
+    """Folders that exist: a variable like PATH, or the repeated flag."""
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    return tuple(dict.fromkeys(as_folder(part) for part in parts if str(part)))
 
 
 def as_file(value: str | Path) -> Path:

@@ -19,7 +19,7 @@ from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
     as_file,
-    as_folder,
+    as_folders,
     as_host,
     as_host_names,
     as_interface,
@@ -73,11 +73,12 @@ Switch = Annotated[bool, BeforeValidator(as_switch)]
 class Settings(BaseModel):
     """What `exo-node start` runs with. Sizes in bytes; a port of 0 takes a free one.
 
-    `interface` None listens for peers on every private address; `models_dir` None searches only
-    the Hugging Face cache; `memory_limit` None takes the share that `hardware` allows. The
-    `native_mtp_*` switches are None while nobody set them, which means on and may be changed at
-    run time; a variable wins over that. `native_mtp_strict` (fixed-row execution) has no page:
-    a model must be loaded anew for it. 1 takes the card's max_k + 1 rows, more is their number.
+    `interface` None listens for peers on every private address; `models_dirs` are searched
+    beside the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
+    share that `hardware` allows. The `native_mtp_*` switches are None while nobody set them, which
+    means on and may be changed at run time; a variable wins over that. `native_mtp_strict`
+    (fixed-row execution) has no page: a model must be loaded anew for it. 1 takes the card's max_k
+    + 1 rows, more is their number.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
     """
@@ -90,7 +91,7 @@ class Settings(BaseModel):
     grpc_port: Port = DEFAULT_GRPC_PORT
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
     data_dir: DataDir = Field(default_factory=_default_data_dir)
-    models_dir: Annotated[Path, BeforeValidator(as_folder)] | None = None
+    models_dirs: Annotated[tuple[Path, ...], BeforeValidator(as_folders)] = ()
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
     cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
     cluster_key: Secret | None = None
@@ -114,6 +115,14 @@ class Settings(BaseModel):
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
     prefix_cache_enabled: Switch = True
     batching_enabled: Switch = True
+
+
+def models_folders(settings: Settings) -> tuple[Path, ...]:
+    """Where models are looked for, besides the Hugging Face cache; the first that has one counts.
+
+    The last is exo-node's own, which need not exist.
+    """
+    return (*settings.models_dirs, settings.data_dir / "models")
 
 
 class ClientSettings(BaseModel):
@@ -142,7 +151,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "grpc_port": _Source("EXO_GRPC_PORT", "--grpc-port"),
     "interface": _Source("EXO_INTERFACE", "--interface"),
     "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
-    "models_dir": _Source("EXO_MODELS_DIR", "--models-dir"),
+    "models_dirs": _Source("EXO_MODELS_DIR", "--models-dir"),
     "peers": _Source("EXO_PEER", "--peer"),
     "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
     "cluster_key": _Source("EXO_CLUSTER_KEY"),

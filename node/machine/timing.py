@@ -284,6 +284,14 @@ class ServingTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTiming:
+    """Models on the disk."""
+
+    scan_s: float = 5.0
+    """Between two looks at what is there; a list that is asked for looks itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTiming:
     """Work without an end that begins again after an error."""
 
@@ -310,6 +318,7 @@ class Timing:
     chat: ChatTiming = ChatTiming()
     serving: ServingTiming = ServingTiming()
     loops: LoopTiming = LoopTiming()
+    models: ModelTiming = ModelTiming()
 
 
 Profile = Literal["lan", "local"]

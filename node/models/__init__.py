@@ -1,4 +1,7 @@
 """The models that this node knows.
 
-library.py: models by id or folder, from cards, folders and the hub's cache
+entries.py: a model as lists of models show it
+library.py: models by id, from cards, folders and the hub's cache
+on_this_machine.py: lists of models without a running node
+places.py: where models lie on this machine
 """

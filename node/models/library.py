@@ -1,8 +1,8 @@
-"""The models this node knows: shipped, in `--models-dir`, or in the Hugging Face cache."""
+"""The models on this node's disk: shipped, in `--models-dir`, in the Hugging Face cache."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,14 +11,23 @@ from ...placement.card import ModelCard, derive_card
 from ...placement.drafting import HeadState
 from ...placement.errors import ExoNodeError, InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId
-from ...placement.library import CARD_FILE, nearest_ids, packaged_cards, read_card_file
-from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
+from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_cards, read_card_file
+from ...shard.checkpoint.checkpoint import (
+    Checkpoint,
+    is_weight_file,
+    read_checkpoint,
+    read_config,
+)
 from ...shard.checkpoint.download import Progress, download, locate
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
+from .places import Place, Source, Stamp, from_cache, in_cache, in_folders, stamp
 
 log = logging.getLogger(__name__)
 
 DEMO = ModelId("demo")
+FOUND_HEAD = {"num_layers": 1, "default_k": 1, "max_k": 3}
+"""`native_mtp` of a model whose files hold a whole head and whose card does not say how to use it:
+measured costs lower K, to 0 where drafts do not pay."""
 OnProgress = Callable[[Progress], None]
 
 
@@ -28,30 +37,43 @@ class KnownModel:
 
     card: ModelCard
     folder: Path | None
+    source: Source = "cache"
 
 
 class ModelLibrary:
     """Reads cards and headers; blocking methods are called through `asyncio.to_thread`."""
 
-    def __init__(self, models_dir: Path | None, *, offline: bool) -> None:
-        self._models_dir = models_dir
+    def __init__(self, folders: Sequence[Path] = (), *, offline: bool) -> None:
+        self._roots = tuple(folders)
         self._offline = offline
         self._packaged = packaged_cards()
-        self._headers: dict[Path, tuple[int, Checkpoint]] = {}
+        self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
+        self._cards: dict[Place, tuple[Stamp, KnownModel | ExoNodeError]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
 
     def scan(self) -> Mapping[ModelId, KnownModel]:
-        """Every known model; a folder that cannot be used is named in `broken`. Blocks."""
-        known = {model: self._shipped(card) for model, card in self._packaged.items()}
-        self._broken = {}
-        for folder in self._folders():
-            model = ModelId(folder.name)
-            try:
-                known[model] = _from_folder(folder)
-            except ExoNodeError as fault:
-                _ = known.pop(model, None)
-                self._broken[model] = fault
+        """Every model on this disk, by id; one that cannot be used is named in `broken`. Blocks.
+
+        What has not changed since the last scan is not read again.
+        """
+        known = {DEMO: self._shipped(self._packaged[DEMO])}
+        broken: dict[ModelId, ExoNodeError] = {}
+        places = [*in_folders(self._roots), *in_cache()]
+        for place in places:
+            if place.id in known or place.id in broken:
+                continue
+            match self._read(place):
+                case KnownModel() as model:
+                    known[place.id] = model
+                case fault:
+                    broken[place.id] = fault
+        self._cards = {place: kept for place, kept in self._cards.items() if place in places}
+        self._broken = broken
         return known
+
+    def catalogue(self) -> Mapping[ModelId, KnownModel]:
+        """The models that there are cards of, on this disk or not. Blocks."""
+        return {model: self._shipped(card) for model, card in self._packaged.items()}
 
     @property
     def broken(self) -> Mapping[ModelId, ExoNodeError]:
@@ -63,34 +85,27 @@ class ModelLibrary:
 
         Raises ModelNotFound with the nearest ids, and what is wrong with a model's folder.
         """
-        for folder in self._folders():
-            if folder.name == model:
-                return _from_folder(folder)
+        for place in in_folders(self._roots):
+            if place.id == model:
+                return self._opened(place)
         if (card := self._packaged.get(model)) is not None:
             return self._shipped(card)
-        if model.count("/") == 1 and (folder := _cached(model)) is not None:
-            return _from_folder(folder, model)
-        known = [*self._packaged, *(ModelId(folder.name) for folder in self._folders())]
-        near = nearest_ids(model, known)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ModelNotFound(
-            f"no model {str(model)[:200]!r} is known here.{hint} `exo-node models` lists those "
-            "that ship with exo-node or are in --models-dir",
-            param="model",
-        )
+        if (folder := from_cache(model)) is not None:
+            return self._opened(Place(model, folder, "cache"))
+        raise self._unknown(model)
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The validated headers of a folder, kept until a file of it changes. Blocks."""
-        stamp = max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
+        now = stamp(folder)
         known = self._headers.get(folder)
-        if known is None or known[0] != stamp:
-            known = self._headers[folder] = (stamp, read_checkpoint(folder))
+        if known is None or known[0] != now:
+            known = self._headers[folder] = (now, read_checkpoint(folder))
         return known[1]
 
     def head(self, known: KnownModel) -> HeadState:
         """Whether the model's own draft head is in its files, by their headers. Blocks."""
         if known.folder is None:
-            return HeadState(False, "the model is not downloaded yet; loading it downloads it")
+            return HeadState(False, not_here(known.card.id))
         found = find_head(self.checkpoint(known.folder))
         if isinstance(found, HeadFound):
             return HeadState(True)
@@ -117,32 +132,65 @@ class ModelLibrary:
         )
         return known, folder
 
-    def _folders(self) -> list[Path]:
-        if self._models_dir is None:
-            return []
-        return sorted(p for p in self._models_dir.iterdir() if (p / "config.json").is_file())
+    def _read(self, place: Place) -> KnownModel | ExoNodeError:
+        """A place's model or what is wrong with it, read again where a file of it has changed."""
+        now = stamp(place.folder)
+        kept = self._cards.get(place)
+        if kept is None or kept[0] != now:
+            try:
+                kept = (now, self._opened(place))
+            except ExoNodeError as fault:
+                kept = (now, fault)
+            self._cards[place] = kept
+        return kept[1]
+
+    def _opened(self, place: Place) -> KnownModel:
+        """Raises ExoNodeError."""
+        if place.missing:
+            raise incomplete(place)
+        if place.source == "cache" and (card := self._packaged.get(place.id)) is not None:
+            return KnownModel(card, place.folder, "cache")
+        folder = place.folder
+        config = read_config(folder)
+        card_file = folder / CARD_FILE
+        given = dict(read_card_file(card_file)) if card_file.exists() else {}
+        size = sum(
+            path.stat().st_size
+            for path in folder.rglob("*.safetensors")
+            if is_weight_file(path.relative_to(folder).as_posix())
+        )
+        card = derive_card(place.id, config, size, given)
+        checkpoint = self.checkpoint(folder)
+        if card.native_mtp is None and isinstance(find_head(checkpoint), HeadFound):
+            card = derive_card(place.id, config, size, {**given, "native_mtp": FOUND_HEAD})
+        return KnownModel(card, folder, place.source)
 
     def _shipped(self, card: ModelCard) -> KnownModel:
         if card.id == DEMO:
-            return KnownModel(card, Path(str(files("exo_node.shard"))) / "models" / "demo")
+            folder = Path(str(files("exo_node.shard"))) / "models" / "demo"
+            return KnownModel(card, folder, "package")
         folder = None if card.repository is None else locate(card.repository, card.revision)
         return KnownModel(card, folder)
 
+    def _unknown(self, model: ModelId) -> ModelNotFound:
+        near = nearest_ids(model, {*self._packaged, *self.scan()})
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        name = str(model)[:200]
+        get = ""
+        if name.count("/") == 1 and name.isprintable() and " " not in name:
+            get = f", and `exo-node models pull {name}` downloads that one if the hub has it"
+        return ModelNotFound(
+            f"no model {name!r} is on this machine.{hint} `exo-node models` lists those that "
+            f"are{get}",
+            param="model",
+        )
 
-def _from_folder(folder: Path, model: ModelId | None = None) -> KnownModel:
-    card_file = folder / CARD_FILE
-    overrides = read_card_file(card_file) if card_file.exists() else None
-    size = sum(
-        path.stat().st_size
-        for path in folder.rglob("*.safetensors")
-        if is_weight_file(path.relative_to(folder).as_posix())
+
+def incomplete(place: Place) -> InvalidCheckpoint:
+    """A download that has not ended."""
+    more = f" and {len(place.missing) - 3} more" if len(place.missing) > 3 else ""
+    return InvalidCheckpoint(
+        f"{place.id} is not completely downloaded (missing: {', '.join(place.missing[:3])}{more}); "
+        f"`exo-node models pull {place.id}` goes on with it",
+        param="model",
     )
-    name = ModelId(folder.name) if model is None else model
-    return KnownModel(derive_card(name, read_config(folder), size, overrides), folder)
-
-
-def _cached(model: ModelId) -> Path | None:
-    try:
-        return locate(model)
-    except ExoNodeError:  # a name that no repository can have
-        return None

@@ -13,10 +13,11 @@ from ...placement.cluster import ClusterView, NodeFacts
 from ...placement.dtype import resolve_dtype
 from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.library import not_here
 from ...placement.plan import Placement, PlanOptions, plan
 from ...proto import peer_pb2 as pb
 from ..machine.hardware import Hardware, detect_hardware
-from ..machine.settings import Settings
+from ..machine.settings import Settings, models_folders
 from ..machine.switches import Switches
 from ..machine.timing import PROFILES
 from ..models.library import KnownModel, ModelLibrary
@@ -48,18 +49,14 @@ class LocalModel:
 def resolve(name: str, settings: Settings, distributions: Collection[str]) -> LocalModel:
     """The model called `name`, an id as `exo-node models` lists it or a folder. Blocks.
 
-    `settings` come from `load_settings({"data_dir": …, "models_dir": …, "dtype": …},
+    `settings` come from `load_settings({"data_dir": …, "models_dirs": …, "dtype": …},
     environment())`, `distributions` from `installed_distributions()`. Nothing is downloaded.
     Raises ModelNotFound, InvalidCard, InvalidCheckpoint and InsufficientMemory.
     """
     known, library = _find(name, settings)
     card, folder = known.card, known.folder
     if folder is None:
-        raise ModelNotFound(
-            f"{card.id} is not on this machine yet; `exo-node chat --model {card.id} hello` "
-            "downloads it",
-            param="model",
-        )
+        raise ModelNotFound(not_here(card.id), param="model")
     hardware = detect_hardware(distributions, settings.memory_limit)
     fingerprint = library.checkpoint(folder).fingerprint
     spec = on_this_machine(_spec(card, hardware, settings, fingerprint), folder, settings)
@@ -68,7 +65,7 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
 
 def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
     """An id wins over a folder of the same name, unless `name` can only be a path."""
-    library = ModelLibrary(settings.models_dir, offline=settings.offline)
+    library = ModelLibrary(models_folders(settings), offline=settings.offline)
     folder = Path(name).expanduser()
     if not name.startswith(_PATH_STARTS):
         try:
@@ -83,7 +80,7 @@ def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
             "`exo-node models` lists",
             param="model",
         )
-    beside = ModelLibrary(folder.parent, offline=settings.offline)
+    beside = ModelLibrary((folder.parent,), offline=settings.offline)
     return beside.get(ModelId(folder.name)), beside
 
 
@@ -109,7 +106,8 @@ def _spec(
     return spec
 
 
-def _plan(card: ModelCard, hardware: Hardware) -> Placement:
+def view_of(hardware: Hardware) -> ClusterView:
+    """A cluster of this machine alone."""
     here = NodeFacts(
         id=_HERE,
         name="this machine",
@@ -118,5 +116,8 @@ def _plan(card: ModelCard, hardware: Hardware) -> Placement:
         backend=hardware.backend,
         chip=hardware.chip,
     )
-    view = ClusterView(nodes=(here,), head=_HERE)
-    return plan(card, view, PlanOptions(max_nodes=1))
+    return ClusterView(nodes=(here,), head=_HERE)
+
+
+def _plan(card: ModelCard, hardware: Hardware) -> Placement:
+    return plan(card, view_of(hardware), PlanOptions(max_nodes=1))

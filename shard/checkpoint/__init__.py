@@ -8,4 +8,5 @@ head_layouts.py: which tensors an MTP head has
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
+model_classes.py: the model types that the installed mlx-lm implements
 """

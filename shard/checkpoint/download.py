@@ -48,7 +48,7 @@ from ...placement.errors import DownloadFailed
 from .checkpoint import HEAD_FILES, indexed_files, is_weight_file
 from .fetch import Fetch, Meter, Progress, partial_of, size_of
 
-__all__ = ["Progress", "download", "is_wanted", "locate"]
+__all__ = ["Cached", "Progress", "cached", "download", "is_wanted", "locate"]
 
 _REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -69,6 +69,19 @@ class _RemoteFile:
     path: str
     size: int
     sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """One revision of a repository in the cache.
+
+    `revision` None is the main branch. `missing`: the files that it lacks, empty where it is whole.
+    """
+
+    repository: str
+    revision: str | None
+    snapshot: Path
+    missing: tuple[str, ...]
 
 
 def is_wanted(path: str) -> bool:
@@ -95,6 +108,39 @@ def locate(
     if snapshot is None or _missing_files(repository, snapshot, cache):
         return None
     return snapshot
+
+
+def cached(cache_dir: Path | None = None) -> list[Cached]:
+    """Every model of the cache that has a config.json, without any network traffic.
+
+    A commit is listed once, under the main branch where it is that, else under its branch or tag,
+    else under its hash. What cannot be read as a model is left out.
+    """
+    cache = _cache(cache_dir)
+    found: list[Cached] = []
+    for folder in sorted(cache.glob("models--*--*")):
+        owner, _, name = folder.name.removeprefix("models--").partition("--")
+        repository = f"{owner}/{name}"
+        if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
+            continue
+        for revision, snapshot in _revisions(folder):
+            if (snapshot / "config.json").exists():
+                missing = tuple(_missing_files(repository, snapshot, cache))
+                found.append(Cached(repository, revision, snapshot, missing))
+    return found
+
+
+def _revisions(folder: Path) -> list[tuple[str | None, Path]]:
+    """The snapshots of one repository's folder, each under the name that a person used for it."""
+    snapshots = {path.name: path for path in (folder / "snapshots").glob("*") if path.is_dir()}
+    named: dict[str, str] = {}
+    refs = folder / "refs"
+    for ref in sorted(path for path in refs.rglob("*") if path.is_file()):
+        commit, name = ref.read_text().strip(), ref.relative_to(refs).as_posix()
+        if _REVISION.fullmatch(name) and (commit not in named or name == "main"):
+            named[commit] = name
+    shown = ((named.get(commit, commit), path) for commit, path in sorted(snapshots.items()))
+    return [(None if name == "main" else name, path) for name, path in shown]
 
 
 def download(

@@ -130,10 +130,9 @@ def test_a_card_with_max_k_below_default_k_is_named_with_the_remedy(hardened: No
     assert "max_k" in listed["backwards"]["error"]
 
 
-def test_a_model_without_a_declaration_says_which_lines_to_add(hardened: Node) -> None:
-    stats = hardened.chat("Who are you?", model="undeclared", max_tokens=4)["generation_stats"]
-    assert stats["drafter_kind"] == "none"
-    assert "native_mtp = {" in stats["drafting_reason"]
+def test_a_head_in_the_files_drafts_without_a_declaration(hardened: Node) -> None:
+    stats = hardened.chat("Who are you?", model="undeclared", max_tokens=8)["generation_stats"]
+    assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("native_mtp", 1)
 
 
 def test_a_card_in_a_models_folder_turns_native_mtp_on(hardened: Node) -> None:

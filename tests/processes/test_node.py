@@ -177,11 +177,17 @@ def test_models_tell_their_mtp_state(demo: Node) -> None:
     mtp = models["demo"]["native_mtp"]
     assert models["demo"]["loaded"] is True
     assert (mtp["weights"], mtp["enabled"], mtp["max_k"]) == ("found", True, 3)
-    missing = models["Qwen/Qwen3.6-27B"]
+    listed = demo.call("GET", "/v1/models?catalog=1").body["data"]
+    missing = {model["id"]: model for model in listed}["Qwen/Qwen3.6-27B"]
     assert missing["loaded"] is False
     assert (models["demo"]["downloaded"], missing["downloaded"]) == (True, False)
     assert (missing["native_mtp"]["default_k"], missing["native_mtp"]["max_k"]) == (2, 3)
-    assert "download" in missing["native_mtp"]["reason"]
+    assert "`exo-node models pull Qwen/Qwen3.6-27B`" in missing["native_mtp"]["reason"]
+    assert "Qwen/Qwen3.6-27B" not in models
+    alone = demo.call("GET", "/v1/models/Qwen/Qwen3.6-27B")
+    assert alone.status == 404
+    assert "`exo-node models pull Qwen/Qwen3.6-27B`" in alone.body["error"]["message"]
+    assert demo.call("GET", "/v1/models?catalog=maybe").status == 400
 
 
 def test_the_native_mtp_switch_holds_for_the_next_request(demo: Node) -> None:

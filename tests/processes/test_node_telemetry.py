@@ -86,8 +86,8 @@ def test_a_real_nodes_totals_and_models_tell_of_policy_rule_and_identity(demo: N
     assert entry["native_mtp"]["greedy_identity"] == "bitwise"
     placement = demo.call("GET", "/v1/placements").body["data"][0]
     assert placement["drafting"]["draft_policy"] == drafted_by_default(demo)
-    unloaded = demo.call("GET", "/v1/models/Qwen/Qwen3.6-27B").body
-    assert unloaded["native_mtp"]["greedy_identity"] is None
+    cards = {each["id"]: each for each in demo.call("GET", "/v1/models?catalog=1").body["data"]}
+    assert cards["Qwen/Qwen3.6-27B"]["native_mtp"]["greedy_identity"] is None
 
 
 def drafted_by_default(running: Node) -> str:

@@ -53,7 +53,7 @@ ROOMS: dict[str, str] = {
         "node/api node/chat node/cluster node/join node/links node/machine node/models "
         "node/placements node/rpc node/runners node/trust"
     ),
-    "node/cli": "placement node node/join node/placements node/trust node/machine",
+    "node/cli": "placement node node/join node/placements node/models node/trust node/machine",
 }
 """Which other rooms a room may import. A room is a folder of modules; no arrow runs back up."""
 

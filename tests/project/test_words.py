@@ -36,9 +36,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("model", ["nothing-like-it", "demp"])
 def test_an_unknown_models_error_is_one_sentence_after_the_other(model: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
-        _ = ModelLibrary(None, offline=True).get(ModelId(model))
-    assert "`exo-node models` lists those that ship" in caught.value.message
-    assert f"is known here. {'Did you mean demo? ' * (model == 'demp')}`exo" in caught.value.message
+        _ = ModelLibrary(offline=True).get(ModelId(model))
+    assert "`exo-node models` lists those that are" in caught.value.message
+    assert (
+        f"is on this machine. {'Did you mean demo? ' * (model == 'demp')}`exo"
+        in caught.value.message
+    )
 
 
 PATHS = ("/", "/v1/chat/completions", "/v1/models", "/v1/models/{id:path}", "/health/live")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from api_stub import DEMO, QWEN, Stub, as_json, exo_node, serve_stub
+from models import make_checkpoint
 from typer.testing import CliRunner
 
 from exo_node.node.cli import main as cli
@@ -81,7 +82,7 @@ def test_help_imports_nothing_slow_and_names_every_command() -> None:
 
 def test_start_help_names_the_variable_of_every_setting() -> None:
     text = exo_node("start", "--help", COLUMNS="200").stdout
-    plural = {"peers": "EXO_PEER"}
+    plural = {"peers": "EXO_PEER", "models_dirs": "EXO_MODELS_DIR"}
     for name in Settings.model_fields:
         variable = plural.get(name, f"EXO_{name.upper()}")
         assert re.search(rf"\b{variable}\b", text), variable
@@ -93,7 +94,7 @@ def test_version_is_printed() -> None:
     assert re.fullmatch(r"exo-node \d+\.\d+\.\d+\n", done.stdout)
 
 
-@pytest.mark.parametrize("command", [["status"], ["models"], ["stop"], ["chat", "hi"]])
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"]])
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_without_a_node_a_command_says_how_to_start_one(
     command: list[str], json_flag: list[str]
@@ -175,7 +176,7 @@ def test_start_hands_every_flag_over_and_exits_with_the_nodes_code(
     assert warnings == ()
     assert settings == Settings(
         name="alpha", host="::1", port=7000, grpc_port=7001, interface="10.0.0.1",
-        data_dir=tmp_path / "d", models_dir=tmp_path, peers=("10.0.0.2:1", "10.0.0.3:1"),
+        data_dir=tmp_path / "d", models_dirs=(tmp_path,), peers=("10.0.0.2:1", "10.0.0.3:1"),
         cluster_key_file=Path(__file__), memory_limit=2 * 10**9, dtype="float16",
         log_format="json", mdns=False, offline=True,
     )  # fmt: skip
@@ -227,20 +228,46 @@ Qwen/Qwen3.6-27B  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
 
 
 def test_models_are_a_table(stub: Stub) -> None:
-    missing = {**QWEN, "id": "b", "native_mtp": {"weights": "missing", "reason": "no mtp.*"}}
-    listed = {"object": "list", "data": [DEMO, QWEN, missing]}
+    fit = {"nodes": 1, "needed_bytes": 1, "tokens_per_second": 9.0, "reason": None}
+    demo = {
+        **DEMO,
+        "size_bytes": 33_044_512,
+        "format": "bfloat16",
+        "fits": fit,
+        "mtp": "head found",
+    }
+    large = {**QWEN, "size_bytes": 27 * 10**9, "format": "4-bit", "fits": {**fit, "nodes": 3}}
+    off = {"weights": "missing", "enabled": False, "reason": "no mtp.*"}
+    missing = {**large, "id": "b", "native_mtp": off, "loaded": False}
+    missing["fits"] = {**fit, "nodes": 0, "needed_bytes": 68 * 10**9}
+    broken = {"id": "c\x1b[2J", "error": "model.safetensors is truncated"}
+    listed = {"object": "list", "data": [demo, large, missing, broken]}
     stub.replies = {"/v1/models": as_json(listed)}
     done = exo_node("models", "--port", str(stub.port))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert (
         done.stdout
-        == """MODEL             LOADED  CONTEXT  NATIVE MTP
-demo              no      4096     none
-Qwen/Qwen3.6-27B  yes     262144   K 3 (at most 5)
-b                 yes     262144   off: no mtp.*
-"""
+        == """MODEL             SIZE     FORMAT    FITS               LOADED  NATIVE MTP
+demo              33 MB    bfloat16  yes                no      head found
+Qwen/Qwen3.6-27B  27.0 GB  4-bit     on 3 nodes         yes     -
+b                 27.0 GB  4-bit     no: needs 68.0 GB  no      off: no mtp.*
+c\\x1b[2J          -        -         -                  no      cannot be used: model.safetensors is truncated
+"""  # noqa: E501
     )
     assert json.loads(exo_node("models", "--json", EXO_PORT=str(stub.port)).stdout) == listed
+
+
+def test_models_need_no_running_node(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "me" / "tiny", "llama")
+    given = {"EXO_DATA_DIR": str(tmp_path / "data"), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = exo_node("models", "--json", "--models-dir", str(tmp_path), **given)
+    assert done.returncode == 0, done.stderr
+    listed = {entry["id"]: entry for entry in json.loads(done.stdout)["data"]}
+    assert listed.keys() == {"demo", "me/tiny"}
+    assert (listed["demo"]["fits"]["nodes"], listed["demo"]["format"]) == (1, "bfloat16")
+    assert "no MTP head" in listed["me/tiny"]["mtp"]
+    cards = exo_node("models", "--catalog", **given)
+    assert "Qwen/Qwen3.6-27B" in cards.stdout and "me/tiny" not in cards.stdout
 
 
 def test_fields_of_another_version_may_be_missing() -> None:

@@ -25,8 +25,8 @@ def test_defaults_are_a_loopback_node_with_nothing_set() -> None:
     assert settings.mdns and not settings.offline
     assert settings.dtype == "auto"
     assert settings.peers == ()
-    unset = (settings.interface, settings.models_dir, settings.memory_limit, settings.api_key)
-    assert unset == (None, None, None, None)
+    unset = (settings.interface, settings.models_dirs, settings.memory_limit, settings.api_key)
+    assert unset == (None, (), None, None)
     assert settings.native_mtp_enabled is None
     assert settings.native_mtp_async_draft_eval is None
 
@@ -66,7 +66,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
             ("http://localhost:3000", "app://obsidian.md", "chrome-extension://abc"),
         ),
         ("EXO_CLUSTER_KEY_FILE", __file__, "cluster_key_file", Path(__file__)),
-        ("EXO_MODELS_DIR", str(Path(__file__).parents[2]), "models_dir", Path(__file__).parents[2]),
+        ("EXO_MODELS_DIR", "/:/tmp:/", "models_dirs", (Path("/"), Path("/tmp"))),
         ("EXO_DATA_DIR", "~/x", "data_dir", Path("~/x").expanduser()),
         ("EXO_MDNS", "off", "mdns", False),
         ("EXO_OFFLINE", "1", "offline", True),
@@ -110,7 +110,7 @@ _BAD = [
     ("interface", "--interface", "EXO_INTERFACE", "en0"),
     ("interface", "--interface", "EXO_INTERFACE", "0.0.0.0"),
     ("interface", "--interface", "EXO_INTERFACE", "224.0.0.251"),
-    ("models_dir", "--models-dir", "EXO_MODELS_DIR", "/no/such/folder"),
+    ("models_dirs", "--models-dir", "EXO_MODELS_DIR", "/no/such/folder"),
     ("peers", "--peer", "EXO_PEER", "10.0.0.2"),
     ("peers", "--peer", "EXO_PEER", "10.0.0.2:0"),
     ("peers", "--peer", "EXO_PEER", ":52416"),

@@ -82,11 +82,11 @@ def test_a_size_that_config_json_does_not_give_is_taken_from_the_card(tmp_path: 
     del config["vocab_size"]  # the class has a default, which nobody here knows
     folder = saved(config, tmp_path / "model")
     with pytest.raises(InvalidCard, match=r"write `vocab_size = …` into exo-card.toml") as caught:
-        _ = ModelLibrary(tmp_path, offline=True).get(ModelId("model"))
+        _ = ModelLibrary((tmp_path,), offline=True).get(ModelId("model"))
     line = re.search(r"`(\w+) = …`", caught.value.message)
     assert line is not None
     _ = (folder / "exo-card.toml").write_text(f"{line[1]} = 51200\n")
-    card = ModelLibrary(tmp_path, offline=True).get(ModelId("model")).card
+    card = ModelLibrary((tmp_path,), offline=True).get(ModelId("model")).card
     sizes = {"hidden_size": card.hidden_size, "vocabulary": card.vocab_size}
     loaded = load_quietly(spec(folder, 0, LAYERS, num_layers=LAYERS, **sizes))
     assert (loaded.vocabulary, loaded.expected.hidden_size) == (51200, 128)

@@ -451,7 +451,7 @@ def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
     by_folder = resolve(str(by_id.folder), load_settings({}, {}), frozenset())
     assert by_folder.folder == by_id.folder
     assert by_folder.spec.fixed_rows == 0
-    assert "does not declare native MTP" in by_folder.spec.mtp_off_reason
+    assert (by_folder.spec.native_mtp, by_folder.spec.max_draft_tokens) == (True, 3)  # no card
     with pytest.raises(InvalidCheckpoint, match=r"holds no config\.json"):
         _ = resolve(str(tmp_path), settings, frozenset())
     with pytest.raises(ModelNotFound, match="Did you mean demo"):

@@ -1,0 +1,178 @@
+"""The lists of models that the node shows: what is on the cluster's disks, and the catalogue."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, Final
+
+from ..placement.card import ModelCard
+from ..placement.cluster import ClusterView
+from ..placement.drafting import HeadState, choose_drafting
+from ..placement.errors import ExoNodeError
+from ..placement.fitting import Fit, fit
+from ..placement.ids import ModelId
+from ..placement.library import not_here
+from ..proto import peer_pb2 as pb
+from .cluster.cluster import Cluster
+from .models.entries import facts, mtp_words
+from .models.library import KnownModel, ModelLibrary
+from .placements.loaded_placement import LoadedPlacement
+from .placements.placements import Placements
+from .placements.planner_view import NodeFactsSource, node_facts
+
+_FITS_KEPT: Final = 512
+_NOBODY: Final = ModelId("")
+
+
+class ModelList:
+    """The models as `GET /v1/models` tells of them."""
+
+    def __init__(
+        self,
+        library: ModelLibrary,
+        placements: Placements,
+        cluster: Cluster,
+        source: NodeFactsSource,
+        created: int,
+    ) -> None:
+        self._library = library
+        self._placements = placements
+        self._cluster = cluster
+        self._source = source
+        self._created = created
+        self._fits: dict[object, Fit] = {}
+
+    async def on_disk(self) -> list[dict[str, Any]]:
+        """Every model on a disk of the cluster: this node's, then those that only others have."""
+        known = await asyncio.to_thread(self._library.scan)
+        view = self._empty_view()
+        own = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+        broken = [self._broken(*each) for each in self._library.broken.items()]
+        listed = {*known, *self._library.broken}
+        return [*own, *broken, *self._elsewhere(listed)]
+
+    async def catalogue(self) -> list[dict[str, Any]]:
+        """Every model that there is a card of."""
+        known = await asyncio.to_thread(self._library.catalogue)
+        view = self._empty_view()
+        return [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+
+    def head(self, record: LoadedPlacement) -> HeadState:
+        """A placement's draft head as it was loaded, unless its runner says that it is parked."""
+        generator = record.generator.node
+        told = (
+            stage.head_parked
+            for member in self._cluster.members()
+            for stage in member.stages
+            if (member.id, stage.placement, stage.stage) == (generator, record.id, 0)
+        )
+        parked = next(told, "")
+        return HeadState(False, parked) if parked else record.head
+
+    def _entry(self, known: KnownModel, view: ClusterView) -> dict[str, Any]:
+        card, record = known.card, self._record(known.card.id)
+        head = self._head_on_disk(known)
+        context = record.plan.context_length if record else card.context_length
+        return {
+            **self._named(card.id),
+            "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
+            "context_length": context,
+            "loaded": record is not None,
+            "downloaded": known.folder is not None,
+            "nodes": self._holders(card.id, here=known.folder is not None),
+            **facts(card, self._fit(card, view)),
+            "mtp": mtp_words(card, head),
+            "native_mtp": self._native_mtp(card, head, record),
+        }
+
+    def _record(self, model: ModelId) -> LoadedPlacement | None:
+        """A placement that is being restored has its model, and requests wait for it."""
+        held = (r for r in self._placements.records if r.card.id == model)
+        return next((r for r in held if r.status in ("ready", "restoring")), None)
+
+    def _head_on_disk(self, known: KnownModel) -> HeadState:
+        if known.folder is None:
+            return HeadState(False, not_here(known.card.id))
+        try:
+            return self._library.head(known)
+        except ExoNodeError as fault:
+            return HeadState(False, fault.message)
+
+    def _native_mtp(
+        self, card: ModelCard, found: HeadState, record: LoadedPlacement | None
+    ) -> dict[str, Any] | None:
+        mtp = card.native_mtp
+        if mtp is None:
+            return None
+        head, stages = found, 1
+        switch = self._source.mtp_switch(self._cluster.self_id)
+        if record is not None:
+            head, stages = self.head(record), len(record.plan.stages)
+            switch = self._source.mtp_switch(record.generator.node)
+        drafting = choose_drafting(card, stages, head, switch, None)
+        return {
+            "default_k": mtp.default_k,
+            "max_k": mtp.max_k,
+            "weights": "found" if found.loaded else "missing",
+            "enabled": drafting.kind == "native_mtp",
+            "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
+            "parked": record is not None and head is not record.head,
+            "greedy_identity": None if record is None else record.identity,
+        }
+
+    def _broken(self, model: ModelId, fault: ExoNodeError) -> dict[str, Any]:
+        told = {"owned_by": "exo-node", "loaded": False, "downloaded": True}
+        nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
+        held = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
+        return {**self._named(model), **told, **nothing, **held, "error": fault.message}
+
+    def _elsewhere(self, listed: set[ModelId]) -> list[dict[str, Any]]:
+        """Models that only other nodes have, as their heartbeats tell of them."""
+        found: dict[ModelId, pb.HeldModel] = {}
+        for member in self._cluster.members():
+            for held in member.facts.held_models:
+                if held.model not in listed:
+                    _ = found.setdefault(ModelId(held.model), held)
+        return [self._told(model, held) for model, held in sorted(found.items())]
+
+    def _told(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
+        return {
+            **self._named(model),
+            "owned_by": model.partition("/")[0] if "/" in model else "exo-node",
+            "context_length": held.context_length,
+            "loaded": self._record(model) is not None,
+            "downloaded": True,
+            "nodes": self._holders(model, here=False),
+            "size_bytes": held.weight_bytes,
+            "quantization": held.quantization or None,
+            "format": held.format,
+            "fits": None,
+            "mtp": "head found" if held.head else "no head",
+            "native_mtp": None,
+        }
+
+    def _named(self, model: ModelId) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._created}
+
+    def _holders(self, model: ModelId, *, here: bool) -> list[str]:
+        """The names of the nodes that have the files."""
+        return [
+            member.facts.name
+            for member in self._cluster.members()
+            if (here if member.id == self._cluster.self_id else model in member.facts.models)
+        ]
+
+    def _empty_view(self) -> ClusterView:
+        """The nodes as they are when no model is loaded: what fits at all."""
+        view = self._source.view(_NOBODY)
+        members = self._cluster.members()
+        nodes = tuple(node_facts(replace(member, stages=()), _NOBODY) for member in members)
+        return replace(view, nodes=nodes)
+
+    def _fit(self, card: ModelCard, view: ClusterView) -> Fit:
+        """Planning for many nodes takes tenths of a second, so an answer is kept."""
+        key = (card, view.head, tuple((node.id, node.memory_bytes >> 28) for node in view.nodes))
+        if key not in self._fits:
+            if len(self._fits) >= _FITS_KEPT:
+                self._fits.clear()
+            self._fits[key] = fit(card, view)
+        return self._fits[key]

@@ -1,0 +1,37 @@
+"""One model as lists of models show it: size, format, whether it fits, its MTP state in words."""
+
+from typing import Any
+
+from ...placement.card import ModelCard
+from ...placement.drafting import HeadState
+from ...placement.fitting import Fit
+
+
+def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
+    """The part of an entry of `GET /v1/models` that the card and the nodes decide."""
+    return {
+        "size_bytes": card.weight_bytes,
+        "quantization": card.quantization,
+        "format": format_of(card),
+        "fits": {
+            "nodes": fit.nodes,
+            "needed_bytes": fit.needed_bytes,
+            "tokens_per_second": round(1 / fit.seconds, 1) if fit.seconds else None,
+            "reason": fit.reason or None,
+        },
+    }
+
+
+def format_of(card: ModelCard) -> str:
+    """How the weights are stored, for a person: `4-bit`, `FP8` or the name of a float."""
+    if card.quantization is not None:
+        return f"{card.quantization}-bit"
+    return "FP8" if card.fp8 else card.dtype
+
+
+def mtp_words(card: ModelCard, head: HeadState) -> str:
+    """Whether the model can draft for itself, before switches and placements are asked."""
+    if head.loaded and card.native_mtp is not None:
+        mtp = card.native_mtp
+        return f"head found; drafts {mtp.default_k} a round, at most {mtp.max_k}"
+    return head.reason or "no head"

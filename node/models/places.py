@@ -1,0 +1,115 @@
+"""Where models lie on this machine: folders of folders, and the Hugging Face cache. Blocks."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from ...placement.errors import ExoNodeError, InvalidCheckpoint
+from ...placement.ids import ModelId
+from ...shard.checkpoint.checkpoint import HEAD_FILES, read_config
+from ...shard.checkpoint.download import Cached, cached, locate
+from ...shard.checkpoint.model_classes import has_class
+
+Source = Literal["package", "folder", "cache"]
+Stamp = tuple[tuple[str, int, int], ...]
+
+CONFIG: Final = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One model's folder, and the id that requests use for it."""
+
+    id: ModelId
+    folder: Path
+    source: Source
+    missing: tuple[str, ...] = ()
+    """Files that a download has not brought yet."""
+
+
+def in_folders(folders: Sequence[Path]) -> Iterator[Place]:
+    """Models in `--models-dir` folders: `name`, and one level deeper `publisher/name`.
+
+    Where two folders hold the same id the first one counts. A folder that is gone holds nothing.
+    """
+    seen: set[str] = set()
+    for root in folders:
+        for name, folder in _two_levels(root):
+            if name not in seen:
+                seen.add(name)
+                yield Place(ModelId(name), folder, "folder")
+
+
+def in_cache() -> Iterator[Place]:
+    """Models of the Hugging Face cache that mlx-lm may run: `owner/name`, or with `@revision`.
+
+    A cache also holds tokenizers, image models and the like; those are no models here.
+    """
+    for entry in cached():
+        if _is_model(entry):
+            name = entry.repository + (f"@{entry.revision}" if entry.revision else "")
+            yield Place(ModelId(name), entry.snapshot, "cache", entry.missing)
+
+
+def from_cache(model: ModelId) -> Path | None:
+    """The whole snapshot that `owner/name` or `owner/name@revision` means; None: there is none."""
+    repository, _, revision = model.partition("@")
+    if repository.count("/") != 1:
+        return None
+    try:
+        return locate(repository, revision or None)
+    except ExoNodeError:  # a name that no repository can have
+        return None
+
+
+def stamp(folder: Path) -> Stamp:
+    """What changes whenever a file of the folder does: names, sizes and times, links followed."""
+    found: list[tuple[str, int, int]] = []
+    nested = [folder / name for name in HEAD_FILES if "/" in name]
+    try:
+        paths = [Path(entry.path) for entry in os.scandir(folder)]
+    except OSError:
+        return ()
+    for path in (*sorted(paths), *nested):
+        try:
+            status = path.stat()
+        except OSError:
+            if path.is_symlink():
+                found.append((path.name, -1, 0))
+            continue
+        found.append((path.name, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def _two_levels(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder in _subfolders(root):
+        if os.path.lexists(folder / CONFIG):
+            yield folder.name, folder
+            continue
+        for inner in _subfolders(folder):
+            if os.path.lexists(inner / CONFIG):
+                yield f"{folder.name}/{inner.name}", inner
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    except OSError:
+        return []
+
+
+def _is_model(entry: Cached) -> bool:
+    """By its config.json; and of one that is not whole, weights must have begun to arrive."""
+    try:
+        config = read_config(entry.snapshot)
+    except InvalidCheckpoint:
+        return bool(list(entry.snapshot.glob("model*.safetensors")))
+    if not has_class(config):
+        return False
+    if not entry.missing:
+        return True
+    blobs = entry.snapshot.parent.parent / "blobs"
+    arrived = entry.snapshot.glob("model*.safetensors"), blobs.glob("*.incomplete")
+    return any(path for paths in arrived for path in paths)

@@ -1,0 +1,47 @@
+"""The model types that the installed mlx-lm implements, by its files; nothing of it is imported."""
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+
+def has_class(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm can run the model of this config.json, as far as its type says."""
+    kind: object = config.get("model_type")
+    if not isinstance(kind, str):
+        return False
+    return _remapped().get(kind, kind) in _classes()
+
+
+@cache
+def _package() -> Path | None:
+    found = find_spec("mlx_lm")
+    folders = found.submodule_search_locations if found else None
+    return Path(folders[0]) if folders else None
+
+
+@cache
+def _classes() -> frozenset[str]:
+    folder = _package()
+    if folder is None:
+        return frozenset()
+    files = (*folder.glob("models/*.py"), *folder.glob("models/*/__init__.py"))
+    return frozenset(f.parent.name if f.stem == "__init__" else f.stem for f in files)
+
+
+@cache
+def _remapped() -> Mapping[str, str]:
+    """Of `mlx_lm.utils.MODEL_REMAPPING`, a table of strings in its source."""
+    folder = _package()
+    if folder is None:
+        return {}
+    for node in ast.parse((folder / "utils.py").read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="MODEL_REMAPPING")], value=value):
+                return cast("Mapping[str, str]", ast.literal_eval(value))
+            case _:
+                pass
+    return {}

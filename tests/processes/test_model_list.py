@@ -1,0 +1,73 @@
+"""What a running node, and a cluster, tell of the models on their disks."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub import COMMIT
+from models import DEMO
+from nodes import Node, eventually, free_ports, node
+
+KEY = "c" * 32
+
+
+def in_cache(hub: Path, repository: str) -> Path:
+    folder = hub / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(DEMO, folder / "snapshots" / COMMIT))
+
+
+def listed(running: Node) -> dict[str, Any]:
+    return {each["id"]: each for each in running.call("GET", "/v1/models").body["data"]}
+
+
+def test_a_cached_model_is_listed_loaded_and_found(tmp_path: Path) -> None:
+    """And one that comes while the node runs, without a restart."""
+    hub = tmp_path / "hub"
+    in_cache(hub, "me/demo2")
+    with node(tmp_path / "n", "--no-mdns", env={"HF_HUB_CACHE": str(hub)}) as running:
+        before = listed(running)
+        assert before.keys() == {"demo", "me/demo2"}
+        entry = before["me/demo2"]
+        assert (entry["loaded"], entry["downloaded"], entry["fits"]["nodes"]) == (False, True, 1)
+        assert entry["size_bytes"] > 30_000_000
+        assert "head found" in entry["mtp"]
+        answer = running.chat("Who are you?", model="me/demo2", max_tokens=4)
+        assert answer["generation_stats"]["drafter_kind"] == "native_mtp"
+        assert listed(running)["me/demo2"]["loaded"]
+        assert running.call("GET", "/v1/models/me/demo2").body["loaded"]
+        in_cache(hub, "me/later")
+        assert "me/later" in listed(running)
+        (hub / "models--me--later" / "snapshots" / COMMIT / "config.json").unlink()
+        assert "me/later" not in listed(running)
+
+
+@pytest.mark.parametrize("at", ["head", "follower"])
+def test_a_list_has_the_models_of_every_node(tmp_path: Path, at: str) -> None:
+    ports = free_ports(2)
+    shared = ("--no-mdns", "--cluster-key-file", str(tmp_path / "key"))
+    (tmp_path / "key").write_text(KEY)
+    in_cache(tmp_path / "hub-a", "me/only-a")
+    in_cache(tmp_path / "hub-b", "me/only-b")
+    with (
+        node(
+            tmp_path / "a", *shared, "--name", "a", "--grpc-port", str(ports[0]),
+            env={"HF_HUB_CACHE": str(tmp_path / "hub-a")},
+        ) as a,
+        node(
+            tmp_path / "b", *shared, "--name", "b", "--peer", f"127.0.0.1:{ports[0]}",
+            env={"HF_HUB_CACHE": str(tmp_path / "hub-b")},
+        ) as b,
+    ):  # fmt: skip
+        head_first = (a, b) if a.itself()["head"] else (b, a)
+        asked = head_first[at == "follower"]
+        both = {"demo", "me/only-a", "me/only-b"}
+        eventually(lambda: listed(asked).keys() == both, 60)
+        found = listed(asked)
+        assert found["me/only-a"]["nodes"] == ["a"]
+        assert found["me/only-b"]["nodes"] == ["b"]
+        assert sorted(found["demo"]["nodes"]) == ["a", "b"]
+        sizes = {found[model]["size_bytes"] for model in ("me/only-a", "me/only-b")}
+        assert len(sizes) == 1 and sizes.pop() > 30_000_000
