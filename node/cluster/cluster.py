@@ -1,14 +1,11 @@
-"""The live cluster as this node sees it: dials candidates, exchanges heartbeats, names the head."""
+"""The live cluster as this node sees it: its members, and which of them is the head."""
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, assert_never
+from typing import Any
 
-from ...placement.errors import ExoNodeError, OtherCluster, PeerLost, PeerRefused
+from ...placement.errors import PeerLost
 from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
@@ -16,19 +13,17 @@ from ..machine.tasks import Loops
 from ..machine.timing import ClusterTiming
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
+from .change_log import ChangeLog, term_trouble
 from .cluster_state import Change, ClusterState
 from .desired import DesiredPlacements
-from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStored
-from .heartbeats import checked, describe_node, fill, read
+from .election import HeadChanged, HeadLost, TermRaised
+from .exchanges import Calls, Exchanges
+from .heartbeats import describe_node, fill, read
 from .held import Held
-from .member import Dial, Member
+from .member import Member
 from .member_facts import MemberFacts
-from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
-
-log = logging.getLogger(__name__)
-
-QUICK_TRIES = 6
-"""Of a live node, before its address is tried less and less often."""
+from .membership import Died, LeftCluster, Suspected
+from .news import News
 
 
 class Cluster:
@@ -64,11 +59,13 @@ class Cluster:
         self._held = held
         self._timing = timing
         self._members: dict[NodeId, Member] = {}
-        self._dials: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()  # set, and replaced, when there is something to tell at once
+        self._news = News()
         self._gone: dict[NodeId, asyncio.Event] = {}
         self.self_id = cluster_state.self_id
+        calls = Calls(self._own_address, self._beat, self._answered, self._refused, self.is_live)
+        self._exchanges = Exchanges(self.self_id, client, loops, timing, self._news, calls)
+        self._log = ChangeLog(self.self_id, self._name, events)
 
     def start(self) -> None:
         self._tell(self._cluster_state.tick(time.monotonic()))
@@ -84,10 +81,10 @@ class Cluster:
             if node in self._cluster_state.membership.live()
         ]
         _ = await asyncio.gather(*goodbyes, return_exceptions=True)
-        tasks = [*self._dials.values(), *([self._ticker] if self._ticker else [])]
-        for task in tasks:
-            task.cancel()
-        _ = await asyncio.gather(*tasks, return_exceptions=True)
+        await self._exchanges.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            _ = await asyncio.gather(self._ticker, return_exceptions=True)
 
     def leave(self) -> None:
         """Before the end: this node gives up its lease, and the others place nothing here."""
@@ -97,11 +94,7 @@ class Cluster:
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
         """Begins to exchange heartbeats with whoever listens there; known addresses are ignored."""
-        own = self._self_facts()
-        if node == self.self_id or address == f"{own.host}:{own.port}" or address in self._dials:
-            return
-        exchange = partial(self._exchange_for_ever, Dial(address, node, self._timing.heartbeat_s))
-        self._dials[address] = self._loops.keep(exchange, f"the exchange with {address}")
+        self._exchanges.dial(address, node)
 
     def heard(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
         """A heartbeat that came in; the answer is this node's own.
@@ -139,11 +132,7 @@ class Cluster:
 
     def trouble(self) -> str:
         """Why this node cannot lead though it would; "" where it can."""
-        why = self._cluster_state.election.not_stored
-        return why and (
-            f"the head's term cannot be stored in the data folder ({why}): this node does not "
-            "lead until it can; free space there, or make the folder again"
-        )
+        return term_trouble(self._cluster_state.election.not_stored)
 
     async def wait_for_head(self, other_than: NodeId | None = None) -> NodeId:
         """The head, after the election if there is one. Raises PeerLost.
@@ -153,7 +142,7 @@ class Cluster:
         try:
             async with asyncio.timeout(self._timing.election_s):
                 while (head := self.head) is None or head == other_than:
-                    _ = await self._news.wait()
+                    await self._news.wait()
         except TimeoutError:
             raise PeerLost(
                 "the cluster has no head that answers; `exo-node status` shows which nodes do. "
@@ -163,9 +152,7 @@ class Cluster:
 
     async def heed(self, within_s: float) -> None:
         """Returns when there is news of the head, or after so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                _ = await self._news.wait()
+        await self._news.wait(within_s)
 
     def is_live(self, node: NodeId) -> bool:
         """Whether the node is not known to be dead or gone."""
@@ -224,7 +211,7 @@ class Cluster:
             if member is None:
                 continue
             key = (placement, stage)
-            if any((s.placement, s.stage) == key for s in member.beat.placements):
+            if member.names(placement, stage):
                 _ = member.missing_since.pop(key, None)
             elif now - member.missing_since.setdefault(key, now) > self._timing.stage_grace_s:
                 gone.append(key)
@@ -272,6 +259,10 @@ class Cluster:
             "incarnation": self._cluster_state.membership.incarnation,
         }
 
+    def speak_up(self) -> None:
+        """Sends heartbeats now, and wakes who waits for the head."""
+        self._news.tell()
+
     def exchange_s(self, node: NodeId) -> float:
         """Seconds that a heartbeat there and back takes of late; 0 where that is not known."""
         member = self._members.get(node)
@@ -291,74 +282,11 @@ class Cluster:
         fill(message, self._cluster_state.beat(time.monotonic()))
         return message
 
-    async def _exchange_for_ever(self, dial: Dial) -> None:
-        while True:
-            begun = time.monotonic()
-            try:
-                beat = await self._client.exchange(dial.address, dial.node, self._beat())
-                beat = checked(beat, dial.address)
-            except ExoNodeError as fault:
-                self._complain(dial, fault)
-                if isinstance(fault, PeerRefused):
-                    self._refused(dial)
-                await asyncio.sleep(self._until_next_try(dial))
-                continue
-            node = NodeId(beat.sender.id)
-            if node == self.self_id:
-                return  # one of our own addresses, under a name we did not know
-            dial.node, dial.backoff_s, dial.complaint = node, self._timing.heartbeat_s, ""
-            dial.failures = 0
-            self._note(node, dial.address, beat)
-            if (member := self._members.get(node)) is not None:
-                member.took(time.monotonic() - begun)
-            for address in beat.peers:
-                self.dial(address)
-            await self._pause()
-
-    def _refused(self, dial: Dial) -> None:
-        """Where it listened before a restart says nothing of a node that only pauses."""
-        member = None if dial.node is None else self._members.get(dial.node)
-        if dial.node is not None and member is not None and member.address == dial.address:
-            self._tell(self._cluster_state.refused(dial.node, time.monotonic()))
-
-    def _until_next_try(self, dial: Dial) -> float:
-        """Seconds. Soon where a live node did not answer: the others wait to know about it."""
-        timing = self._timing
-        dial.failures += 1
-        if dial.node is not None and dial.failures <= QUICK_TRIES and self.is_live(dial.node):
-            return timing.quick_try_s
-        most = timing.max_backoff_s if dial.node is None else timing.known_backoff_s
-        pause, dial.backoff_s = dial.backoff_s, min(2 * dial.backoff_s, most)
-        return pause
-
-    async def _pause(self) -> None:
-        """Until the next heartbeat is due, or there is something to tell at once."""
-        news = self._news
-        try:
-            async with asyncio.timeout(self._timing.heartbeat_s):
-                _ = await news.wait()
-        except TimeoutError:
-            return
-
-    def speak_up(self) -> None:
-        """Sends heartbeats now, and wakes who waits for the head."""
-        self._news.set()
-        self._news = asyncio.Event()
-
     def _note(self, node: NodeId, address: str, beat: pb.Heartbeat) -> None:
         now = time.monotonic()
-        known = self._members.get(node)
-        if known is None:
-            known = self._members[node] = Member(address, beat)
-        else:
-            known.beat, known.address = beat, address
-        known.progress = {
-            key: before
-            if (before := known.progress.get(key)) is not None and before[0] == state.progress
-            else (state.progress, now)
-            for state in beat.placements
-            for key in [(state.placement, state.stage)]
-        }
+        if node not in self._members:
+            self._members[node] = Member(address, beat)
+        self._members[node].hear(address, beat, now)
         self._tell(self._cluster_state.heard(read(node, beat), now))
         if node == beat.head:
             followed = node == self.head
@@ -369,90 +297,45 @@ class Cluster:
             # It said goodbye, and this heartbeat was still under way.
             _ = self._members.pop(node, None)
 
-    def _complain(self, dial: Dial, fault: ExoNodeError) -> None:
-        """Once for each kind of trouble: a node that is off for a night must not fill the log."""
-        if dial.complaint != fault.code:
-            dial.complaint = fault.code
-            if isinstance(fault, OtherCluster):  # as before every joining
-                log.info("%s is not of this cluster: one of the two may ask to join", dial.address)
-            elif fault.message.startswith(dial.address):
-                log.warning("%s", fault.message)
-            else:
-                log.warning("%s: %s", dial.address, fault.message)
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._timing.tick_s)
             self._tell(self._cluster_state.tick(time.monotonic()))
 
-    def _tell(self, changes: Iterable[Change]) -> None:
-        for change in changes:
-            match change:
-                case HeadChanged() | HeadLost() | TermRaised():
-                    self._tell_of_head(change)
-                case TermNotStored() | TermStored():
-                    self._tell_of_disk(change)
-                case _:
-                    self._tell_of_node(change)
+    def _own_address(self) -> str:
+        own = self._self_facts()
+        return f"{own.host}:{own.port}"
 
-    def _tell_of_node(
-        self, change: Joined | Suspected | Recovered | Died | LeftCluster | Refuted
-    ) -> None:
-        node, name, add = change.node, self._name(change.node), self._events.add
-        match change:
-            case Joined():
-                _ = add("joined", f"{name} joined", node=node)
-            case Suspected(by=witness):
-                whom = "" if witness is None else f" {self._name(witness)}"
-                text = f"{name} does not answer{whom}; it gets no new work"
-                _ = add("suspected", text, node=node, by=witness)
-                self.speak_up()  # a node that still vouches for it delays its death
-            case Recovered():
-                _ = add("recovered", f"{name} answers again", node=node)
-            case Refuted(was=was, by=witness):
-                text = f"{self._name(witness)} took this node for {was}; told it otherwise"
-                _ = add("refuted", text, node=node, by=witness, was=was)
-            case Died(restarted=restarted):
-                text = f"{name} was restarted" if restarted else f"{name} is dead"
-                _ = add("died", text, node=node, restarted=restarted)
-                self._lost(node, text if restarted else f"{name} does not answer any more")
-            case LeftCluster():
-                _ = add("left", f"{name} left", node=node)
-                self._lost(node, f"{name} left the cluster")
-            case _:
-                assert_never(change)
+    def _answered(self, node: NodeId, address: str, beat: pb.Heartbeat, took_s: float) -> None:
+        self._note(node, address, beat)
+        if (member := self._members.get(node)) is not None:
+            member.took(took_s)
+
+    def _refused(self, node: NodeId, address: str) -> None:
+        """Where it listened before a restart says nothing of a node that only pauses."""
+        member = self._members.get(node)
+        if member is not None and member.address == address:
+            self._tell(self._cluster_state.refused(node, time.monotonic()))
+
+    def _tell(self, changes: Iterable[Change]) -> None:
+        """What follows from changes, after the log has them."""
+        for change in changes:
+            self._log.add(change, self._cluster_state)
+            match change:
+                case HeadChanged() | HeadLost() | TermRaised() | Suspected():
+                    self._news.tell()  # a node that still vouches for a suspect delays its death
+                case Died(node, restarted=restarted):
+                    what = "was restarted" if restarted else "does not answer any more"
+                    self._lost(node, f"{self._name(node)} {what}")
+                case LeftCluster(node):
+                    self._lost(node, f"{self._name(node)} left the cluster")
+                case _:
+                    pass
 
     def _lost(self, node: NodeId, why: str) -> None:
         if (gone := self._gone.pop(node, None)) is not None:
             gone.set()
         self._on_lost(node, why)
-
-    def _tell_of_head(self, change: HeadChanged | HeadLost | TermRaised) -> None:
-        term = int(change.term)
-        match change:
-            case HeadLost(head):
-                others = self._cluster_state.membership.live()
-                then = "electing another one" if others else "no other node is here to lead"
-                text = f"{self._name(head)} is the head no longer; {then}"
-                _ = self._events.add("election", text, node=head, term=term)
-            case HeadChanged(head, before=before):
-                who = "this node" if head == self.self_id else self._name(head)
-                text = f"{who} is the head now (term {term})"
-                _ = self._events.add("head_changed", text, node=head, term=term, before=before)
-            case TermRaised():
-                log.info("the head's term is %d now", term)
-            case _:
-                assert_never(change)
-        self.speak_up()
-
-    def _tell_of_disk(self, change: TermNotStored | TermStored) -> None:
-        match change:
-            case TermNotStored():
-                _ = self._events.add("term_not_stored", self.trouble())
-            case TermStored():
-                _ = self._events.add("term_stored", "the head's term can be stored again")
-            case _:
-                assert_never(change)
 
     def _name(self, node: NodeId) -> str:
         if node == self.self_id:

@@ -2,23 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 
 EXCHANGE_WEIGHT = 0.25
 """Of the last exchange in the mean: the first one's handshake fades within seconds."""
-
-
-@dataclass(slots=True)
-class Dial:
-    """An address that is worth dialling, and how that went."""
-
-    address: str
-    node: NodeId | None
-    backoff_s: float
-    complaint: str = ""
-    failures: int = 0
-    """Heartbeats in a row that were not answered."""
 
 
 @dataclass(slots=True)
@@ -40,3 +27,18 @@ class Member:
     def took(self, seconds: float) -> None:
         before = self.exchange_s or seconds
         self.exchange_s = before + EXCHANGE_WEIGHT * (seconds - before)
+
+    def hear(self, address: str, beat: pb.Heartbeat, now: float) -> None:
+        """Its next heartbeat, and where it listens."""
+        self.address, self.beat = address, beat
+        self.progress = {
+            key: before
+            if (before := self.progress.get(key)) is not None and before[0] == state.progress
+            else (state.progress, now)
+            for state in beat.placements
+            for key in [(state.placement, state.stage)]
+        }
+
+    def names(self, placement: str, stage: int) -> bool:
+        """Whether its last heartbeat named that stage."""
+        return any((s.placement, s.stage) == (placement, stage) for s in self.beat.placements)

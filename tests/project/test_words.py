@@ -4,7 +4,6 @@ import logging
 import re
 import tomllib
 from pathlib import Path
-from typing import cast
 
 import grpc
 import grpc.aio
@@ -14,8 +13,7 @@ from typer.testing import CliRunner
 from exo_node.node.api.body_schema import StrictBody, parse_body
 from exo_node.node.api.errors import fault_of, unnamed_fault
 from exo_node.node.cli.main import app
-from exo_node.node.cluster.cluster import Cluster
-from exo_node.node.cluster.member import Dial
+from exo_node.node.cluster.exchanges import Dial, complain
 from exo_node.node.models.library import ModelLibrary
 from exo_node.node.rpc.channels import from_status
 from exo_node.node.trust.cluster_key import KeyFolder
@@ -113,8 +111,7 @@ def test_a_joining_nodes_first_contact_is_no_warning(
     fault: ExoNodeError, level: int, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    complain = Cluster._complain  # pyright: ignore[reportPrivateUsage]
-    complain(cast(Cluster, None), Dial("10.0.0.2:1", None, 1.0), fault)
+    complain(Dial("10.0.0.2:1", None, 1.0), fault)
     [record] = caplog.records
     assert record.levelno == level
     assert text in record.getMessage()
