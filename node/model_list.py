@@ -106,7 +106,7 @@ class ModelList:
         head, stages = found, 1
         switch = self._source.mtp_switch(self._cluster.self_id)
         if record is not None:
-            head, stages = self.head(record), len(record.plan.stages)
+            head, stages = self.head(record), len(record.stages)
             switch = self._source.mtp_switch(record.generator.node)
         drafting = choose_drafting(card, stages, head, switch, None)
         return {

@@ -154,7 +154,7 @@ class NodeOperations:
                 "layers": [stage.first_layer, stage.end_layer],
                 "status": record.status,
             }
-            for stage in record.plan.stages
+            for stage in record.stages
         ]
         for stage, endpoint in zip(stages, record.endpoints, strict=False):
             stage["weight_bytes"] = endpoint.ready.weight_bytes
@@ -180,7 +180,7 @@ class NodeOperations:
             nothing = {"drafter_kind": "none", "num_draft_tokens": 0, "draft_policy": "none"}
             return {**nothing, "reason": "not loaded"}
         switch = self._facts.mtp_switch(record.generator.node)
-        stages = len(record.plan.stages)
+        stages = len(record.stages)
         settings = self._facts.stage_settings(record.generator.node, record.card)
         drafting = choose_drafting(
             record.card,

@@ -203,7 +203,7 @@ class Claims:
         if record is None:
             stages, head, enabled = 1, HeadState(True), EnabledState(True)
         else:
-            stages, head = len(record.plan.stages), record.head
+            stages, head = len(record.stages), record.head
             enabled = self._facts.mtp_switch(record.generator.node)
         k = asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None
         policy = _POLICIES.get(asked.draft_policy)

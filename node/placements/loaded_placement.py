@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
@@ -43,16 +43,19 @@ class Spare:
 
 @dataclass(slots=True)
 class LoadedPlacement:
-    """A placement on its head."""
+    """A placement on its head: what was planned, how its load stands, who uses it, where it is."""
 
-    id: PlacementId
-    card: ModelCard
-    plan: Placement
-    options: PlanOptions = field(default_factory=PlanOptions)
-    spares_wanted: int = 0
+    id: Final[PlacementId]
+    card: Final[ModelCard]
+    plan: Final[Placement]
+    """As it was made, or as the last head left it. Where the stages are now: `stages`."""
+    options: Final[PlanOptions] = field(default_factory=PlanOptions)
+    spares_wanted: Final[int] = 0
     """Spares of each stage."""
-    load: Load = field(default_factory=Load)
-    activity: Activity = field(default_factory=Activity)
+    load: Final[Load] = field(default_factory=Load)
+    activity: Final[Activity] = field(default_factory=Activity)
+    stages: tuple[StageAssignment, ...] = field(init=False)
+    """Those of the plan, less what losses have moved."""
     specs: list[pb.StageSpec] = field(default_factory=list[pb.StageSpec])
     endpoints: list[Endpoint] = field(default_factory=list[Endpoint])
     spares: list[Spare] = field(default_factory=list[Spare])
@@ -74,8 +77,6 @@ class LoadedPlacement:
     """The work of it, until its last bit; the state may be another one by then."""
     connections: int = 0
     """How often its stages were connected: what broke before the last time is mended."""
-    as_planned: tuple[StageAssignment, ...] = ()
-    """Where its stages were before losses moved them."""
     moved: str = ""
     """For a person: what losses have changed about `plan`."""
     moved_at: float = float("-inf")
@@ -84,7 +85,7 @@ class LoadedPlacement:
     """It holds nothing any more, and is promised nothing."""
 
     def __post_init__(self) -> None:
-        self.as_planned = self.plan.stages
+        self.stages = self.plan.stages
 
     @property
     def status(self) -> Status:
@@ -105,12 +106,16 @@ class LoadedPlacement:
 
     def move(self, stage: int, endpoint: Endpoint) -> None:
         """Puts another runner in a stage's place."""
-        stages = list(self.plan.stages)
-        stages[stage] = replace(stages[stage], node=endpoint.node)
-        self.plan = replace(self.plan, stages=tuple(stages))
+        self.assign(stage, endpoint.node)
         self.endpoints[stage] = endpoint
         self.gone.discard(stage)
         self.take_over()
+
+    def assign(self, stage: int, node: NodeId) -> None:
+        """The stage is loaded on that node from now on: its memory is promised."""
+        stages = list(self.stages)
+        stages[stage] = replace(stages[stage], node=node)
+        self.stages = tuple(stages)
 
     def take_over(self) -> None:
         """Notes what the generator's runner said when it was loaded."""
@@ -124,7 +129,7 @@ class LoadedPlacement:
         same numbers."""
         layers = [
             self.chips.get(stage.node, stage.node)
-            for stage in self.plan.stages
+            for stage in self.stages
             for _ in range(stage.first_layer, stage.end_layer)
         ]
         return (self.specs[0].dtype, *layers)
@@ -134,7 +139,7 @@ class LoadedPlacement:
 
     def moves(self, names: Mapping[NodeId, str]) -> str:
         """Such as `stage 1 moved to attic`; empty where every stage is where it was planned."""
-        stages = enumerate(zip(self.as_planned, self.plan.stages, strict=True))
+        stages = enumerate(zip(self.plan.stages, self.stages, strict=True))
         return ", ".join(
             f"stage {number} moved to {names.get(now.node, now.node)}"
             for number, (then, now) in stages
@@ -143,7 +148,7 @@ class LoadedPlacement:
 
     def holders(self) -> set[tuple[NodeId, int]]:
         """(node, stage) of every runner that this placement has or waits for."""
-        stages = {(stage.node, number) for number, stage in enumerate(self.plan.stages)}
+        stages = {(stage.node, number) for number, stage in enumerate(self.stages)}
         return stages | {(spare.node, spare.stage) for spare in self.spares}
 
 
@@ -156,7 +161,7 @@ def placed_of(record: LoadedPlacement) -> pb.Placed:
             end_layer=stage.end_layer,
             ready=endpoint.ready,
         )
-        for stage, endpoint in zip(record.plan.stages, record.endpoints, strict=True)
+        for stage, endpoint in zip(record.stages, record.endpoints, strict=True)
     ]
     return pb.Placed(
         placement=record.id,

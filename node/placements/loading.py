@@ -23,7 +23,7 @@ async def load(
     """Raises the first stage's error; nodes that were lost meanwhile join `dead`."""
     record.specs = specs_of(record, facts, fingerprint, lease_s)
     record.head_asked_for = record.specs[0].native_mtp
-    nodes = [stage.node for stage in record.plan.stages]
+    nodes = [stage.node for stage in record.stages]
 
     def progress(news: pb.LoadProgress) -> None:
         share = f" {100 * news.done // news.total} %" if news.total else ""

@@ -55,7 +55,7 @@ class Maintenance:
         now = time.monotonic()
         for record in records:
             held = sum(spare.status != "failed" for spare in record.spares)
-            short = len(record.plan.stages) * record.spares_wanted - held
+            short = len(record.stages) * record.spares_wanted - held
             due = now - record.filled_at > self._timing.refill_every_s
             if (
                 record.status == "ready"
@@ -166,13 +166,13 @@ def may_settle(
 
 def settles(record: LoadedPlacement, planned: Placement, view: ClusterView) -> str:
     """Why the placement is better made anew as `planned`; empty where it is not."""
-    if not {stage.node for stage in record.plan.stages} <= {node.id for node in view.nodes}:
+    if not {stage.node for stage in record.stages} <= {node.id for node in view.nodes}:
         return ""  # about to be lost, or to come back
-    used = len({stage.node for stage in record.plan.stages})
+    used = len({stage.node for stage in record.stages})
     wanted = len({stage.node for stage in planned.stages})
     if used < record.options.min_nodes and used < wanted:
         return f"{wanted} nodes can hold it again, as was asked for"
-    present = seconds_now(record.card, view, record.plan.stages)
+    present = seconds_now(record.card, view, record.stages)
     if planned.score > WORTHWHILE * present:
         return ""
     return f"{1000 * planned.score:.3g} ms a token are expected there, {1000 * present:.3g} here"

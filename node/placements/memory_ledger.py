@@ -37,12 +37,12 @@ def left(memory: int, promises: Mapping[ModelId, int], used: Mapping[ModelId, in
 
 
 def _holders(record: LoadedPlacement) -> list[tuple[NodeId, int]]:
-    stages = [(stage.node, number) for number, stage in enumerate(record.plan.stages)]
+    stages = [(stage.node, number) for number, stage in enumerate(record.stages)]
     return stages + [(s.node, s.stage) for s in record.spares if s.status != "failed"]
 
 
 def _bytes(record: LoadedPlacement, number: int) -> int:
-    stage = record.plan.stages[number]
+    stage = record.stages[number]
     mtp = record.specs[0].native_mtp if record.specs else not record.plan.mtp_off_reason
     context = record.plan.context_length
     return stage_bytes(record.card, stage.first_layer, stage.end_layer, number == 0, context, mtp)

@@ -16,6 +16,7 @@ from ..machine.events import EventLog
 from ..machine.log import apart
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
+from .failover import Failover
 from .load_state import Status
 from .loaded_placement import LoadedPlacement
 from .loading import finish, load
@@ -59,11 +60,14 @@ class Placements:
         self._timing = timing
         self._events = EventLog() if events is None else events
         self._recovery = StageRecovery(stages, facts)
+        self._failures = RestartBackoff(timing)
         self._maintenance = Maintenance(stages, self._recovery, self._left, timing)
+        self._failover = Failover(
+            self._recovery, facts, self._failures, self._events, changed, self._maintenance.fill
+        )
         self._desired = DesiredPlacements() if desired is None else desired
         self._records: dict[ModelId, LoadedPlacement] = {}
         self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
-        self._failures = RestartBackoff(timing)
         self._changed = changed
 
     @property
@@ -124,11 +128,8 @@ class Placements:
 
         `gone`: stages that did not answer it.
         """
-        record = self.find(placement)
-        if record is not None and record.connections <= connections:
-            stages = range(len(record.endpoints))
-            record.gone.update(stage for stage in gone if stage in stages)
-            self.lost(placement, None, why)
+        if (record := self.find(placement)) is not None:
+            self._failover.broke(record, connections, why, gone)
 
     def adopt(self, record: LoadedPlacement) -> bool:
         """Goes on with what another head held, unless the model has another placement here."""
@@ -150,40 +151,20 @@ class Placements:
             log.info("%s of %s is another head's now", record.id, record.card.id)
         await self._cancel(records)
 
-    def lost(self, placement: str, stage: int | None, why: str, *, planned: bool = False) -> None:
-        """A stage is gone, or (None) some stage may be: the placement is restored.
-
-        Requests that used it go on on what is restored; see `chat`. A `planned` loss is no failure.
-        """
-        for model, record in list(self._records.items()):
-            if record.id != placement or record.status not in ("ready", "loading", "restoring"):
-                continue
-            if stage is not None:
-                record.gone.add(stage)
-            if record.status == "loading":
-                record.load.lose(why)
-            elif record.restoring is None:
-                self._events.add(
-                    "stage_lost",
-                    f"{record.id} of {model} lost a stage: {why}",
-                    model=model,
-                    placement=record.id,
-                    stage=stage,
-                )
-                record.load.lose(why)
-                restore = self._restore(model, record, planned=planned)
-                record.restoring = asyncio.create_task(restore, context=apart())
+    def lost(self, placement: PlacementId, stage: int | None, why: str) -> None:
+        """A stage is gone, or (None) some stage may be: the placement is restored."""
+        if (record := self.find(placement)) is not None:
+            self._failover.lost(record, stage, why)
 
     def lost_runner(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended, be it the stage's own or a spare of it."""
-        for record in self.records:
-            if record.id == placement:
-                self._lost_on(record, node, why, stage)
+        if (record := self.find(PlacementId(placement))) is not None:
+            self._failover.lost_on(record, node, why, stage)
 
     def lost_node(self, node: NodeId, why: str) -> None:
         """As `lost`, for every stage and spare on that node."""
         for record in self.records:
-            self._lost_on(record, node, why)
+            self._failover.lost_on(record, node, why)
 
     def tend(self) -> None:
         """Tries again, now and then, for spares that are missing, and for a better place."""
@@ -298,77 +279,6 @@ class Placements:
             return False
         return self._facts.mtp_switch(record.generator.node).enabled
 
-    def _lost_on(
-        self, record: LoadedPlacement, node: NodeId, why: str, stage: int | None = None
-    ) -> None:
-        spares = [s for s in record.spares if s.node == node and stage in (None, s.stage)]
-        for spare in spares:
-            record.spares.remove(spare)
-        for number, endpoint in enumerate(record.endpoints):
-            if endpoint.node == node and stage in (None, number):
-                self.lost(record.id, number, why)
-        if spares and record.status == "ready":
-            self._maintenance.fill(record)
-
-    async def _restore(self, model: ModelId, record: LoadedPlacement, *, planned: bool) -> None:
-        if not planned:
-            record.gone.update(await self._recovery.lost_stages(record))
-            covered = bool(record.gone) and self._recovery.has_spares(record, record.gone)
-            self._failures.note(model, covered=covered)
-        try:
-            if not planned and self._failures.too_many(model):
-                record.load.give_up()
-                self._events.add(
-                    "degraded",
-                    f"{record.id} of {model} is not restored again by itself after "
-                    f"{MAX_FAILURES} failures in a row: {record.load.error}",
-                    model=model,
-                    placement=record.id,
-                )
-                await self._recovery.unload(record)
-                return
-            if not planned and not self._recovery.has_spares(record, record.gone):
-                await asyncio.sleep(self._failures.pause_s(model))
-            begun, why = time.monotonic(), record.load.error
-            before = record.plan.stages
-            replaced = await self._recovery.restore(record)
-            record.load.ready()
-            self._changed()
-            self._tell_restored(record, replaced, time.monotonic() - begun, why)
-            if record.plan.stages != before:
-                names = {node.id: node.name for node in self._facts.view(model).nodes}
-                moved = record.moves(names)
-                record.note_move(f"since then {moved} ({why})" if moved else "")
-        except ExoNodeError as fault:
-            # Not as it was: the next request plans anew, with what is left.
-            self._events.add(
-                "load_failed",
-                f"{record.id} of {model} cannot be restored: {fault.message}",
-                model=model,
-                placement=record.id,
-            )
-            record.load.fail(fault.message)
-            await self._recovery.unload(record)
-        finally:
-            record.restoring = None
-        if record.status == "ready":
-            self._maintenance.fill(record)
-
-    def _tell_restored(
-        self, record: LoadedPlacement, replaced: Sequence[int], seconds: float, why: str
-    ) -> None:
-        nodes = (
-            ", ".join(f"stage {i} on {record.endpoints[i].node}" for i in replaced)
-            or "the same runners, connected anew"
-        )
-        self._events.add(
-            "replanned",
-            f"{record.id} of {record.card.id} goes on after {seconds:.2f} s: {nodes} ({why})",
-            model=record.card.id,
-            placement=record.id,
-            seconds=round(seconds, 3),
-        )
-
     def _settle(self, record: LoadedPlacement) -> None:
         model = record.card.id
         desired = record.desired
@@ -386,11 +296,12 @@ class Placements:
             _ = self._start(model, desired)
 
     def _silent(self, record: LoadedPlacement, stages: Sequence[int]) -> None:
-        record.gone.update(stages)
-        self.lost(record.id, None, f"stage {stages[0]} was lost with the last head")
+        if self.find(record.id) is record:
+            self._failover.silent(record, stages)
 
     def _left(self, record: LoadedPlacement, stage: int, node: NodeId) -> None:
-        self.lost(record.id, stage, f"node {node} is leaving", planned=True)
+        if self.find(record.id) is record:
+            self._failover.lost(record, stage, f"node {node} is leaving", planned=True)
 
     def _wish(self, model: ModelId) -> DesiredPlacement:
         record = self._records.get(model)

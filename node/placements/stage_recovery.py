@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable
 from dataclasses import replace
 
-from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.cluster import ClusterView
 from ...placement.errors import ExoNodeError, InsufficientMemory, PeerLost
 from ...placement.ids import NodeId
 from ...placement.spares import spare_node
@@ -78,7 +78,7 @@ class StageRecovery:
         """Loads the spares that are missing; what cannot be had is noted, and no error."""
         record.spares = [spare for spare in record.spares if spare.status != "failed"]
         record.spares_missing = ""
-        for stage in range(len(record.plan.stages)):
+        for stage in range(len(record.stages)):
             have = sum(spare.stage == stage for spare in record.spares)
             for _ in range(record.spares_wanted - have):
                 if not await self._add_spare(record, stage):
@@ -164,10 +164,10 @@ class StageRecovery:
                 dead.add(node)
 
     def _node_for(self, record: LoadedPlacement, stage: int, dead: set[NodeId]) -> NodeId:
-        held = record.holders() - {(record.plan.stages[stage].node, stage)}
+        held = record.holders() - {(record.stages[stage].node, stage)}
         view = without(self._facts.view(record.card.id), dead)
         mtp = record.specs[0].native_mtp
-        stages, context = record.plan.stages, record.plan.context_length
+        stages, context = record.stages, record.plan.context_length
         node = spare_node(record.card, view, stages, stage, held, context, mtp=mtp)
         if node is None:
             raise InsufficientMemory(
@@ -177,8 +177,7 @@ class StageRecovery:
         return node
 
     async def _load_on(self, node: NodeId, record: LoadedPlacement, stage: int) -> None:
-        stages = record.plan.stages
-        record.plan = replace(record.plan, stages=_with_node(stages, stage, node))
+        record.assign(stage, node)
 
         def progress(news: pb.LoadProgress) -> None:
             record.load.advance(news.step)
@@ -189,10 +188,8 @@ class StageRecovery:
     async def _add_spare(self, record: LoadedPlacement, stage: int) -> bool:
         view = self._facts.view(record.card.id)
         mtp = record.specs[0].native_mtp
-        plan = record.plan
-        node = spare_node(
-            record.card, view, plan.stages, stage, record.holders(), plan.context_length, mtp=mtp
-        )
+        stages, context = record.stages, record.plan.context_length
+        node = spare_node(record.card, view, stages, stage, record.holders(), context, mtp=mtp)
         if node is None:
             record.spares_missing = (
                 f"no live node has room for a spare of stage {stage} beside what it holds; start "
@@ -223,7 +220,7 @@ class StageRecovery:
             await asyncio.gather(
                 *(
                     self._end(record, number, stage.node, endpoints.get(number))
-                    for number, stage in enumerate(record.plan.stages)
+                    for number, stage in enumerate(record.stages)
                 )
             )
         finally:
@@ -252,14 +249,6 @@ class StageRecovery:
 def without(view: ClusterView, dead: Collection[NodeId]) -> ClusterView:
     """The view less nodes that it shows although they are lost."""
     return replace(view, nodes=tuple(node for node in view.nodes if node.id not in dead))
-
-
-def _with_node(
-    stages: Sequence[StageAssignment], stage: int, node: NodeId
-) -> tuple[StageAssignment, ...]:
-    moved = list(stages)
-    moved[stage] = replace(moved[stage], node=node)
-    return tuple(moved)
 
 
 async def _outcome(call: Awaitable[object]) -> ExoNodeError | None:

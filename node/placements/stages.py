@@ -79,7 +79,7 @@ def specs_of(
     record: LoadedPlacement, facts: Facts, fingerprint: str, lease_s: int
 ) -> list[pb.StageSpec]:
     """What each stage's runner is told."""
-    generator = record.plan.stages[0].node
+    generator = record.stages[0].node
     return build_specs(
         record.id,
         record.card,

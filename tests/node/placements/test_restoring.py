@@ -113,7 +113,7 @@ class Cluster:
 
     def lose(self, record: LoadedPlacement, stage: int) -> NodeId:
         """The stage's runner ends; nobody is told."""
-        node = record.plan.stages[stage].node
+        node = record.stages[stage].node
         self.up.discard((node, stage))
         return node
 
@@ -157,8 +157,8 @@ def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: i
         placements.broke(record.id, record.connections, "an answer on it broke off")
         assert await placements.ensure(DEMO) is record
         assert record.status == "ready"
-        assert record.plan.stages[stage].node == spares[stage] != lost
-        order = [s.node for s in record.plan.stages]
+        assert record.stages[stage].node == spares[stage] != lost
+        order = [s.node for s in record.stages]
         assert cluster.connected[-3:] == list(zip(order, [*order[1:], order[0]], strict=True))
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
         # What was lost may be stopped and not gone; only then a new spare is loaded.
@@ -172,14 +172,14 @@ def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: i
 def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, THREE)
-        before = [stage.node for stage in record.plan.stages]
+        before = [stage.node for stage in record.stages]
         lost = cluster.lose(record, 1)
         cluster.calls.clear()
         placements.lost(record.id, 1, "it is gone")
         assert await placements.ensure(DEMO) is record
         assert [call for call in cluster.calls if call.startswith("load")] == ["load 1 on d"]
         assert cluster.calls[0] == f"kill 1 on {lost[0]}", "what hangs holds memory"
-        assert [s.node for s in record.plan.stages] == [before[0], D, before[2]]
+        assert [s.node for s in record.stages] == [before[0], D, before[2]]
 
     play(scenario)
 
@@ -198,7 +198,7 @@ def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_
         loads = [call for call in cluster.calls if call.startswith("load")]
         assert loads[0] == "load 1 on d"
         assert record.status == "ready"
-        assert record.plan.stages[1].node not in cluster.silent
+        assert record.stages[1].node not in cluster.silent
 
     play(scenario)
 
@@ -206,12 +206,12 @@ def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_
 def test_the_only_other_machine_dies_and_the_head_takes_its_stage() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
-        gone = record.plan.stages[1].node
+        gone = record.stages[1].node
         cluster.silent.add(gone)  # and it still counts as alive, with all its memory free
         cluster.up.discard((gone, 1))
         placements.broke(record.id, record.connections, "its stream broke")
         assert await placements.ensure(DEMO) is record
-        assert {stage.node for stage in record.plan.stages} == {record.plan.stages[0].node}
+        assert {stage.node for stage in record.stages} == {record.stages[0].node}
 
     play(scenario, nodes=[A, B])
 
@@ -221,7 +221,7 @@ def test_a_model_is_planned_anew_without_a_node_that_is_found_to_be_gone() -> No
         cluster.silent = {A, B}
         record = await placements.ensure(DEMO)
         assert record.status == "ready"
-        assert {stage.node for stage in record.plan.stages} <= {C, D}
+        assert {stage.node for stage in record.stages} <= {C, D}
 
     play(scenario)
 
@@ -229,12 +229,12 @@ def test_a_model_is_planned_anew_without_a_node_that_is_found_to_be_gone() -> No
 def test_a_node_that_died_takes_all_its_stages_and_spares_with_it() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await with_spares(placements)
-        gone = record.plan.stages[2].node
+        gone = record.stages[2].node
         cluster.nodes.remove(gone)
         cluster.up = {(node, stage) for node, stage in cluster.up if node != gone}
         placements.lost_node(gone, "its node died")
         assert await placements.ensure(DEMO) is record
-        assert gone not in {stage.node for stage in record.plan.stages}
+        assert gone not in {stage.node for stage in record.stages}
         assert gone not in {spare.node for spare in record.spares}
 
     play(scenario)
@@ -248,7 +248,7 @@ def test_a_spare_that_is_gone_too_is_passed_over() -> None:
         _ = cluster.lose(record, 1)
         placements.lost(record.id, 1, "it is gone")
         assert await placements.ensure(DEMO) is record
-        assert (record.plan.stages[1].node, 1) in cluster.up
+        assert (record.stages[1].node, 1) in cluster.up
 
     play(scenario)
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
 
     async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
         record = await placements.place(DEMO, THREE)
-        gone = record.plan.stages[1].node
+        gone = record.stages[1].node
         cluster.nodes = [node for node in cluster.nodes if node not in (gone, D)]
         cluster.up = {(node, stage) for node, stage in cluster.up if node != gone}
         cluster.broken = set(cluster.nodes)
@@ -268,7 +268,7 @@ def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
         cluster.broken = set()
         again = await placements.ensure(DEMO)
         assert again is not record
-        assert len(again.plan.stages) == 2, "as many as are left, of the three that were asked for"
+        assert len(again.stages) == 2, "as many as are left, of the three that were asked for"
 
     play(scenario)
 
@@ -300,7 +300,7 @@ def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned() -> N
             _ = cluster.lose(record, stage)
             placements.lost(record.id, stage, f"loss {stage}")
             assert await placements.ensure(DEMO) is record
-        one, two = (record.plan.stages[stage].node[0] for stage in (1, 2))
+        one, two = (record.stages[stage].node[0] for stage in (1, 2))
         moved = f"since then stage 1 moved to {one}, stage 2 moved to {two} (loss 2)"
         assert record.moved == moved
 
@@ -363,13 +363,13 @@ def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None
         record.activity.end()
         placements.tend()
         alone = await placements.ensure(DEMO)
-        assert len(alone.plan.stages) == 1, "with the whole of it on one node there are drafts"
+        assert len(alone.stages) == 1, "with the whole of it on one node there are drafts"
         placements.tend()
         assert await placements.ensure(DEMO) is alone, "one node is all there is"
         cluster.nodes.append(gone)
         placements.tend()
         again = await placements.ensure(DEMO)
-        assert len({stage.node for stage in again.plan.stages}) == 2
+        assert len({stage.node for stage in again.stages}) == 2
         assert "placed anew: 2 nodes can hold it again" in str(events.held())
         placements.tend()
         assert await placements.ensure(DEMO) is again, "it has lost nothing"
@@ -437,12 +437,12 @@ def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
 def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, THREE)
-        node = record.plan.stages[1].node
+        node = record.stages[1].node
         cluster.nodes.remove(node)  # it takes nothing new, and its runner still answers
         cluster.calls.clear()
         for _ in range(2):
             placements.move_off(node)
-        await until(lambda: record.plan.stages[1].node == D and record.status == "ready")
+        await until(lambda: record.stages[1].node == D and record.status == "ready")
         loads = [call for call in cluster.calls if call.startswith("load")]
         assert loads == ["load 1 on d"], "once, and before the stage changes over"
 
@@ -453,10 +453,10 @@ def test_moves_off_leaving_nodes_are_no_failures() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions(max_nodes=1))
         for _ in range(failures.MAX_FAILURES + 1):
-            node = record.plan.stages[0].node
+            node = record.stages[0].node
             cluster.nodes.remove(node)
             placements.move_off(node)
-            await until(lambda old=node: record.plan.stages[0].node != old)
+            await until(lambda old=node: record.stages[0].node != old)
             await until(lambda: record.status in ("ready", "degraded"))
             assert record.status == "ready"
 
@@ -466,11 +466,11 @@ def test_moves_off_leaving_nodes_are_no_failures() -> None:
 def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
     async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
         record = await placements.place(DEMO, PlanOptions())
-        node = record.plan.stages[0].node
+        node = record.stages[0].node
         cluster.nodes.clear()
         placements.move_off(node)
         await until(lambda: bool(record.spares_missing))
-        assert (record.status, record.plan.stages[0].node) == ("ready", node)
+        assert (record.status, record.stages[0].node) == ("ready", node)
 
     play(scenario, nodes=[A])
 
@@ -497,7 +497,7 @@ def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
 def pairs(record: LoadedPlacement) -> list[tuple[NodeId, NodeId]]:
     """Of each stage's node and its first spare's."""
     firsts = {spare.stage: spare.node for spare in reversed(record.spares)}
-    return [(stage.node, firsts[i]) for i, stage in enumerate(record.plan.stages)]
+    return [(stage.node, firsts[i]) for i, stage in enumerate(record.stages)]
 
 
 def test_every_stage_sends_its_first_spare_copies() -> None:
@@ -521,7 +521,7 @@ def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None
         placements.lost(record.id, 1, "it is gone")
         _ = await placements.ensure(DEMO)
         await until(lambda: bool(cluster.followed))
-        assert cluster.followed[0] == (record.plan.stages[1].node, second)
+        assert cluster.followed[0] == (record.stages[1].node, second)
 
     play(scenario)
 
@@ -577,7 +577,7 @@ def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
         learnt.learn(wishes.told())
         placements = Placements(cluster, cluster, AT_ONCE, desired=learnt)
         record = await placements.ensure(DEMO)
-        assert len(record.plan.stages) == 3
+        assert len(record.stages) == 3
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
         await placements.remove(record.id)
         assert len((await placements.ensure(DEMO)).plan.stages) == 1, "removed, and so forgotten"
