@@ -33,6 +33,12 @@ def pytest_runtest_setup() -> None:
     mx.random.seed(0)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """`async def` tests run on asyncio, as the node does."""
+    return "asyncio"
+
+
 LONGEST_FIRST = (
     "test_kills",
     "test_head_answers",

@@ -182,14 +182,12 @@ class Cluster:
     def others(self) -> list[MemberFacts]:
         """`members` without this node."""
         may = self._cluster_state.membership.alive() - self._cluster_state.draining
-        beats = [m.beat for node, m in self._members.items() if node in may]
-        return [MemberFacts(beat.sender, beat.placements) for beat in beats]
+        return [_facts(m) for node, m in self._members.items() if node in may]
 
     def absent(self) -> list[MemberFacts]:
         """Nodes that are known and not among `others`: dead, suspect or about to leave."""
         here = {member.id for member in self.others()}
-        beats = [m.beat for node, m in self._members.items() if node not in here]
-        return [MemberFacts(beat.sender, beat.placements) for beat in beats]
+        return [_facts(m) for node, m in self._members.items() if node not in here]
 
     def draining(self) -> frozenset[NodeId]:
         """Nodes that are about to leave: what runs on them has to move, they take nothing new."""
@@ -202,6 +200,16 @@ class Cluster:
             raise PeerLost(f"node {node} is not in the cluster")
         return member.address
 
+    def note_unloaded(self, node: NodeId, placement: str, stage: int) -> None:
+        """The node answered that it holds that stage no more; its next heartbeat will say so."""
+        if (member := self._members.get(node)) is not None:
+            member.unloaded.add((placement, stage))
+
+    def note_loading(self, node: NodeId, placement: str, stage: int) -> None:
+        """The node is about to load that stage, perhaps again."""
+        if (member := self._members.get(node)) is not None:
+            member.unloaded.discard((placement, stage))
+
     def missing_stages(self, expected: Iterable[tuple[NodeId, str, int]]) -> list[tuple[str, int]]:
         """Of the (node, placement, stage) that should be up, those gone for the grace."""
         gone: list[tuple[str, int]] = []
@@ -211,7 +219,7 @@ class Cluster:
             if member is None:
                 continue
             key = (placement, stage)
-            if member.names(placement, stage):
+            if any((s.placement, s.stage) == key for s in member.stages):
                 _ = member.missing_since.pop(key, None)
             elif now - member.missing_since.setdefault(key, now) > self._timing.stage_grace_s:
                 gone.append(key)
@@ -235,9 +243,7 @@ class Cluster:
         nodes = [describe_node(self._self_facts(), self._states(), mine, head=head, itself=True)]
         for node, m in sorted(self._members.items()):
             seen = shown.get(node) or status.get(node, "dead")
-            nodes.append(
-                describe_node(m.beat.sender, m.beat.placements, seen, head=head, itself=False)
-            )
+            nodes.append(describe_node(m.beat.sender, m.stages, seen, head=head, itself=False))
         return {
             "self": self.self_id,
             "head": head,
@@ -342,3 +348,7 @@ class Cluster:
             return f"{self._self_facts().name} ({node})"
         member = self._members.get(node)
         return f"{member.beat.sender.name} ({node})" if member else node
+
+
+def _facts(member: Member) -> MemberFacts:
+    return MemberFacts(member.beat.sender, member.stages)

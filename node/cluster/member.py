@@ -21,6 +21,8 @@ class Member:
         default_factory=dict[tuple[str, int], tuple[int, float]]
     )
     """Of each stage: the steps its runner has finished, and when that number last changed."""
+    unloaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """(placement, stage) that it answered to have unloaded, until its heartbeats agree."""
     exchange_s: float = 0.0
     """How long a heartbeat there and back takes: a mean in which the last ones count most."""
 
@@ -31,6 +33,7 @@ class Member:
     def hear(self, address: str, beat: pb.Heartbeat, now: float) -> None:
         """Its next heartbeat, and where it listens."""
         self.address, self.beat = address, beat
+        self.unloaded &= {(state.placement, state.stage) for state in beat.placements}
         self.progress = {
             key: before
             if (before := self.progress.get(key)) is not None and before[0] == state.progress
@@ -39,6 +42,8 @@ class Member:
             for key in [(state.placement, state.stage)]
         }
 
-    def names(self, placement: str, stage: int) -> bool:
-        """Whether its last heartbeat named that stage."""
-        return any((s.placement, s.stage) == (placement, stage) for s in self.beat.placements)
+    @property
+    def stages(self) -> list[pb.StageState]:
+        """What it holds, as far as this node knows."""
+        states = self.beat.placements
+        return [s for s in states if (s.placement, s.stage) not in self.unloaded]

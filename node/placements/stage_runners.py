@@ -84,6 +84,7 @@ class ClusterStages:
     async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         if node == self._self:
             return await self._local.load(spec, progress)
+        self._cluster.note_loading(node, spec.placement, spec.stage)
         load = self._client.load(self._cluster.address(node), node, spec, progress)
         loading = self._profiling.heeding(spec.model, self._unless_gone(node, load))
         ready = checked(await loading, f"node {node}")
@@ -111,6 +112,7 @@ class ClusterStages:
             return
         address = self._cluster.address(node)
         await self._client.unload(address, node, placement, stage, kill=kill)
+        self._cluster.note_unloaded(node, placement, stage)
 
     def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
