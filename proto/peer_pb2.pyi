@@ -3027,28 +3027,178 @@ class Finished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    STATS_JSON_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop" | "length" """
-    stats_json: _builtins.str
-    """GenerationStats"""
     text: _builtins.str
     """what was held back, when it turned out not to be a stop string"""
+    @_builtins.property
+    def stats(self) -> Global___Stats: ...
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        stats_json: _builtins.str = ...,
+        stats: Global___Stats | None = ...,
         text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stats_json", b"stats_json", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stats", b"stats", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Stats(_message.Message):
+    """The final numbers of one answer, as `GenerationStats` in mtp/types.py has them, and what all
+    answers of a load share.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_KIND_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTING_REASON_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RULE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    SPEC_DECODE_ROUNDS_FIELD_NUMBER: _builtins.int
+    PROPOSED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_SHARE_OF_OUTPUT_FIELD_NUMBER: _builtins.int
+    DRAFT_POLICY_FIELD_NUMBER: _builtins.int
+    DRAFT_K_HISTOGRAM_FIELD_NUMBER: _builtins.int
+    DRAFT_K_TRACE_FIELD_NUMBER: _builtins.int
+    HEAD_PARKED_FIELD_NUMBER: _builtins.int
+    PROMPT_TPS_FIELD_NUMBER: _builtins.int
+    GENERATION_TPS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
+    RESUME_EXACT_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    BATCHING_REASON_FIELD_NUMBER: _builtins.int
+    GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
+    BATCH_IDENTITY_FIELD_NUMBER: _builtins.int
+    KV_BITS_FIELD_NUMBER: _builtins.int
+    drafter_kind: _builtins.str
+    """"native_mtp" | "none" """
+    num_draft_tokens: _builtins.int
+    drafting_reason: _builtins.str
+    acceptance_rule: _builtins.str
+    """"greedy" | "ratio" | "block" | "coupled" """
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    spec_decode_rounds: _builtins.int
+    proposed_draft_tokens: _builtins.int
+    accepted_draft_tokens: _builtins.int
+    acceptance_rate: _builtins.float
+    """absent: nothing was proposed"""
+    accepted_share_of_output: _builtins.float
+    draft_policy: _builtins.str
+    """"none" | "fixed" | "adaptive" """
+    head_parked: _builtins.bool
+    prompt_tps: _builtins.float
+    generation_tps: _builtins.float
+    time_to_first_token_s: _builtins.float
+    peak_memory_bytes: _builtins.int
+    resumes: _builtins.int
+    resume_exact: _builtins.bool
+    cached_tokens: _builtins.int
+    batched_tokens: _builtins.int
+    batch_size: _builtins.float
+    batching_reason: _builtins.str
+    greedy_identity: _builtins.str
+    batch_identity: _builtins.str
+    kv_bits: _builtins.int
+    """0: attention's caches are not quantised"""
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def draft_k_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def draft_k_trace(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRun]: ...
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        drafter_kind: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
+        drafting_reason: _builtins.str = ...,
+        acceptance_rule: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        spec_decode_rounds: _builtins.int = ...,
+        proposed_draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
+        acceptance_rate: _builtins.float | None = ...,
+        accepted_share_of_output: _builtins.float | None = ...,
+        draft_policy: _builtins.str = ...,
+        draft_k_histogram: _abc.Iterable[_builtins.int] | None = ...,
+        draft_k_trace: _abc.Iterable[Global___DraftRun] | None = ...,
+        head_parked: _builtins.bool = ...,
+        prompt_tps: _builtins.float = ...,
+        generation_tps: _builtins.float = ...,
+        time_to_first_token_s: _builtins.float = ...,
+        peak_memory_bytes: _builtins.int = ...,
+        resumes: _builtins.int = ...,
+        resume_exact: _builtins.bool = ...,
+        kernels: _abc.Iterable[_builtins.str] | None = ...,
+        cached_tokens: _builtins.int = ...,
+        batched_tokens: _builtins.int = ...,
+        batch_size: _builtins.float = ...,
+        batching_reason: _builtins.str = ...,
+        greedy_identity: _builtins.str = ...,
+        batch_identity: _builtins.str = ...,
+        kv_bits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
+    _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
+    _WhichOneofReturnType__accepted_share_of_output: _TypeAlias = _typing.Literal["accepted_share_of_output"]  # noqa: Y015
+    _WhichOneofArgType__accepted_share_of_output: _TypeAlias = _typing.Literal["_accepted_share_of_output", b"_accepted_share_of_output"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__acceptance_rate) -> _WhichOneofReturnType__acceptance_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_share_of_output) -> _WhichOneofReturnType__accepted_share_of_output | None: ...
+
+Global___Stats: _TypeAlias = Stats  # noqa: Y015
+
+@_typing.final
+class DraftRun(_message.Message):
+    """Rounds in a row that drafted k tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    K_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    k: _builtins.int
+    rounds: _builtins.int
+    def __init__(
+        self,
+        *,
+        k: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["k", b"k", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftRun: _TypeAlias = DraftRun  # noqa: Y015
 
 @_typing.final
 class ParkRequest(_message.Message):

@@ -1,12 +1,14 @@
 """Metrics as Prometheus' own parser reads them, and the stats that they are made of."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from exo_node.mtp.types import GenerationStats
+from exo_node.node.chat.final_stats import stats_to_json
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.runner.generator_wire import stats_to_wire
 
 Labels = tuple[tuple[str, str], ...]
 Samples = dict[tuple[str, Labels], float]
@@ -28,8 +30,8 @@ def of_demo(samples: Samples, name: str, **labels: str) -> float | None:
     return samples.get((name, tuple(sorted(wanted.items()))))
 
 
-def stats_of(tokens: int = 7, **changes: Any) -> dict[str, Any]:
-    """The `generation_stats` of one answer: 3 rounds of K = 2, of 6 drafts 4 accepted."""
+def wire_stats_of(tokens: int = 7) -> pb.Stats:
+    """The final stats of one answer: 3 rounds of K = 2, of 6 drafts 4 accepted."""
     drafted: dict[str, Any] = {
         "spec_decode_rounds": 3,
         "proposed_draft_tokens": 6,
@@ -39,8 +41,12 @@ def stats_of(tokens: int = 7, **changes: Any) -> dict[str, Any]:
         "draft_policy": "fixed",
     }
     stats = GenerationStats("native_mtp", 2, "", "greedy", 5, tokens, **drafted)
-    identities = {"greedy_identity": "bitwise", "batch_identity": "off"}
-    return {**asdict(stats), **identities, **changes}
+    return stats_to_wire(stats, "bitwise")
+
+
+def stats_of(tokens: int = 7, **changes: Any) -> dict[str, Any]:
+    """The same as `generation_stats`."""
+    return {**stats_to_json(wire_stats_of(tokens)), **changes}
 
 
 PLAIN: Mapping[str, Any] = {

@@ -2,6 +2,7 @@
 
 chat.py: runs one chat request: claims a placement, decides on drafting, streams the answer
 claim.py: an answer's claim on a placement, held open at the head
+final_stats.py: final stats as the API has them
 metrics.py: what Prometheus reads
 readiness.py: whether a loaded model would answer now
 requests.py: the internal chat request and its events

@@ -19,6 +19,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.timing import ChatTiming
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
+from .final_stats import stats_to_json
 from .metrics import AnswerMeter, Metrics
 from .requests import (
     Event,
@@ -306,7 +307,7 @@ def _likely(one: pb.TokenLogprob) -> TokenLogprob:
 
 
 def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:
-    stats = json.loads(finished.stats_json)
+    stats = stats_to_json(finished.stats)
     if answer.resumes:
         # What was computed in a batch was recomputed alone.
         same = not stats["batched_tokens"] or stats["batch_identity"] == "bitwise"

@@ -1,7 +1,5 @@
 """The engine's requests and events as messages of peer.proto."""
 
-import dataclasses
-import json
 from typing import TYPE_CHECKING
 
 from ...mtp.loop import Prefilled, Rebuilt
@@ -32,9 +30,8 @@ def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes", kv_bits: int) -
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text, logprobs=logprobs))
         case Done(reason, text, stats, identity, batch_identity):
-            stats_text = stats_json(stats, identity, batch_identity, kv_bits)
-            finished = pb.Finished(reason=reason, stats_json=stats_text, text=text)
-            return pb.GenerateEvent(finished=finished)
+            told = stats_to_wire(stats, identity, batch_identity, kv_bits)
+            return pb.GenerateEvent(finished=pb.Finished(reason=reason, stats=told, text=text))
 
 
 def _logprob(entry: TokenLogprobs, token_bytes: "TokenBytes") -> pb.TokenLogprob:
@@ -69,10 +66,39 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
     )
 
 
-def stats_json(
+def stats_to_wire(
     stats: GenerationStats, identity: str, batch_identity: str = "off", kv_bits: int = 0
-) -> str:
-    """`GenerationStats` with what all answers of a load share; token counts stay, for `usage`."""
-    identities = {"greedy_identity": identity, "batch_identity": batch_identity}
-    shared = {**identities, "kv_bits": kv_bits or None}
-    return json.dumps({**dataclasses.asdict(stats), **shared})
+) -> pb.Stats:
+    """`GenerationStats` with what all answers of a load share."""
+    return pb.Stats(
+        drafter_kind=stats.drafter_kind,
+        num_draft_tokens=stats.num_draft_tokens,
+        drafting_reason=stats.drafting_reason,
+        acceptance_rule=stats.acceptance_rule,
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        spec_decode_rounds=stats.spec_decode_rounds,
+        proposed_draft_tokens=stats.proposed_draft_tokens,
+        accepted_draft_tokens=stats.accepted_draft_tokens,
+        accepted_per_position=stats.accepted_per_position,
+        acceptance_rate=stats.acceptance_rate,
+        accepted_share_of_output=stats.accepted_share_of_output,
+        draft_policy=stats.draft_policy,
+        draft_k_histogram=stats.draft_k_histogram,
+        draft_k_trace=[pb.DraftRun(k=k, rounds=rounds) for k, rounds in stats.draft_k_trace],
+        head_parked=stats.head_parked,
+        prompt_tps=stats.prompt_tps,
+        generation_tps=stats.generation_tps,
+        time_to_first_token_s=stats.time_to_first_token_s,
+        peak_memory_bytes=stats.peak_memory_bytes,
+        resumes=stats.resumes,
+        resume_exact=stats.resume_exact,
+        kernels=stats.kernels,
+        cached_tokens=stats.cached_tokens,
+        batched_tokens=stats.batched_tokens,
+        batch_size=stats.batch_size,
+        batching_reason=stats.batching_reason,
+        greedy_identity=identity,
+        batch_identity=batch_identity,
+        kv_bits=kv_bits,
+    )

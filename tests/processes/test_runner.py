@@ -50,9 +50,9 @@ def test_a_runner_answers_as_the_oracle_with_and_without_drafts(
             assert got.prompt_ids == row["prompt_ids"]
             assert (got.ids, got.text) == (row["greedy_ids"], row["text"])
             assert got.finished is not None and got.finished.reason == "stop"
-            stats = json.loads(got.finished.stats_json)
-            assert stats["completion_tokens"] == len(row["greedy_ids"])
-            assert stats["spec_decode_rounds"] == (STORY["K"]["2"]["rounds"] if k else 0)
+            stats = got.finished.stats
+            assert stats.completion_tokens == len(row["greedy_ids"])
+            assert stats.spec_decode_rounds == (STORY["K"]["2"]["rounds"] if k else 0)
 
     loop.run(play())
 

@@ -2,10 +2,9 @@
 
 import asyncio
 import gc
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
@@ -30,13 +29,10 @@ from exo_node.placement.drafting import DraftPolicy
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost
 from exo_node.placement.ids import ModelId, PlacementId, RequestId
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.runner.generator_wire import stats_to_wire
 
 STATS = GenerationStats("native_mtp", 2, "", "greedy", prompt_tokens=3, completion_tokens=3)
-ENDED = pb.GenerateEvent(
-    finished=pb.Finished(
-        reason="stop", stats_json=json.dumps({**asdict(STATS), "greedy_identity": "bitwise"})
-    )
-)
+ENDED = pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=stats_to_wire(STATS, "bitwise")))
 STARTED = pb.GenerateEvent(started=pb.Started(prompt_ids=[7, 8, 9]))
 REQUEST = GenerationRequest(RequestId("r"), ModelId("demo"), ({"role": "user"},), Sampling())
 

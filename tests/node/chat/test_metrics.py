@@ -1,7 +1,6 @@
 """What Prometheus reads of a node: names, labels, times, and how answers ended."""
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, nullcontext, suppress
@@ -11,7 +10,7 @@ import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
-from samples import PLAIN, Samples, of_demo, sampled, stats_of
+from samples import PLAIN, Samples, of_demo, sampled, stats_of, wire_stats_of
 from starlette.types import ASGIApp
 
 from exo_node.mtp.types import FinishReason, Sampling
@@ -306,7 +305,7 @@ def test_no_counter_ever_falls_or_goes_away() -> None:
 
 STARTED = pb.GenerateEvent(started=pb.Started(prompt_ids=[7, 8, 9]))
 SPOKEN = pb.GenerateEvent(delta=pb.Delta(round=pb.Round(tokens=[1, 2]), text="ab"))
-ENDED = pb.GenerateEvent(finished=pb.Finished(reason="stop", stats_json=json.dumps(stats_of(2))))
+ENDED = pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=wire_stats_of(2)))
 REQUEST = GenerationRequest(RequestId("r"), DEMO, ({"role": "user"},), Sampling())
 
 

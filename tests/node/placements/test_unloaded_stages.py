@@ -1,6 +1,5 @@
 """Memory of another node's stage: free once that node has answered its unload."""
 
-import asyncio
 from typing import Any
 
 import pytest
