@@ -39,7 +39,10 @@ from exo_node.shard.model.tensors import from_bytes, to_bytes
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.pipeline.streams import Ring
-from exo_node.shard.runner.stage_service import NextStage, StageService
+from exo_node.shard.runner.next_stage import NextStage
+from exo_node.shard.runner.ring_service import RingService
+from exo_node.shard.runner.stage_service import StageService
+from exo_node.shard.runner.worker_service import WorkerService
 
 PLACEMENT = PlacementId("hops")
 DTYPE, HIDDEN = "bfloat16", 5120
@@ -137,10 +140,14 @@ class Child:
         self._ring = None if stage else Ring(PLACEMENT, stages, DTYPE, HIDDEN)
         self._spec = pb.StageSpec(placement=PLACEMENT, stage=stage, num_stages=stages)
         expected = StageLimits(PLACEMENT, stage or stages, DTYPE, HIDDEN, 512, 1 << 30, 1 << 20)
-        worker = cast(StageWorker, cast(object, Echo())) if stage else None
-        self._service = StageService(
-            self._spec, expected, self._compute, self._following, worker, self._ring
-        )
+        self._service: StageService
+        if self._ring is None:
+            worker = cast(StageWorker, cast(object, Echo()))
+            self._service = WorkerService(
+                self._spec, expected, self._following, self._compute, worker
+            )
+        else:
+            self._service = RingService(self._spec, expected, self._following, self._ring)
 
     async def run(self) -> None:
         server = grpc.aio.server(options=SERVER_OPTIONS)

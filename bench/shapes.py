@@ -34,11 +34,13 @@ from exo_node.mtp.family import draft_logits, prepare
 from exo_node.mtp.fixed_rows import FixedRows
 from exo_node.mtp.kernel_choice import Mode, install, used
 from exo_node.mtp.kernels.trial import Choice
-from exo_node.mtp.loop import Generation, Prefilled, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
+from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 

@@ -30,12 +30,15 @@ processors.py: penalties and logit bias, row by row
 qwen.py: what the Qwen families share
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family
+rebuild.py: an earlier attempt's rounds, computed again by the same forwards
 rollback.py: takes rows back from caches, bit for bit
 sampler.py: from logits to tokens and verdicts, for one request
 sampling.py: the one target distribution, for drafts and their verification
 schedule.py: where the forwards over a prompt end
-seams.py: the Protocols Verifier, Drafter and StopCondition
+seams.py: the Protocols Verifier, RemoteVerifier, Drafter and StopCondition
 stats.py: counts what a generation did
+steps.py: what a generation yields
+task.py: what one is to compute
 types.py: Sampling, Round, GenerationStats; free of MLX
 weights.py: fills a head: quantisation, dtype, what is missing
 """

@@ -6,7 +6,7 @@ numbers. Masks are causal and recurrences run forwards: a row never sees the pad
 `probe.fixed_rows_identity` measures whether a backend keeps to that.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import mlx.core as mx
 
@@ -29,7 +29,6 @@ class FixedRows:
             raise ValueError(f"strict mode needs 1 row or more in a forward, not {rows}")
         self.overlaps = inner.overlaps
         self.takes_back = inner.takes_back
-        self.remote = inner.remote
         self._inner = inner
         self._rows = rows
         self._padding = 0
@@ -57,12 +56,6 @@ class FixedRows:
         self._padding = padding
         hidden = None if block.hidden is None else block.hidden[:, :real]
         return Block(block.logits[:real], hidden)
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        raise AssertionError("strict mode is for one node")
-
-    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
-        raise AssertionError("strict mode is for one node")
 
     def rollback(self, rows: int) -> None:
         self._inner.rollback(rows + self._padding)

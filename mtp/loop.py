@@ -4,9 +4,8 @@ Plain decoding is the same loop with no drafts. Between rounds the verifier hold
 - 1 rows: the last token's row is written by the next forward.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Generator
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -15,53 +14,23 @@ from .answer import Answer, check_finite, round_of
 from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
 from .drafters import NoDrafter
 from .logprobs import Scores
+from .rebuild import Rebuild
 from .sampler import Sampler
-from .schedule import prefill_ends
-from .seams import Block, Drafter, Drafts, StopCondition, Verifier, Wait, Want, as_ids, as_row
-from .types import FinishReason, Forward, Round
-
-REPORT_EVERY = 16
-"""Rounds rebuilt between two reports: other requests have their turn there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Progress through the prompt, in rows."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What to generate. `replay` holds the rounds of an earlier attempt: rebuilt, not emitted.
-
-    `top_logprobs` None: rounds carry no log-probabilities; else each token's and so many others.
-    `turn_ends`: tokens behind which a forward over the prompt may end; see `schedule`.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int
-    prefill_chunk: int
-    replay: Sequence[Round] = ()
-    top_logprobs: int | None = None
-    turn_ends: frozenset[int] = frozenset()
-
-    @property
-    def prefill_ends(self) -> list[int]:
-        return prefill_ends(self.prompt, self.prefill_chunk, self.turn_ends)
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """Progress through the rounds of an earlier attempt; at `total` the answer goes on."""
-
-    done: int
-    total: int
-
-
-Step = Wait | Prefilled | Rebuilt | Round
-Steps = Generator[Step, None, FinishReason | None]
+from .seams import (
+    Block,
+    Drafter,
+    Drafts,
+    RemoteVerifier,
+    StopCondition,
+    Verifier,
+    Wait,
+    Want,
+    as_ids,
+    as_row,
+)
+from .steps import Prefilled, Step, Steps
+from .task import Task
+from .types import FinishReason, Forward
 
 
 class InFlightToken(NamedTuple):
@@ -106,11 +75,13 @@ class Generation:
         depth: DepthPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         leaves: Callable[[], bool] = _never,
+        remote: RemoteVerifier | None = None,
     ) -> None:
         """`depth` None: every round drafts as many tokens as the drafter's k.
 
         `clock` gives the seconds that an adaptive `depth` learns from; no other one needs it.
         `leaves` is asked before each round: whether others are to compute the next ones.
+        `remote`: the verifier once more, if its logits come from other nodes.
         """
         self._task = task
         self._verifier = verifier
@@ -119,6 +90,7 @@ class Generation:
         self._depth = FixedDepth(drafter.k) if depth is None else depth
         self._clock = clock
         self._leaves = leaves
+        self._remote = remote
         self.answer = Answer(task.max_tokens, task.top_logprobs, sampler, ending)
         self.token: mx.array | None = None
         """(1,) the token behind which an answer that left goes on; its row is not written."""
@@ -162,8 +134,16 @@ class Generation:
         """The prompt, and the rounds of an earlier attempt or the first token."""
         logits, last, forward = yield from self._prefill()
         if self._task.replay:
-            reason = yield from self._rebuild(last)
-            return as_row(self._task.replay[-1].tokens[-1:]), reason
+            rebuild = Rebuild(
+                self._task,
+                self._verifier,
+                self._remote,
+                self._drafter,
+                self._sampler,
+                self.answer,
+                self._commit,
+            )
+            return (yield from rebuild.steps(last))
         token, scores = self._choose(logits)
         first = InFlightToken(token, last, scores, forward)
         # Where nothing drafts, the next forward is built while the first token is computed.
@@ -179,11 +159,12 @@ class Generation:
             if self._task.replay:  # nothing reads these logits
                 return mx.zeros((0, 1)), None, Forward(0, 0)
             start = ends[-2] if len(ends) > 1 else 0
-            block = yield from self._verifier.again(as_row(prompt[-1:]))
+            assert self._remote is not None, "only there a prompt may be held in full"
+            block = yield from self._remote.again(as_row(prompt[-1:]))
             return block.logits, block.hidden, Forward(start, len(prompt) - start)
         for start, end in pairwise((held, *(end for end in ends if end > held))):
             rows = as_row(prompt[start:end])
-            ends = end == len(prompt) and not (self._task.replay and self._verifier.remote)
+            ends = end == len(prompt) and not (self._task.replay and self._remote)
             want: Want = "last" if ends else "none"
             block = yield from self._verifier.forward(rows, want=want)
             if end < len(prompt):
@@ -290,66 +271,3 @@ class Generation:
         scores = self.answer.scores(logits, None, token)
         self._sampler.commit(token)
         return token, scores
-
-    def _rebuild(self, last: mx.array | None) -> Generator[Step, None, FinishReason | None]:
-        """Repeats recorded rounds with the same rows, so that the same kernels run.
-
-        Nobody reads their logits: over several nodes the forwards follow each other at once.
-        """
-        first, *rounds = self._task.replay
-        held, rows = self._verifier.position, len(self._task.prompt)
-        reason = self.answer.count(first.tokens[-1])
-        token = as_row(first.tokens)
-        self._sampler.commit(token)
-        if last is not None:  # else the rows are of an earlier attempt, and what it drafted with
-            self._drafter.observe(last, token)
-        yield Rebuilt(1, len(rounds) + 1)
-        for start in range(0, len(rounds), REPORT_EVERY):
-            some = rounds[start : start + REPORT_EVERY]
-            ends = list(accumulate((len(r.tokens) for r in some), initial=rows))[1:]
-            kept = sum(end <= held for end in ends)
-            if kept:
-                self._sampler.commit(as_row([t for r in some[:kept] for t in r.tokens]))
-                token = _last(some[kept - 1])
-            yield from self._rebuild_rounds(token, some[kept:])
-            for recorded in some:
-                reason, _ = self.answer.cut(list(recorded.tokens))
-            token, rows = _last(some[-1]), ends[-1]
-            yield Rebuilt(1 + start + len(some), len(rounds) + 1)
-        return reason
-
-    def _rebuild_rounds(
-        self, token: mx.array, rounds: Sequence[Round]
-    ) -> Generator[Wait, None, None]:
-        if self._verifier.remote and all(r.forward.rows == len(r.tokens) for r in rounds):
-            if rounds:
-                self._repeat(token, rounds)
-            return
-        for before, recorded in zip([token, *map(_last, rounds)], rounds, strict=False):
-            yield from self._rebuild_round(before, recorded)
-
-    def _repeat(self, token: mx.array, rounds: Sequence[Round]) -> None:
-        """Rounds of which nothing was rolled back, sent on together."""
-        tokens = [token for recorded in rounds for token in recorded.tokens]
-        self._verifier.repeat(
-            as_row([*as_ids(token), *tokens[:-1]]), [recorded.forward.rows for recorded in rounds]
-        )
-        self._sampler.commit(as_row(tokens))
-        mx.eval(self._verifier.arrays())
-
-    def _rebuild_round(self, token: mx.array, recorded: Round) -> Generator[Wait, None, None]:
-        rows, kept = recorded.forward.rows, len(recorded.tokens)
-        # What the rejected rows held cannot matter: only their number chose the kernels.
-        padding = [0] * (rows - kept)
-        ids = [*as_ids(token), *recorded.tokens[:-1], *padding]
-        want: Want = "none" if self._verifier.remote else "all"
-        if recorded.drafted:
-            self._drafter.catch_up()  # the head's rows, too, by the forwards of before
-        block = yield from self._verifier.forward(as_row(ids), want=want)
-        self._commit(block, as_row(recorded.tokens), rows, kept)
-        mx.eval(self._verifier.arrays(), self._drafter.arrays())
-
-
-def _last(recorded: Round) -> mx.array:
-    """The token that the next round begins with."""
-    return as_row(recorded.tokens[-1:])

@@ -1,4 +1,4 @@
-"""The three seams of the loop: what verifies, what drafts, and what ends an answer."""
+"""The seams of the loop: what verifies, here or over nodes, what drafts, what ends an answer."""
 
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
@@ -56,8 +56,6 @@ class Verifier(Protocol):
     """Whether a forward may be issued for a token that is not computed yet (lazy evaluation)."""
     takes_back: bool
     """Whether `rollback` can: else one row more than the answer's may be left behind at its end."""
-    remote: bool
-    """Whether logits come from other nodes: a forward whose logits nobody reads asks for none."""
 
     @property
     def position(self) -> int:
@@ -73,26 +71,33 @@ class Verifier(Protocol):
         """
         ...
 
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        """The logits behind the prompt, which ends in `token` (1,) and was read in full before.
-
-        Only where `remote`, and where an earlier attempt ended before its first token was seen.
-        """
-        ...
-
-    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
-        """Appends (rows,) ids by forwards of `schedule` rows each, whose results nobody reads.
-
-        Only where `remote`: they follow each other through the other nodes without waiting.
-        """
-        ...
-
     def rollback(self, rows: int) -> None:
         """Drops the last `rows` rows, which the last forward must have appended."""
         ...
 
     def arrays(self) -> list[mx.array]:
         """What the request holds in memory here; evaluating it ends the graph behind it."""
+        ...
+
+
+class RemoteVerifier(Verifier, Protocol):
+    """A verifier whose logits come from other nodes, which keep what an earlier attempt sent.
+
+    A forward whose logits nobody reads asks them for none.
+    """
+
+    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
+        """The logits behind the prompt, which ends in `token` (1,) and was read in full before.
+
+        Only where an earlier attempt ended before its first token was seen.
+        """
+        ...
+
+    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        """Appends (rows,) ids by forwards of `schedule` rows each, whose results nobody reads.
+
+        They follow each other through the other nodes without waiting.
+        """
         ...
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation, Step, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafter, Drafts, Wait, Want, as_ids, as_row
+from exo_node.mtp.steps import Step
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import FinishReason, Round, Sampling
 
 Logits = npt.NDArray[np.float32]
@@ -38,7 +40,6 @@ class TableVerifier:
     table: Logits
     overlaps: bool = False
     takes_back: bool = True
-    remote: bool = False
     waits: bool = False
     """Whether each forward first yields a `Wait` on a future that is done."""
     ids: list[int] = field(default_factory=list[int])
@@ -64,16 +65,6 @@ class TableVerifier:
         logits = self._table[mx.arange(start, start + len(ids)), tokens]
         rows = {"all": logits, "last": logits[-1:], "none": logits[:0]}[want]
         return Block(rows, hidden_of(start, ids))
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        raise AssertionError("nothing was kept")
-
-    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
-        ids = as_ids(tokens)
-        assert sum(schedule) == len(ids)
-        self.calls.append(f"repeat {list(schedule)}")
-        self.ids += ids
-        self.last_rows = schedule[-1]
 
     def rollback(self, rows: int) -> None:
         assert self.takes_back

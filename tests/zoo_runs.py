@@ -17,9 +17,10 @@ from zoo import VOCABULARY
 
 from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.family import family_of
-from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Verifier
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier, WholeTarget

@@ -10,9 +10,11 @@ from ...mtp.batch import Batch, Held, Member
 from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
 from ...mtp.drafters import DrafterState, NativeDrafter
-from ...mtp.loop import Generation, Step, Steps, Task
+from ...mtp.loop import Generation
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
+from ...mtp.steps import Step, Steps
+from ...mtp.task import Task
 from ...mtp.types import FinishReason
 from .local import LocalVerifier
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ...mtp.loop import Prefilled
 from ...mtp.seams import Wait
+from ...mtp.steps import Prefilled
 from ...placement.errors import ExoNodeError
 
 T = TypeVar("T")

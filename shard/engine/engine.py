@@ -18,11 +18,13 @@ from ...mtp.family import draft_logits, family_of
 from ...mtp.finite import NotFinite
 from ...mtp.fixed_rows import FixedRows
 from ...mtp.head import DraftHead
-from ...mtp.loop import Generation, Prefilled, Rebuilt, Steps, Task
+from ...mtp.loop import Generation
 from ...mtp.probe import Costs
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Verifier, Wait
 from ...mtp.stats import StatsCollector
+from ...mtp.steps import Prefilled, Rebuilt, Steps
+from ...mtp.task import Task
 from ...mtp.types import FinishReason, GenerationStats, Round, Sampling
 from ...placement.errors import ContextLengthExceeded, ExoNodeError, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error, parked
@@ -369,7 +371,10 @@ class TextEngine:
         if alone or not isinstance(verifier, LocalVerifier):
             padded = self._fixed_rows and verifier.takes_back  # padding goes by being taken back
             rows = FixedRows(verifier, self._fixed_rows) if padded else verifier
-            generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
+            remote = verifier if isinstance(verifier, PipelineVerifier) else None
+            generation = Generation(
+                task, rows, drafter, sampler, ending, depth, self._clock, remote=remote
+            )
             # Not of FixedRows: asking must not settle what it leaves open until the next forward.
             self._live[key] = lambda: verifier.arrays() + drafter.arrays()
             return Running(generation, verifier, cached=cached, alone_because=alone)

@@ -80,7 +80,6 @@ class LocalVerifier:
     """One request's caches over a shared target."""
 
     overlaps = True
-    remote = False
 
     def __init__(
         self,
@@ -124,12 +123,6 @@ class LocalVerifier:
         self.state.wrote((tokens.shape[0],))
         self._hidden, self._hidden_ends = block.hidden, self.position
         return block
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        raise AssertionError("nothing is kept here of an earlier attempt")
-
-    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
-        raise AssertionError("a drafter here needs the hidden of each forward")
 
     def rollback(self, rows: int) -> None:
         self.state.go_back(self._caches, self.position - rows)

@@ -74,7 +74,6 @@ class PipelineVerifier:
 
     overlaps = False  # the ids of a block travel with it, so they must be known
     takes_back = True  # never asked for: it overlaps nothing, and its answers draft nothing
-    remote = True
 
     def __init__(
         self,

@@ -3,6 +3,11 @@
 generator_service.py: the gRPC service that generates
 generator_wire.py: requests, events and stats as messages
 main.py: the child process
-stage_service.py: the gRPC services of a stage and of the runner itself
+next_stage.py: the stream to the next stage
+refusal.py: calls that end with an error of the tree
+ring_service.py: the Stage service of a generator: answers that come round
+runner_service.py: the gRPC service of any runner
+stage_service.py: what both Stage services do
 standby_service.py: the gRPC service by which a spare follows a stage
+worker_service.py: the Stage service of all other stages
 """

@@ -13,7 +13,7 @@ from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.prompt_encoder import PromptEncoder
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
-from .stage_service import Context, refuse
+from .refusal import Context, refuse
 
 log = logging.getLogger(__name__)
 

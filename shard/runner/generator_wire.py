@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ...mtp.loop import Prefilled, Rebuilt
+from ...mtp.steps import Prefilled, Rebuilt
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
 from ..engine.engine import Delta, Done, EngineEvent

@@ -48,8 +48,12 @@ from ..pipeline.state_store import StateStore
 from ..pipeline.streams import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
-from .stage_service import NextStage, RunnerService, StageService
+from .next_stage import NextStage
+from .ring_service import RingService
+from .runner_service import RunnerService
+from .stage_service import StageService
 from .standby_service import StandbyService, StateReplicator
+from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
@@ -195,13 +199,13 @@ class Runner:
             worker = StageWorker(
                 loaded.model, expected, time.monotonic, follower.state_sender, copies
             )
-            self._stage = StageService(spec, expected, self._compute, following, worker, None)
+            self._stage = WorkerService(spec, expected, following, self._compute, worker)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker
         ring = None
         if spec.num_stages > 1:
             ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
-            self._stage = StageService(spec, expected, self._compute, following, None, ring)
+            self._stage = RingService(spec, expected, following, ring)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(
             self._compute.submit(lambda: self._engine(loaded, ring, follower.state_sender, copies))

@@ -22,7 +22,7 @@ from ..pipeline.frames import MAX_DATA
 from ..pipeline.state_sender import MAX_COPY, StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.streams import RENEW_S, Address
-from .stage_service import Context, refuse
+from .refusal import Context, refuse
 
 log = logging.getLogger(__name__)
 

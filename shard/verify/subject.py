@@ -13,10 +13,12 @@ from ...mtp.depth import FixedDepth
 from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.fixed_rows import FixedRows
-from ...mtp.loop import Generation, Steps, Task
+from ...mtp.loop import Generation
 from ...mtp.rollback import fixed_kinds
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Block, Drafter, Verifier, Want, as_row
+from ...mtp.steps import Steps
+from ...mtp.task import Task
 from ...mtp.types import FinishReason, Round, Sampling
 from ..engine.batching import Batching
 from ..engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget

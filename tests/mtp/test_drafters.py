@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +18,11 @@ from tiny import VOCABULARY, family, row_of_ids, taped_qwen
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import family_of
 from exo_node.mtp.head import MtpHead
-from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafts, Wait, Want, as_ids, as_row
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Round, Sampling
 
 HIDDEN = 64
@@ -48,7 +49,6 @@ class Judge:
 
     overlaps = False
     takes_back = True
-    remote = False
 
     def __init__(self, accepts: Callable[[int], bool]) -> None:
         self.ids: list[int] = []
@@ -70,12 +70,6 @@ class Judge:
         logits = 50.0 * mx.eye(VOCABULARY)[as_row(chosen)]
         return Block(logits if want == "all" else logits[-1:], mx.concatenate(hidden, axis=1))
         yield
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        raise AssertionError("not over several nodes")
-
-    def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
-        raise AssertionError("not over several nodes")
 
     def rollback(self, rows: int) -> None:
         del self.ids[-rows:]

@@ -10,9 +10,11 @@ from tables import PROMPT, EndAt, Logits, TableDrafter, TableVerifier, Told, ran
 
 from exo_node.mtp.answer import CLEAR_EVERY
 from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation, Prefilled, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Wait
+from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Forward, Round, Sampling
 
 V = 8

@@ -19,9 +19,11 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from tables import EndAt
 
 from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation, Prefilled, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.rollback import TapedCache, cache_arrays
 from exo_node.mtp.sampler import Sampler
+from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Sampling
 from exo_node.placement.card import derive_card
 from exo_node.placement.ids import ModelId

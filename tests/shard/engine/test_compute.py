@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.seams import Wait
+from exo_node.mtp.steps import Prefilled
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread, Run, Turns
 

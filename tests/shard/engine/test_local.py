@@ -12,9 +12,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tables import EndAt
 
 from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Want, as_row
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import LocalVerifier, WholeTarget
 

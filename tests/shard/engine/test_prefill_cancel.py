@@ -7,7 +7,7 @@ from typing import Any
 from engines import engine_of, load_quietly, request
 from small import small_spec
 
-from exo_node.mtp.loop import Prefilled
+from exo_node.mtp.steps import Prefilled
 from exo_node.shard.engine.compute import ComputeThread, Run
 from exo_node.shard.engine.engine import TextEngine
 

@@ -20,12 +20,13 @@ from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.fixed_rows import PADDING_ID, FixedRows
-from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.probe import fixed_rows_identity, greedy_identity, live_arrays
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Block, Drafter, Drafts, Verifier, Want, as_row
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 

@@ -21,9 +21,10 @@ from tables import EndAt
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits
 from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.loop import Generation, Task
+from exo_node.mtp.loop import Generation
 from exo_node.mtp.rollback import cache_arrays, rollback
 from exo_node.mtp.sampler import Sampler
+from exo_node.mtp.task import Task
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 from exo_node.shard.model.stage_model import StageModel

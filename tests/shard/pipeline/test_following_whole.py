@@ -17,8 +17,8 @@ from shims import by_rows, perturb
 from small import small_spec
 
 from exo_node.mtp.depth import Plan
-from exo_node.mtp.loop import Prefilled
 from exo_node.mtp.seams import Block, Want
+from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb

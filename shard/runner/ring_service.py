@@ -1,0 +1,47 @@
+"""The generator's end of the ring: what comes in are answers, and frames that every stage saw."""
+
+from ...placement.errors import PeerLost
+from ...proto import peer_pb2 as pb
+from ..model.stage_limits import StageLimits
+from ..pipeline.streams import OutgoingStream, Ring
+from .next_stage import NextStage
+from .stage_service import Incoming, StageService, unknown_kind
+
+
+class RingService(StageService):
+    """The Stage service of a generator: hands what comes round to its `Ring`."""
+
+    def __init__(
+        self, spec: pb.StageSpec, limits: StageLimits, following: NextStage, ring: Ring
+    ) -> None:
+        super().__init__(spec, limits, following)
+        self._ring = ring
+
+    async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
+        match frame.WhichOneof("kind"):
+            case "hidden":
+                if (block := incoming.assembler.add(frame)) is not None:
+                    self._ring.answer(block)
+            case "rollback" | "release" | "adopt":
+                incoming.assembler.forget(frame.request)
+            case "renew":
+                pass  # it came round the ring: every stage has seen it
+            case "failure":
+                self._ring.fail(frame)
+            case kind:
+                raise unknown_kind(kind)
+
+    def connected(self, stream: OutgoingStream) -> None:
+        self._ring.connect(stream)
+
+    def from_below(self, frame: pb.Frame) -> None:
+        match frame.WhichOneof("kind"):
+            case "missing":
+                self._ring.missing(frame)
+            case "failure":
+                self._ring.fail(frame)
+            case _:
+                pass  # the next stage sends nothing else back
+
+    def lost_below(self, fault: PeerLost) -> None:
+        self._ring.lose(fault)

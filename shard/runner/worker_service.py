@@ -1,0 +1,147 @@
+"""A stage behind the generator: frames in, frames on, and back up what it lacks or what failed."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ...placement.errors import PeerLost
+from ...proto import peer_pb2 as pb
+from ..engine.compute import ComputeThread
+from ..model.stage_limits import StageLimits
+from ..pipeline.frames import HiddenBlock, cut
+from ..pipeline.stage import Adopted, StageWorker
+from ..pipeline.streams import OutgoingStream
+from .next_stage import NextStage
+from .stage_service import Incoming, StageService, unknown_kind
+
+T = TypeVar("T")
+
+
+class WorkerService(StageService):
+    """The Stage service of any stage but the generator: its `StageWorker` computes the frames."""
+
+    def __init__(
+        self,
+        spec: pb.StageSpec,
+        limits: StageLimits,
+        following: NextStage,
+        compute: ComputeThread,
+        worker: StageWorker,
+    ) -> None:
+        super().__init__(spec, limits, following)
+        self._compute = compute
+        self._worker = worker
+
+    async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
+        match frame.WhichOneof("kind"):
+            case "hidden":
+                if (block := incoming.assembler.add(frame)) is not None:
+                    _ = await incoming.ahead.acquire()
+                    self._forward(block, frame, incoming)
+            case "rollback" | "release":
+                incoming.assembler.forget(frame.request)
+                self._apply(frame, incoming)
+            case "renew":
+                self._apply(frame, incoming)
+            case "adopt":
+                incoming.assembler.forget(frame.request)
+                self._adopt(frame, incoming)
+            case kind:
+                raise unknown_kind(kind)
+
+    def connected(self, stream: OutgoingStream) -> None:
+        """`NextStage` sends on it from now on."""
+
+    def from_below(self, frame: pb.Frame) -> None:
+        match frame.WhichOneof("kind"):
+            case "missing":
+                self._resend(frame)
+            case "failure":
+                self.send_up(frame)
+            case _:
+                pass  # the next stage sends nothing else back
+
+    def lost_below(self, fault: PeerLost) -> None:
+        """The generator learns of it from the streams that end."""
+
+    def _compute_then(self, work: Callable[[], T], then: Callable[["Future[T]"], None]) -> None:
+        """`then` hears of the result on the event loop."""
+        loop, future = asyncio.get_running_loop(), self._compute.submit(work)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(then, done))
+
+    def _forward(self, block: HiddenBlock, frame: pb.Frame, incoming: Incoming) -> None:
+        def finished(future: "Future[list[HiddenBlock]]") -> None:
+            incoming.ahead.release()
+            if (fault := future.exception()) is not None:
+                incoming.up.put_nowait(self.failure(frame, fault))
+                return
+            self._send_on(future.result())
+
+        self._compute_then(lambda: self._worker.forward(block), finished)
+
+    def _send_on(self, blocks: Sequence[HiddenBlock]) -> None:
+        limits, spec = self._limits, self._spec
+        for block in blocks:
+            frames = cut(block, spec.placement, spec.stage + 1, limits.dtype, limits.hidden_size)
+            self._following.send(list(frames))
+
+    def _pass_on(self, frame: pb.Frame) -> None:
+        """To the next stage; behind the last one is the generator, where it comes from."""
+        if self._spec.stage + 1 < self._spec.num_stages:
+            self._following.send([frame])
+
+    def _adopt(self, frame: pb.Frame, incoming: Incoming) -> None:
+        """A new attempt goes on with what stages hold; up the stream goes what this one lacks."""
+        name, attempt, position = frame.request, int(frame.attempt), int(frame.adopt.position)
+
+        def finished(future: "Future[Adopted]") -> None:
+            if (fault := future.exception()) is not None:
+                incoming.up.put_nowait(self.failure(frame, fault))
+                return
+            self._pass_on(frame)
+            adopted = future.result()
+            if adopted.answer is not None:
+                self._send_on([adopted.answer])
+            if adopted.held < position:
+                lacked = pb.Missing(position=position, held=adopted.held)
+                placement = frame.placement
+                incoming.up.put_nowait(
+                    pb.Frame(placement=placement, request=name, attempt=attempt, missing=lacked)
+                )
+
+        adopt, answer = self._worker.adopt, frame.adopt.answer
+        self._compute_then(lambda: adopt(name, attempt, position, answer=answer), finished)
+
+    def _resend(self, frame: pb.Frame) -> None:
+        """The next stage was replaced: it gets what this one sent the lost one."""
+        name, attempt = frame.request, int(frame.attempt)
+        held, position = int(frame.missing.held), int(frame.missing.position)
+
+        def finished(future: "Future[list[HiddenBlock]]") -> None:
+            if (fault := future.exception()) is not None:
+                self.send_up(self.failure(frame, fault))
+                return
+            self._send_on(future.result())
+
+        self._compute_then(lambda: self._worker.missing(name, attempt, held, position), finished)
+
+    def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
+        """Rollback, release and renew: here first, then at the stages behind this one."""
+        worker, name, attempt = self._worker, frame.request, int(frame.attempt)
+
+        def apply() -> None:
+            match frame.WhichOneof("kind"):
+                case "rollback":
+                    worker.rollback(name, attempt, int(frame.rollback.position))
+                case "renew":
+                    worker.renew(name, attempt)
+                case _:
+                    worker.release(name, attempt)
+
+        def finished(future: "Future[None]") -> None:
+            if (fault := future.exception()) is not None:
+                incoming.up.put_nowait(self.failure(frame, fault))
+            self._pass_on(frame)
+
+        self._compute_then(apply, finished)
