@@ -580,7 +580,7 @@ def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
         assert len(record.stages) == 3
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
         await placements.remove(record.id)
-        assert len((await placements.ensure(DEMO)).plan.stages) == 1, "removed, and so forgotten"
+        assert len((await placements.ensure(DEMO)).stages) == 1, "removed, and so forgotten"
         await placements.close()
 
     play(old)
