@@ -259,7 +259,7 @@ def test_a_second_spare_is_sent_what_the_first_one_took_up(
     log = drafting.until(6, wanted)
     second = Whole(monkeypatch)
     drafting.runner = second.runner
-    second.runner._copies = drafting.copies  # pyright: ignore[reportPrivateUsage]
+    second.runner._earlier._copies = drafting.copies  # pyright: ignore[reportPrivateUsage]
     again = replace(wanted, attempt=2, replay=log)
     more = second.until(4, again)
     assert (*log, *more) == expected[:10]
