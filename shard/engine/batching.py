@@ -134,9 +134,9 @@ class Batching:
         seat.member = None
 
     def held(self, member: Member) -> Held | None:
-        """Its state, in views; None where it was told more than it handed out, or is at its end."""
+        """Its state, in views, at most a round ahead of what it handed out; None at its end."""
         assert self._batch is not None
-        if member.rounds or member.over:  # one that ended may be gone from the batch already
+        if member.over or len(member.rounds) > 1:  # one that ended may be gone from the batch
             return None
         return self._batch.state_of(member)
 

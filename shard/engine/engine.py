@@ -333,6 +333,7 @@ class TextEngine:
                 state = running.copied(ids, self._batching)
                 if state is not None:
                     self._state_sender.offer(request.request, request.attempt, state)
+                    running.was_copied(state)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest."""

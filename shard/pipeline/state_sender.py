@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -12,10 +12,13 @@ from ...mtp.drafters import DrafterState
 from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
-from ..model.tensors import DTYPES, WIRE, to_bytes
+from ..model.tensors import DTYPES, WIRE
 from .copy_turns import CopyTurns
 from .frames import HiddenBlock, cut
 from .request_state import RequestState
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -138,17 +141,21 @@ class StateSender:
     def _copy(self, request: str, attempt: int, state: RequestState, begin: int) -> pb.StateCopy:
         own = self._model.own_caches(state.caches)
         replay_buffer = state.replay_buffer.after(begin)
+        layers = [_parts(cache, begin) for cache in own]
+        drafter = None if state.drafter is None else _DrafterParts.of(state, state.drafter, begin)
+        # At once: a wait for each array costs more than the copy does where cores are busy.
+        mx.eval(layers, [] if drafter is None else [*drafter.rows, *drafter.hiddens.values()])
         return pb.StateCopy(
             placement=self._expected.placement,
             request=request,
             attempt=attempt,
             begin=begin,
             position=state.position,
-            layers=[_layer(cache, begin) for cache in own],
+            layers=[_layer(cache, parts) for cache, parts in zip(own, layers, strict=True)],
             replay_buffer=self._frames(replay_buffer),
             replay_begins=state.replay_buffer.begins,
             answer=self._frames([] if state.answer is None else [state.answer]),
-            drafter=None if state.drafter is None else _drafter(state, state.drafter, begin),
+            drafter=None if drafter is None else drafter.message(),
             ids=state.ids,
         )
 
@@ -168,11 +175,16 @@ def _bytes_since(cache: Any, begin: int) -> int:
     return size // cache.keys.shape[2] * (cache.offset - begin)
 
 
-def _layer(cache: Any, begin: int) -> pb.LayerState:
+def _parts(cache: Any, begin: int) -> list[mx.array]:
+    """What is sent of a layer, contiguous; lazy."""
     if isinstance(cache, ArraysCache):
-        return pb.LayerState(tensors=[_tensor(array) for array in cache.cache if array is not None])
-    keys, values = (array[..., begin : cache.offset, :] for array in (cache.keys, cache.values))
-    return pb.LayerState(tensors=[_tensor(keys), _tensor(values)], room=cache.keys.shape[2])
+        return [mx.contiguous(array) for array in cache.cache if array is not None]
+    return [mx.contiguous(a[..., begin : cache.offset, :]) for a in (cache.keys, cache.values)]
+
+
+def _layer(cache: Any, parts: Iterable[mx.array]) -> pb.LayerState:
+    room = 0 if isinstance(cache, ArraysCache) else cache.keys.shape[2]
+    return pb.LayerState(tensors=[_tensor(part) for part in parts], room=room)
 
 
 def _hiddens(drafter: DrafterState) -> list[mx.array]:
@@ -180,25 +192,48 @@ def _hiddens(drafter: DrafterState) -> list[mx.array]:
     return [hidden for hidden in kinds if hidden is not None]
 
 
-def _drafter(state: RequestState, drafter: DrafterState, begin: int) -> pb.DrafterCopy:
-    """What changed of it since the last copy; all of it where `begin` is 0."""
-    # A row of its cache is of a row of the target's and of the token behind that.
-    since, state.copied = min(state.copied, max(0, begin - 1)), drafter.rows
-    copy = pb.DrafterCopy(begin=since, rows=drafter.rows)
-    if drafter.rows:
-        keys, values = drafter.cache.keys, drafter.cache.values
-        assert keys is not None and values is not None
-        parts = [array[..., since : drafter.rows, :] for array in (keys, values)]
-        tensors = [_tensor(array) for array in parts if since < drafter.rows]
-        copy.layer.CopyFrom(pb.LayerState(tensors=tensors, room=keys.shape[2]))
-    for name in ("read", "pending", "ahead"):
-        if (hidden := getattr(drafter, name)) is not None:
+class _DrafterParts(NamedTuple):
+    """What is sent of a drafter; contiguous and lazy."""
+
+    begin: int
+    state: DrafterState
+    rows: list[mx.array]
+    """Keys and values from `begin` on; empty where there are no new ones."""
+    hiddens: dict[str, mx.array]
+
+    @classmethod
+    def of(cls, state: RequestState, drafter: DrafterState, begin: int) -> "_DrafterParts":
+        """What changed of it since the last copy; all of it where `begin` is 0."""
+        # A row of its cache is of a row of the target's and of the token behind that.
+        since, state.copied = min(state.copied, max(0, begin - 1)), drafter.rows
+        rows = list[mx.array]()
+        if since < drafter.rows:
+            keys, values = drafter.cache.keys, drafter.cache.values
+            assert keys is not None and values is not None
+            rows = [mx.contiguous(a[..., since : drafter.rows, :]) for a in (keys, values)]
+        hiddens = {
+            name: mx.contiguous(hidden)
+            for name in ("read", "pending", "ahead")
+            if (hidden := getattr(drafter, name)) is not None
+        }
+        return cls(since, drafter, rows, hiddens)
+
+    def message(self) -> pb.DrafterCopy:
+        copy = pb.DrafterCopy(begin=self.begin, rows=self.state.rows)
+        if self.state.rows:
+            keys = self.state.cache.keys
+            assert keys is not None
+            tensors = [_tensor(part) for part in self.rows]
+            copy.layer.CopyFrom(pb.LayerState(tensors=tensors, room=keys.shape[2]))
+        for name, hidden in self.hiddens.items():
             getattr(copy, name).CopyFrom(_tensor(hidden))
-    return copy
+        return copy
 
 
 def _tensor(array: mx.array) -> pb.Tensor:
-    return pb.Tensor(dtype=WIRE[_NAMES[array.dtype]], shape=array.shape, data=to_bytes(array))
+    """Of an array that is contiguous and evaluated."""
+    data = bytes(memoryview(cast("Buffer", array)))
+    return pb.Tensor(dtype=WIRE[_NAMES[array.dtype]], shape=array.shape, data=data)
 
 
 def _arrays(cache: Any) -> list[mx.array | None]:

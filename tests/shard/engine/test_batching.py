@@ -2,8 +2,10 @@
 
 import functools
 import random
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +21,7 @@ from exo_node.mtp.batch_prompts import PromptBatch
 from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.placement.errors import ExoNodeError, NumericError
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
 from exo_node.shard.engine.local import FamilyTarget
 from exo_node.shard.engine.options import EngineOptions
@@ -26,6 +29,7 @@ from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.request_state import RequestState
 from exo_node.shard.pipeline.state_sender import StateSender
+from exo_node.shard.pipeline.state_store import StateStore
 from exo_node.shard.text.codec import TextCodec
 
 PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
@@ -39,9 +43,11 @@ def loaded() -> Loaded:
     return load_quietly(small_spec(native_mtp=True))
 
 
-def engine(state_sender: StateSender | None = None, **changes: Any) -> TextEngine:
+def engine(
+    state_sender: StateSender | None = None, copies: StateStore | None = None, **changes: Any
+) -> TextEngine:
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    made = engine_of(loaded(), spec, state_sender=state_sender)
+    made = engine_of(loaded(), spec, state_sender=state_sender, copies=copies)
     made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
     return made
 
@@ -161,6 +167,38 @@ def test_a_spare_that_is_sent_every_round_costs_no_answer_its_end() -> None:
     for reader in readers:
         assert reader.fault is None and tuple(reader.ids) == alone(reader.asked).ids
         assert sum(name == reader.asked.request for name, _ in copied) >= 2
+
+
+def test_answers_of_a_batch_go_on_from_their_copies_and_no_row_is_sent_twice() -> None:
+    store = StateStore(loaded().model, loaded().expected, time.monotonic)
+    sent: list[pb.StateCopy] = []
+
+    def send(copy: pb.StateCopy) -> None:
+        sent.append(copy)
+        store.keep(pb.StateCopy.FromString(copy.SerializeToString()))
+        sender.delivered(0.0)
+
+    now = 0.0
+    sender = StateSender(loaded().model, loaded().expected, lambda: now, send, store.hold)
+    sender.follow(following=True)
+    readers = [Reader(request(prompt(i), (2, 0, 3)[i], 90, ignore_end=True)) for i in range(3)]
+    served = engine(state_sender=sender)
+    running = [(reader, served.generate(reader.asked)) for reader in readers]
+    for _ in range(30):
+        now += 1.0
+        for reader, events in running:
+            event = next(events)
+            if not isinstance(event, Wait):
+                reader.take(event)
+    for reader, _ in running:
+        copies = [copy for copy in sent if copy.request == reader.asked.request]
+        assert len(copies) > 3 and max(r.forward.batch for r in reader.rounds) == 3
+        assert all(after.begin == copy.position for copy, after in pairwise(copies))
+        again = replace(reader.asked, attempt=2, replay=tuple(reader.rounds))
+        resumed = answer(engine(copies=store), again)
+        assert tuple(reader.ids) + resumed.ids == alone(reader.asked).ids
+    for _, events in running:
+        events.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
