@@ -79,6 +79,7 @@ class ModelList:
             "loaded": record is not None,
             "downloaded": known.folder is not None,
             "nodes": self._holders(card.id, here=known.folder is not None),
+            "variant_of": self._library.original(card.id),
             **facts(card, self._fit(card, view)),
             "mtp": mtp_words(card, head),
             "native_mtp": self._native_mtp(card, head, record),

@@ -176,6 +176,7 @@ class Node:
             lambda: cluster.head or local.id,
             local.library,
             local.switches,
+            auto_download=self._settings.auto_download,
         )
 
     def _cluster_stages(self) -> ClusterStages:

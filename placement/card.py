@@ -73,6 +73,19 @@ class SamplingDefaults(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
+class Variant(BaseModel):
+    """A published quantisation of the model, in a repository of its own."""
+
+    model_config = _STRICT
+
+    repository: str = Field(max_length=200, pattern=rf"^{_NAME}/{_NAME}$")
+    bits: int = Field(ge=2, le=8)
+    weight_bytes: int | None = Field(default=None, ge=1, le=2**50)
+    """None: not known, estimated from the bits."""
+    head: bool = False
+    """It kept the MTP head."""
+
+
 class ModelCard(BaseModel):
     """Facts about one model, from its config.json or written down by a person."""
 
@@ -117,6 +130,7 @@ class ModelCard(BaseModel):
     `dtype`. It changes the answers."""
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
+    variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")
     def _counts_agree(self) -> Self:
@@ -247,6 +261,23 @@ class ModelCard(BaseModel):
         layers = -(-self.native_mtp.num_layers * self.mean_layer_bytes * plain // stored)
         return layers + self._fusion_bytes
 
+    def as_variant(self, variant: Variant) -> "ModelCard":
+        """The card of one of `variants`: the same model in another format."""
+        size = variant.weight_bytes or self.weight_bytes * (2 * variant.bits + 1) // (
+            _SIXTEENTHS_PER_BYTE * (1 if self.fp8 else _BYTES[self.dtype])
+        )
+        changes = {
+            "id": variant.repository,
+            "repository": variant.repository,
+            "revision": None,
+            "weight_bytes": size,
+            "quantization": variant.bits,
+            "fp8": False,
+            "native_mtp": self.native_mtp if variant.head else None,
+            "variants": (),
+        }
+        return self.model_copy(update=changes)
+
     def attention_layers(self, first: int, end: int) -> int:
         """How many of layers [first, end) hold a KV cache, if those are spread evenly.
 
@@ -333,7 +364,8 @@ def _invalid(detail: ErrorDetails, source: str, derived: Collection[str]) -> Inv
 
 def _nearest(field: str) -> str:
     table, _, name = field.rpartition(".")
-    model = {"native_mtp": NativeMtp, "sampling": SamplingDefaults}.get(table, ModelCard)
+    tables = {"native_mtp": NativeMtp, "sampling": SamplingDefaults, "variants": Variant}
+    model = tables.get(table.partition(".")[0], ModelCard)
     known = list(model.model_fields)
     close = difflib.get_close_matches(name[:100], known, n=1)
     return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"

@@ -202,6 +202,9 @@ class FakeFacts:
             raise ModelNotFound(f"there is no model '{model}'", param="model")
         return packaged_cards()[model], ""
 
+    async def require_files(self, model: ModelId) -> None:
+        """Every model is on some disk."""
+
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         return MAY_BE_SPLIT
 

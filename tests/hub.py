@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 REPOSITORY = "owner/tiny"
 COMMIT = "c0ffee" + "0" * 34
 MODEL = "model.safetensors"
+_PIECE = 64 << 10
 
 Request = tuple[str, str, str | None]
 """Method, file and Range of one request for a file."""
@@ -29,6 +31,12 @@ class FakeHub:
     down: list[int] = field(default_factory=list[int])
     """The statuses of the next answers for weights."""
     refuse: tuple[int, str] | None = None
+    token: str = ""
+    """Without it every answer is what the hub says of a gated repository."""
+    slow_s: float = 0.0
+    """Before each piece of weights, so that a client can be ended half-way."""
+    lie: bool = False
+    """Weights arrive with one byte changed."""
     ignore_ranges: bool = False
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     """What the listing claims in place of the truth."""
@@ -63,16 +71,34 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self._resolve(send_body=False)
+        if not self._gated():
+            self._resolve(send_body=False)
+
+    def _gated(self) -> bool:
+        """Whether the request was refused for want of the token."""
+        if not self.hub.token or self.headers.get("Authorization") == f"Bearer {self.hub.token}":
+            return False
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return True
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        if self._gated():
+            return
         if not path.startswith("/api/"):
             self._resolve(send_body=True)
         elif f"/tree/{COMMIT}" in path:
             self._json(self.hub.listing())
         elif self.hub.refuse and self.hub.refuse[1] in ("RepoNotFound", "RevisionNotFound", ""):
             self._refuse()
+        elif path.partition("/revision/")[2] not in ("", "main", COMMIT):
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RevisionNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         else:
             self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": []})
 
@@ -120,7 +146,12 @@ class Handler(BaseHTTPRequestHandler):
         if is_blob and self.hub.cut_after:
             end = start + self.hub.cut_after.pop(0)
             self.close_connection = True
-        self.wfile.write(data[start:end])
+        if is_blob and self.hub.lie:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        for at in range(start, end, _PIECE):
+            if is_blob and self.hub.slow_s:
+                time.sleep(self.hub.slow_s)
+            self.wfile.write(data[at : min(at + _PIECE, end)])
 
 
 class Server(ThreadingHTTPServer):

@@ -6,6 +6,7 @@ child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
 events.py: `exo-node events`
 flags.py: flags that several commands share
+get_models.py: `exo-node models pull`, `rm`, `show` and `recommend`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 main.py: the commands
 model_table.py: tables of models

@@ -18,8 +18,8 @@ from ...placement.errors import ExoNodeError, InvalidSettings
 from . import flags
 from .bench import bench
 from .flags import AsJson, DataDir, LocalPort, client_settings
+from .get_models import models
 from .join import add_join_commands
-from .models import models
 from .start import VARIABLES, start
 
 if TYPE_CHECKING:
@@ -245,12 +245,18 @@ def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 def _pick_model(endpoint: "Endpoint") -> str:
     from .client import call
 
-    for entry in call(endpoint, "/v1/models").get("data", []):
+    entries: list[dict[str, Any]] = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    for entry in entries:
         if entry.get("loaded"):
             return str(entry["id"])
+    fitting = [e for e in entries if e.get("fits") and e["fits"]["nodes"] and not e.get("error")]
+    if others := [entry for entry in fitting if entry["id"] != _DEMO]:
+        chosen = max(others, key=lambda entry: (entry.get("size_bytes") or 0, str(entry["id"])))
+        _note(f"no model is loaded: using {chosen['id']}, the largest on disk that fits")
+        return str(chosen["id"])
     _note(
-        f"no model is loaded: using the small {_DEMO} model; `exo-node models` lists "
-        "others, and `exo-node plan MODEL` says whether one fits"
+        f"no model is loaded: using the small {_DEMO} model; `exo-node models recommend` names "
+        "real ones that fit, and `exo-node models pull` gets one"
     )
     return _DEMO
 

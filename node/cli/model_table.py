@@ -39,6 +39,54 @@ def catalogue(entries: Sequence[Mapping[str, Any]]) -> str:
     return _joined(table(("MODEL", "SIZE", "FORMAT", "FITS", "ON DISK"), rows))
 
 
+def one(entry: Mapping[str, Any]) -> str:
+    """A model in lines of name and value."""
+    fit: Mapping[str, Any] = entry.get("fits") or {}
+    card: Mapping[str, Any] = entry.get("card") or {}
+    experts = card.get("num_experts")
+    kind = f"{card.get('model_type')}, {card.get('num_layers')} layers"
+    kind += f", {experts} experts" if experts else ""
+    speed = fit.get("tokens_per_second")
+    lines = {
+        "model": text_of(entry.get("id")),
+        "kind": kind,
+        "size": f"{size(entry.get('size_bytes'))}, {text_of(entry.get('format'))}",
+        "context": f"{text_of(entry.get('context_length'))} tokens",
+        "fits": fits(entry) + (f", about {speed:g} tokens a second" if speed else ""),
+        "native MTP": text_of(entry.get("mtp")),
+        "folder": text_of(entry.get("folder") or "not on this machine"),
+    }
+    others = [f"{v['repository']} ({v['bits']}-bit)" for v in entry.get("variants") or ()]
+    if others:
+        lines["quantised"] = ", ".join(others)
+    return _joined([f"{name:<11} {text}" for name, text in lines.items()])
+
+
+def recommended(here: Sequence[Mapping[str, Any]], cluster: Sequence[Mapping[str, Any]]) -> str:
+    """Models that fit this machine, then those that its cluster has room for, and what to do."""
+    if not (here or cluster):
+        return "no model that exo-node has a card of fits; `exo-node models pull` gets any other"
+    header = ("MODEL", "SIZE", "FORMAT", "RUNS ON", "TOKENS/S", "NATIVE MTP", "ON DISK")
+    rows = [_recommended(entry, "this machine") for entry in here]
+    rows += [_recommended(entry, "") for entry in cluster]
+    first = next((e for e in (*here, *cluster) if not e.get("downloaded")), None)
+    hint = f"`exo-node models pull {text_of(first.get('id'))}` gets it" if first else ""
+    return _joined([*table(header, rows), "", "Speeds are estimates from memory bandwidth.", hint])
+
+
+def _recommended(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    fit: Mapping[str, Any] = entry["fits"]
+    return (
+        text_of(entry.get("id")),
+        size(entry.get("size_bytes")),
+        text_of(entry.get("format")),
+        where or ("one node" if fit["nodes"] == 1 else f"{fit['nodes']} nodes"),
+        text_of(fit.get("tokens_per_second")),
+        "yes" if entry.get("drafts") else "no",
+        "yes" if entry.get("downloaded") else "no",
+    )
+
+
 def size(value: object) -> str:
     """Bytes in decimal units, as disks are sold."""
     if not isinstance(value, int):

@@ -39,7 +39,7 @@ def root(
     """
     if context.invoked_subcommand is not None:
         return
-    found = _asked(port, data_dir, catalog=catalog)
+    found = asked(port, data_dir, catalog=catalog)
     if found is None:
         found = _read(data_dir, models_dir, catalog=catalog)
     if as_json:
@@ -52,7 +52,7 @@ def root(
         _note("`exo-node models recommend` names models that fit; `exo-node models pull` gets one")
 
 
-def _asked(
+def asked(
     port: str | None, data_dir: str | None, *, catalog: bool
 ) -> Sequence[Mapping[str, Any]] | None:
     """What a running node says; None where none runs on the data folder."""

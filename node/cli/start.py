@@ -95,6 +95,13 @@ _Dtype = Annotated[
 _Offline = Annotated[
     bool, typer.Option("--offline", help="Talk to nobody but peers. [EXO_OFFLINE=1]")
 ]
+_AutoDownload = Annotated[
+    bool,
+    typer.Option(
+        "--auto-download",
+        help="A request may download the model that it names. [EXO_AUTO_DOWNLOAD=1]",
+    ),
+]
 _LogFormat = Annotated[
     str | None,
     typer.Option(
@@ -119,6 +126,7 @@ def start(
     memory_limit: _MemoryLimit = None,
     dtype: _Dtype = None,
     offline: _Offline = False,
+    auto_download: _AutoDownload = False,
     log_format: _LogFormat = None,
 ) -> None:
     """Run a node here, in the foreground.
@@ -140,6 +148,7 @@ def start(
         "memory_limit": memory_limit,
         "dtype": dtype,
         "offline": offline or None,
+        "auto_download": auto_download or None,
         "log_format": log_format,
     }
     raise typer.Exit(_run(flags))

@@ -100,6 +100,7 @@ class Settings(BaseModel):
     memory_limit: Annotated[int, BeforeValidator(as_memory)] | None = None
     dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"
     offline: Switch = False
+    auto_download: Switch = False
     log_format: Annotated[LogFormat, BeforeValidator(as_choice(get_args(LogFormat)))] = Field(
         default_factory=_default_log_format
     )
@@ -160,6 +161,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "memory_limit": _Source("EXO_MEMORY_LIMIT", "--memory-limit"),
     "dtype": _Source("EXO_DTYPE", "--dtype"),
     "offline": _Source("EXO_OFFLINE", "--offline"),
+    "auto_download": _Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
     "log_format": _Source("EXO_LOG_FORMAT", "--log-format"),
     "api_key": _Source("EXO_API_KEY"),
     "allowed_hosts": _Source("EXO_ALLOWED_HOSTS"),

@@ -4,4 +4,6 @@ entries.py: a model as lists of models show it
 library.py: models by id, from cards, folders and the hub's cache
 on_this_machine.py: lists of models without a running node
 places.py: where models lie on this machine
+pulling.py: models brought and deleted by a command
+recommending.py: which models to propose
 """

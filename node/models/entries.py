@@ -13,6 +13,7 @@ def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
         "size_bytes": card.weight_bytes,
         "quantization": card.quantization,
         "format": format_of(card),
+        "drafts": card.native_mtp is not None,
         "fits": {
             "nodes": fit.nodes,
             "needed_bytes": fit.needed_bytes,

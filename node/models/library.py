@@ -18,8 +18,9 @@ from ...shard.checkpoint.checkpoint import (
     read_checkpoint,
     read_config,
 )
-from ...shard.checkpoint.download import Progress, download, locate
+from ...shard.checkpoint.download import Progress, download
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
+from ...shard.checkpoint.hub_cache import locate
 from .places import Place, Source, Stamp, from_cache, in_cache, in_folders, stamp
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ class ModelLibrary:
         self._roots = tuple(folders)
         self._offline = offline
         self._packaged = packaged_cards()
+        self._variants = {
+            ModelId(variant.repository): card.as_variant(variant)
+            for card in self._packaged.values()
+            for variant in card.variants
+        }
         self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
         self._cards: dict[Place, tuple[Stamp, KnownModel | ExoNodeError]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
@@ -73,7 +79,14 @@ class ModelLibrary:
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
         """The models that there are cards of, on this disk or not. Blocks."""
-        return {model: self._shipped(card) for model, card in self._packaged.items()}
+        return {model: self._shipped(card) for model, card in self._packaged.items()} | {
+            id: self._shipped(card) for id, card in self._variants.items()
+        }
+
+    def original(self, model: ModelId) -> ModelId | None:
+        """Of a published quantisation, the model that its card is of."""
+        cards = self._packaged.values()
+        return next((c.id for c in cards if any(v.repository == model for v in c.variants)), None)
 
     @property
     def broken(self) -> Mapping[ModelId, ExoNodeError]:
@@ -92,6 +105,8 @@ class ModelLibrary:
             return self._shipped(card)
         if (folder := from_cache(model)) is not None:
             return self._opened(Place(model, folder, "cache"))
+        if (card := self._variants.get(model)) is not None:
+            return self._shipped(card)
         raise self._unknown(model)
 
     def checkpoint(self, folder: Path) -> Checkpoint:

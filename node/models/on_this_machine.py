@@ -7,6 +7,7 @@ from ...placement.cluster import ClusterView
 from ...placement.drafting import HeadState
 from ...placement.errors import ExoNodeError
 from ...placement.fitting import fit
+from ...placement.ids import ModelId
 from ...placement.library import not_here
 from .entries import facts, mtp_words
 from .library import KnownModel, ModelLibrary
@@ -27,6 +28,18 @@ def catalogue(library: ModelLibrary, view: ClusterView) -> list[dict[str, Any]]:
     return [_entry(library, model, view) for model in library.catalogue().values()]
 
 
+def one(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any]:
+    """All that is known of a model: its entry, its card, where it lies. Blocks.
+
+    Raises ModelNotFound, InvalidCard and InvalidCheckpoint.
+    """
+    known = library.get(ModelId(id))
+    card = known.card.model_dump(exclude={"id", "weight_bytes", "quantization", "variants"})
+    folder = None if known.folder is None else str(known.folder)
+    variants = [variant.model_dump() for variant in known.card.variants]
+    return {**_entry(library, known, view), "folder": folder, "card": card, "variants": variants}
+
+
 def _entry(library: ModelLibrary, known: KnownModel, view: ClusterView) -> dict[str, Any]:
     card = known.card
     names: Sequence[str] = [node.name for node in view.nodes] if known.folder else []
@@ -36,6 +49,7 @@ def _entry(library: ModelLibrary, known: KnownModel, view: ClusterView) -> dict[
         "loaded": False,
         "downloaded": known.folder is not None,
         "nodes": names,
+        "variant_of": library.original(card.id),
         **facts(card, fit(card, view)),
         "mtp": mtp_words(card, _head(library, known)),
     }

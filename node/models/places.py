@@ -9,7 +9,7 @@ from typing import Final, Literal
 from ...placement.errors import ExoNodeError, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import HEAD_FILES, read_config
-from ...shard.checkpoint.download import Cached, cached, locate
+from ...shard.checkpoint.hub_cache import Cached, cached, locate
 from ...shard.checkpoint.model_classes import has_class
 
 Source = Literal["package", "folder", "cache"]

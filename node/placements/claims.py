@@ -112,6 +112,8 @@ class Claims:
 
     async def _give(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
         card, _ = await self._facts.card(ModelId(asked.model))
+        if all(record.card.id != card.id for record in self._placements.records):
+            await self._facts.require_files(card.id)
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, asked)
         if asked.HasField("resumes"):

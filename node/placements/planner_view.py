@@ -9,7 +9,9 @@ from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
 from ...placement.dtype import resolve_dtype
+from ...placement.errors import ModelNotFound
 from ...placement.ids import ModelId, NodeId
+from ...placement.library import not_here
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..cluster.member_facts import MemberFacts
@@ -34,8 +36,14 @@ class NodeFactsSource:
         head: Callable[[], NodeId],
         library: ModelLibrary,
         switches: Switches,
+        *,
+        auto_download: bool = False,
     ) -> None:
-        """`members` gives the nodes that may take work: alive, this one among them."""
+        """`members` gives the nodes that may take work: alive, this one among them.
+
+        `auto_download`: an answer may begin with the download of its model.
+        """
+        self._auto_download = auto_download
         self._self = self_id
         self._members = members
         self._head = head
@@ -74,6 +82,13 @@ class NodeFactsSource:
             return known.card, ""
         checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
         return known.card, checkpoint.fingerprint
+
+    async def require_files(self, model: ModelId) -> None:
+        """Raises ModelNotFound, with the command, for a model that no node has on its disk."""
+        if self._auto_download or any(model in m.facts.models for m in self._members()):
+            return
+        if (await asyncio.to_thread(self._library.get, model)).folder is None:
+            raise ModelNotFound(not_here(model), param="model")
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         """The generator's variable wins; where it has none, this node's page or default holds."""

@@ -62,6 +62,10 @@ class Facts(Protocol):
         """The card, and the fingerprint of this node's files ("" where it has none)."""
         ...
 
+    async def require_files(self, model: ModelId) -> None:
+        """Raises ModelNotFound where an answer would have to download the model and may not."""
+        ...
+
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         """Where the model must not be split: a stage of its class failed its check there."""
         ...

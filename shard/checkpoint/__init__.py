@@ -8,5 +8,6 @@ head_layouts.py: which tensors an MTP head has
 head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
+hub_cache.py: the cache of the hub: what it holds
 model_classes.py: the model types that the installed mlx-lm implements
 """

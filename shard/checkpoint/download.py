@@ -19,14 +19,12 @@ from typing import Any
 import httpx2
 from huggingface_hub import (
     HfApi,
+    ResolvedRevision,
     constants,
-    get_cached_repo_tree,
     hf_hub_url,
     snapshot_download,  # pyright: ignore[reportUnknownVariableType]
-    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
     DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
@@ -45,17 +43,13 @@ from huggingface_hub.utils import (
 )
 
 from ...placement.errors import DownloadFailed
-from .checkpoint import HEAD_FILES, indexed_files, is_weight_file
+from .checkpoint import HEAD_FILES, is_weight_file
 from .fetch import Fetch, Meter, Progress, partial_of, size_of
+from .hub_cache import cache_folder, check_names, is_wanted, missing_files, snapshot_of
 
-__all__ = ["Cached", "Progress", "cached", "download", "is_wanted", "locate"]
+__all__ = ["Progress", "download"]
 
-_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
-_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken")
-_TEXT_NAMES = ("merges.txt", "vocab.txt")
 
 _STREAMS = 4
 _TIMEOUT_S = 30.0
@@ -69,78 +63,6 @@ class _RemoteFile:
     path: str
     size: int
     sha256: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """One revision of a repository in the cache.
-
-    `revision` None is the main branch. `missing`: the files that it lacks, empty where it is whole.
-    """
-
-    repository: str
-    revision: str | None
-    snapshot: Path
-    missing: tuple[str, ...]
-
-
-def is_wanted(path: str) -> bool:
-    """Whether a repository's file is downloaded: weights, configs, tokenizer, chat template.
-
-    Never code (.py) and never a pickle (.bin, .pt), and no folder but the MTP head's.
-    """
-    if "/" in path:
-        return path in HEAD_FILES
-    return is_weight_file(path) or path in _TEXT_NAMES or path.endswith(_TEXT_SUFFIXES)
-
-
-def locate(
-    repository: str, revision: str | None = None, *, cache_dir: Path | None = None
-) -> Path | None:
-    """The snapshot in the Hugging Face cache if it is complete, without any network traffic.
-
-    `repository` is `owner/name`; `revision` a branch, tag or commit, None for the main branch.
-    Raises DownloadFailed on malformed names and InvalidCheckpoint on a malformed index.
-    """
-    _check_names(repository, revision)
-    cache = _cache(cache_dir)
-    snapshot = _snapshot(repository, revision, cache)
-    if snapshot is None or _missing_files(repository, snapshot, cache):
-        return None
-    return snapshot
-
-
-def cached(cache_dir: Path | None = None) -> list[Cached]:
-    """Every model of the cache that has a config.json, without any network traffic.
-
-    A commit is listed once, under the main branch where it is that, else under its branch or tag,
-    else under its hash. What cannot be read as a model is left out.
-    """
-    cache = _cache(cache_dir)
-    found: list[Cached] = []
-    for folder in sorted(cache.glob("models--*--*")):
-        owner, _, name = folder.name.removeprefix("models--").partition("--")
-        repository = f"{owner}/{name}"
-        if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
-            continue
-        for revision, snapshot in _revisions(folder):
-            if (snapshot / "config.json").exists():
-                missing = tuple(_missing_files(repository, snapshot, cache))
-                found.append(Cached(repository, revision, snapshot, missing))
-    return found
-
-
-def _revisions(folder: Path) -> list[tuple[str | None, Path]]:
-    """The snapshots of one repository's folder, each under the name that a person used for it."""
-    snapshots = {path.name: path for path in (folder / "snapshots").glob("*") if path.is_dir()}
-    named: dict[str, str] = {}
-    refs = folder / "refs"
-    for ref in sorted(path for path in refs.rglob("*") if path.is_file()):
-        commit, name = ref.read_text().strip(), ref.relative_to(refs).as_posix()
-        if _REVISION.fullmatch(name) and (commit not in named or name == "main"):
-            named[commit] = name
-    shown = ((named.get(commit, commit), path) for commit, path in sorted(snapshots.items()))
-    return [(None if name == "main" else name, path) for name, path in shown]
 
 
 def download(
@@ -158,8 +80,8 @@ def download(
     one at a time, and never with fewer bytes than before; what it raises ends the download and
     reaches the caller. `endpoint` None is the hub, or the mirror that HF_ENDPOINT names.
     """
-    _check_names(repository, revision)
-    cache = _cache(cache_dir)
+    check_names(repository, revision)
+    cache = cache_folder(cache_dir)
     if offline or constants.is_offline_mode():
         variable = "EXO_OFFLINE" if offline else "HF_HUB_OFFLINE"
         return _from_cache_only(repository, revision, cache, variable)
@@ -170,45 +92,10 @@ def download(
         raise DownloadFailed(_explain(error, repository, revision), param="model") from error
 
 
-def _check_names(repository: str, revision: str | None) -> None:
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-        raise DownloadFailed(
-            f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
-        )
-    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise DownloadFailed(
-            f"{revision[:120]!r} is no revision. Name a branch, a tag or a commit.",
-            param="revision",
-        )
-
-
-def _cache(cache_dir: Path | None) -> Path:
-    return (cache_dir or Path(constants.HF_HUB_CACHE)).expanduser().resolve()
-
-
-def _snapshot(repository: str, revision: str | None, cache: Path) -> Path | None:
-    config = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _missing_files(repository: str, snapshot: Path, cache: Path) -> list[str]:
-    """What a snapshot lacks by the listing that the hub's client kept, else by its index."""
-    try:
-        listing = get_cached_repo_tree(repository, revision=snapshot.name, cache_dir=cache)
-        wanted = {file.path for file in listing if is_wanted(file.path)}
-    except CachedRepoTreeNotFoundError:
-        wanted = set(indexed_files(snapshot))
-    if not any(is_weight_file(path) for path in wanted) and not any(
-        is_weight_file(path.name) for path in snapshot.iterdir()
-    ):
-        wanted.add("model.safetensors")
-    return sorted(path for path in wanted if not (snapshot / path).exists())
-
-
 def _from_cache_only(repository: str, revision: str | None, cache: Path, variable: str) -> Path:
     """Where only a head's own file is missing the rest is served, with MTP off."""
-    snapshot = _snapshot(repository, revision, cache)
-    missing = _missing_files(repository, snapshot, cache) if snapshot else ["config.json"]
+    snapshot = snapshot_of(repository, revision, cache)
+    missing = missing_files(repository, snapshot, cache) if snapshot else ["config.json"]
     if snapshot is not None and set(missing) <= set(HEAD_FILES):
         return snapshot
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -245,17 +132,25 @@ class _Download:
         self._check_space(needed)
         total = sum(file.size for file in files)
         meter = Meter(total, total - needed, on_progress)
+        # The small ones first: with its config.json a model that is half here can be listed.
+        small = [file for file in files if file.sha256 is None]
+        _ = self._into_snapshot(small, resolved)
         self._fetch_all(absent, resolved.resolved, meter)
-        snapshot = snapshot_download(
+        snapshot = self._into_snapshot(files, resolved)
+        meter.finish()
+        return snapshot
+
+    def _into_snapshot(self, files: Sequence[_RemoteFile], revision: ResolvedRevision) -> Path:
+        """By the hub's client, which finds what is there already."""
+        folder = snapshot_download(
             self.repository,
-            revision=resolved,
+            revision=revision,
             cache_dir=self.cache,
             endpoint=self.endpoint,
             allow_patterns=[glob.escape(file.path) for file in files],
             tqdm_class=_NoBar,
         )
-        meter.finish()
-        return Path(snapshot)
+        return Path(folder)
 
     def _list(self, hub: HfApi, commit: str) -> list[_RemoteFile]:
         tree = hub.list_repo_tree(self.repository, recursive=True, revision=commit)

@@ -81,7 +81,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/trust/certificates.py",
     ),
     "zeroconf": ("node/cluster/discovery.py",),
-    "huggingface_hub": ("shard/checkpoint/download.py",),
+    "huggingface_hub": ("shard/checkpoint/download.py", "shard/checkpoint/hub_cache.py"),
     "httpx2": ("shard/checkpoint/download.py", "shard/checkpoint/fetch.py"),
     "jinja2": ("shard/text/codec.py",),
     "typer": ("node/cli/*",),

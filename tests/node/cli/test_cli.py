@@ -170,7 +170,7 @@ def test_start_hands_every_flag_over_and_exits_with_the_nodes_code(
         "--dtype": "float16", "--log-format": "json",
     }  # fmt: skip
     words = [word for pair in flags.items() for word in pair]
-    words += ["--peer", "10.0.0.3:1", "--no-mdns", "--offline"]
+    words += ["--peer", "10.0.0.3:1", "--no-mdns", "--offline", "--auto-download"]
     assert CliRunner().invoke(cli.app, ["start", *words]).exit_code == 7
     ((settings, warnings),) = started
     assert warnings == ()
@@ -178,7 +178,7 @@ def test_start_hands_every_flag_over_and_exits_with_the_nodes_code(
         name="alpha", host="::1", port=7000, grpc_port=7001, interface="10.0.0.1",
         data_dir=tmp_path / "d", models_dirs=(tmp_path,), peers=("10.0.0.2:1", "10.0.0.3:1"),
         cluster_key_file=Path(__file__), memory_limit=2 * 10**9, dtype="float16",
-        log_format="json", mdns=False, offline=True,
+        log_format="json", mdns=False, offline=True, auto_download=True,
     )  # fmt: skip
 
 

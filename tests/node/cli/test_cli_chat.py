@@ -98,8 +98,25 @@ def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub
     }
     done = chat(stub, "hi")
     assert (done.returncode, done.stdout) == (0, "ok\n")
-    assert "`exo-node models` lists others" in done.stderr and "Qwen" not in done.stderr
+    assert "`exo-node models recommend` names" in done.stderr and "Qwen" not in done.stderr
     assert stub.bodies[0]["model"] == "demo"
+
+
+def test_chat_takes_what_is_on_disk_and_fits_before_the_demo(stub: Stub) -> None:
+    fits, not_at_all = {"nodes": 1}, {"nodes": 0}
+    data = [
+        {**DEMO, "fits": fits, "size_bytes": 10**12},
+        {**DEMO, "id": "small", "fits": fits, "size_bytes": 1},
+        {**DEMO, "id": "large", "fits": fits, "size_bytes": 2},
+        {**DEMO, "id": "huge", "fits": not_at_all, "size_bytes": 3},
+        {"id": "broken", "fits": None, "error": "truncated", "size_bytes": 4},
+    ]
+    stub.replies = {
+        "/v1/models": as_json({"object": "list", "data": data}),
+        _CHAT: as_events(delta("ok"), "data: [DONE]"),
+    }
+    assert chat(stub, "hi").returncode == 0
+    assert stub.bodies[0]["model"] == "large"
 
 
 def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:

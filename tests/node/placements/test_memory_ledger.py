@@ -89,6 +89,9 @@ class Machines:
         await asyncio.sleep(0)
         return card_of(model), ""
 
+    async def require_files(self, model: ModelId) -> None:
+        """Every model is on some disk."""
+
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         return MAY_BE_SPLIT
 

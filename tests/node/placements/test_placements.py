@@ -68,6 +68,9 @@ class _Facts:
         await asyncio.sleep(0)
         return packaged_cards()[model], ""
 
+    async def require_files(self, model: ModelId) -> None:
+        """Every model is on some disk."""
+
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         return MAY_BE_SPLIT
 

@@ -99,6 +99,9 @@ class Cluster:
     def view(self, placing: ModelId) -> ClusterView:
         return ClusterView(tuple(NodeFacts(n, n[0], self.memory, 1e11) for n in self.nodes))
 
+    async def require_files(self, model: ModelId) -> None:
+        """Every model is on some disk."""
+
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         return MAY_BE_SPLIT
 

@@ -1,0 +1,172 @@
+"""`exo-node models pull` and `rm` as a person runs them, against a hub on loopback."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_stub import COMMAND, environment, exo_node
+from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
+from models import DEMO, make_checkpoint
+from nodes import node
+
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=256)
+    hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir()})
+    hub.files["README.md"] = b"# not needed"
+    with serve(hub):
+        yield hub
+
+
+def settings(hub: FakeHub, root: Path, **extra: str) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(root / "hf"),
+        "EXO_DATA_DIR": str(root / "data"),
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "",
+        **extra,
+    }
+
+
+def pull(
+    hub: FakeHub, root: Path, *arguments: str, **extra: str
+) -> "subprocess.CompletedProcess[str]":
+    return exo_node("models", "pull", *(arguments or (REPOSITORY,)), **settings(hub, root, **extra))
+
+
+def test_a_model_is_pulled_shown_listed_and_removed(hub: FakeHub, tmp_path: Path) -> None:
+    done = pull(hub, tmp_path, REPOSITORY, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["id"] == REPOSITORY
+    assert read_checkpoint(Path(told["folder"])).tensors
+    assert "README.md" not in hub.fetched()
+    given = settings(hub, tmp_path)
+    listed = json.loads(exo_node("models", "--json", **given).stdout)["data"]
+    assert [entry["id"] for entry in listed] == ["demo", REPOSITORY]
+    shown = exo_node("models", "show", REPOSITORY, **given).stdout
+    assert "qwen3_5, 4 layers" in shown and told["folder"] in shown
+    refused = exo_node("models", "rm", REPOSITORY, **given)
+    assert (refused.returncode, refused.stderr.count("--yes")) == (2, 1)
+    gone = exo_node("models", "rm", REPOSITORY, "--yes", **given)
+    assert gone.returncode == 0, gone.stderr
+    assert not Path(told["folder"]).exists()
+    again = exo_node("models", "rm", REPOSITORY, "--yes", **given)
+    assert again.returncode == 1 and "`exo-node models`" in again.stderr
+
+
+def test_a_pull_that_is_killed_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) -> None:
+    hub.slow_s = 0.02
+    process = subprocess.Popen(
+        [*COMMAND, "models", "pull", REPOSITORY],
+        env=environment(**settings(hub, tmp_path)),
+        stderr=subprocess.DEVNULL,
+    )
+    half = len(hub.files[MODEL]) // 3
+    until = time.monotonic() + 120
+    while kept(tmp_path) < half and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    begun = kept(tmp_path)
+    assert half <= begun < len(hub.files[MODEL])
+    hub.slow_s = 0
+    listed = exo_node("models", **settings(hub, tmp_path)).stdout
+    assert "pull owner/tiny" in listed
+    done = pull(hub, tmp_path, REPOSITORY, "--json")
+    assert done.returncode == 0, done.stderr
+    assert hub.ranges(MODEL) == [None, f"bytes={begun}-"]
+    folder = Path(json.loads(done.stdout)["folder"])
+    assert (folder / MODEL).read_bytes() == hub.files[MODEL]
+
+
+def kept(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.incomplete"))
+
+
+def test_a_revision_has_a_name_of_its_own(hub: FakeHub, tmp_path: Path) -> None:
+    done = pull(hub, tmp_path, REPOSITORY, "--revision", COMMIT, "--json")
+    assert json.loads(done.stdout)["id"] == f"{REPOSITORY}@{COMMIT}"
+    wrong = pull(hub, tmp_path, REPOSITORY, "--revision", "v9")
+    assert wrong.returncode == 1 and "has no revision v9" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "arguments", "extra", "says"),
+    [
+        ("lie", (), {}, "arrived damaged"),
+        ("token", (), {"HF_TOKEN": ""}, "set HF_TOKEN"),
+        ("down", (), {}, "could not be reached"),
+        ("", (), {"EXO_OFFLINE": "1"}, "Unset EXO_OFFLINE"),
+        ("", (REPOSITORY, "--revision", "../x"), {}, "is no revision"),
+        ("", ("no-owner",), {}, "Write owner/name"),
+        ("", ("demo",), {}, "ships with exo-node"),
+        ("", (REPOSITORY, "--quant", "4"), {}, "--quant"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_with_the_remedy(
+    hub: FakeHub,
+    tmp_path: Path,
+    fault: str,
+    arguments: tuple[str, ...],
+    extra: dict[str, str],
+    says: str,
+) -> None:
+    hub.lie = fault == "lie"
+    hub.token = "hf_right" if fault == "token" else ""
+    if fault == "down":
+        hub.url = "http://127.0.0.1:9"
+    done = pull(hub, tmp_path, *arguments, **extra)
+    assert done.returncode in (1, 2)
+    [line] = [text for text in done.stderr.splitlines() if text.startswith("exo-node: ")]
+    assert says in line
+    assert "Traceback" not in done.stderr
+
+
+def test_the_token_opens_a_gated_model(hub: FakeHub, tmp_path: Path) -> None:
+    hub.token = "hf_right"
+    assert pull(hub, tmp_path, HF_TOKEN="hf_right").returncode == 0
+    assert "hf_right" not in pull(hub, tmp_path, HF_TOKEN="hf_wrong").stderr
+
+
+def test_a_full_disk_is_named_and_the_pull_goes_on_later(hub: FakeHub, tmp_path: Path) -> None:
+    """The listing is wrong about the size, so that the disk fills while it is written to."""
+    small = tmp_path / "small"
+    small.mkdir()
+    size = len(hub.files[MODEL])
+    if subprocess.call(["mount", "-t", "tmpfs", "-o", f"size={size // 2}", "none", str(small)]):
+        pytest.skip("needs the right to mount")
+    try:
+        before = pull(hub, tmp_path, HF_HUB_CACHE=str(small))
+        assert before.returncode == 1 and "GB are free. Free some space" in before.stderr
+        (small / "filler").write_bytes(b"x")
+    finally:
+        subprocess.check_call(["umount", str(small)])
+
+
+def test_a_request_for_a_catalogued_model_names_the_command_and_downloads_nothing(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
+    given = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    with node(tmp_path / "data", "--no-mdns", env=given) as running:
+        body = {"model": "Qwen/Qwen3.6-27B", "messages": [{"role": "user", "content": "hi"}]}
+        reply = running.call("POST", "/v1/chat/completions", body)
+        assert reply.status == 404, reply
+        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in reply.body["error"]["message"]
+        assert hub.requests == []
+        # And what is pulled while it runs answers, by its id.
+        assert pull(hub, tmp_path).returncode == 0
+        assert running.chat("Who are you?", model=REPOSITORY, max_tokens=2)
+        loaded = exo_node("models", "rm", REPOSITORY, "--yes", **settings(hub, tmp_path))
+        assert loaded.returncode == 1 and "is loaded" in loaded.stderr
+    shutil.rmtree(tmp_path / "hf")
