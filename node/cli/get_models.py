@@ -12,7 +12,7 @@ from .flags import AsJson, DataDir, LocalPort, ModelsDir
 from .models import models, this_machine
 
 if TYPE_CHECKING:
-    from ...shard.checkpoint.fetch import Progress
+    from ..models.pulling import Progress
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="A model's id, OWNER/NAME on the hub.")]
 _Revision = Annotated[
