@@ -1,4 +1,4 @@
-"""Rebuilds the state of an earlier attempt: its rounds once more, with the same rows."""
+"""Rebuilds the state of an earlier attempt: its tokens once more, whose rounds are known."""
 
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
@@ -19,7 +19,8 @@ REPORT_EVERY = 16
 class Rebuild:
     """Repeats recorded rounds by forwards of as many rows, so that the same kernels run.
 
-    Nobody reads their logits: over several nodes the forwards follow each other at once.
+    Where rows are known not to depend on that, several rounds share a forward. Nobody reads their
+    logits: over several nodes the forwards follow each other at once.
     """
 
     def __init__(
@@ -78,6 +79,9 @@ class Rebuild:
             if rounds:
                 self._send_on(self._remote, token, rounds)
             return
+        if self._remote is None and self._task.rebuild_rows:
+            yield from self._repeat_together(token, rounds)
+            return
         for before, recorded in zip([token, *map(_last, rounds)], rounds, strict=False):
             yield from self._repeat_round(before, recorded)
 
@@ -88,6 +92,20 @@ class Rebuild:
         remote.repeat(as_row([*as_ids(token), *tokens[:-1]]), schedule)
         self._sampler.commit(as_row(tokens))
         mx.eval(remote.arrays())
+
+    def _repeat_together(
+        self, token: mx.array, rounds: Sequence[Round]
+    ) -> Generator[Wait, None, None]:
+        """Without the rows that were rejected, and with no more forwards than needed."""
+        told = [each for recorded in rounds for each in recorded.tokens]
+        ids = [*as_ids(token), *told[:-1]]
+        for begin in range(0, len(told), self._task.rebuild_rows):
+            end = begin + self._task.rebuild_rows
+            self._drafter.catch_up()
+            block = yield from self._verifier.forward(as_row(ids[begin:end]), want="all")
+            after = as_row(told[begin:end])
+            self._commit(block, after, after.shape[0], after.shape[0])
+            mx.eval(self._verifier.arrays(), self._drafter.arrays())
 
     def _repeat_round(self, token: mx.array, recorded: Round) -> Generator[Wait, None, None]:
         rows, kept = recorded.forward.rows, len(recorded.tokens)

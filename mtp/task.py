@@ -13,6 +13,8 @@ class Task:
 
     `top_logprobs` None: rounds carry no log-probabilities; else each token's and so many others.
     `turn_ends`: tokens behind which a forward over the prompt may end; see `schedule`.
+    `rebuild_rows`: `replay` is rebuilt by forwards of so many rows, of which it was measured that
+    they give what single steps do; 0: by forwards of as many rows as it records.
     """
 
     prompt: Sequence[int]
@@ -21,6 +23,7 @@ class Task:
     replay: Sequence[Round] = ()
     top_logprobs: int | None = None
     turn_ends: frozenset[int] = frozenset()
+    rebuild_rows: int = 0
 
     @property
     def prefill_ends(self) -> list[int]:

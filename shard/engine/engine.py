@@ -366,6 +366,8 @@ class TextEngine:
             request.replay,
             request.top_logprobs,
             self._turn_ends,
+            # Strict mode has forwards of one size, which `identity` says nothing of.
+            self._max_k + 1 if self.identity == "bitwise" and not self._fixed_rows else 0,
         )
         depth, key = self._depth(request), (request.request, request.attempt)
         alone = self._batching.why_alone(verifier.state.caches)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 0.25
 """Between two copies of one request: about what is left to be computed after a loss."""
-COMPUTE_SHARE = 0.02
+COMPUTE_SHARE = 0.05
 """Of the compute thread's time at most goes into copies."""
 SENDING_SHARE = 0.25
 """Of the time at most a copy is on its way, and takes from what the network has."""
