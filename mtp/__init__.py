@@ -22,6 +22,7 @@ fused_choice.py: which parts of layers compute in fewer launches
 glm4_moe.py: the GLM-4.x MoE family
 head.py: the head of the Qwen families
 kernel_choice.py: which kernel computes each layer
+layer_choice.py: which decoder layers are traced
 logprobs.py: log-probabilities of emitted tokens
 loop.py: the whole algorithm
 nextn.py: what DeepSeek-V3 and GLM share, head included

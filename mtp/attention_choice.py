@@ -42,10 +42,10 @@ def _own(kind: row_attention.Heads, layers: list[Any], clock: Clock) -> Trial:
         layer.kernel, layer.fixed = kernel, row_attention.fixed_of(layer)
         layer.together = Together(row_attention.projections(layer))
     x = random_rows((1, FEW, layers[0].o_proj.weight.shape[0]), kind.dtype, 7)
-    pasts = {n: _past(kind, n) for n in _CONTEXTS}
+    pasts = {n: past_of(kind, n) for n in _CONTEXTS}
 
     def by(kind_of: type[Any], rows: int, layer: int, past: int) -> mx.array:
-        cache = _holding(pasts[past])
+        cache = holding(pasts[past])
         return kind_of.__call__(layers[layer], x[:, :rows], "causal" if rows > 1 else None, cache)
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
@@ -80,12 +80,14 @@ def _single_rows(shape: str, layers: list[Any]) -> Choice:
     return Choice("attention", shape, len(layers), True, reason)
 
 
-def _past(kind: row_attention.Heads, rows: int) -> tuple[mx.array, mx.array]:
+def past_of(kind: row_attention.Heads, rows: int) -> tuple[mx.array, mx.array]:
+    """Random keys and values."""
     shape = (1, kind.key_heads, rows, kind.size)
     return random_rows(shape, kind.dtype, 8), random_rows(shape, kind.dtype, 9)
 
 
-def _holding(past: tuple[mx.array, mx.array]) -> KVCache:
+def holding(past: tuple[mx.array, mx.array]) -> KVCache:
+    """A cache of such rows."""
     cache = KVCache()
     cache.keys, cache.values = past
     cache.offset = past[0].shape[2]
@@ -98,8 +100,8 @@ def _rows_agree(layer: Any) -> bool:
     x = random_rows((1, FEW, layer.o_proj.weight.shape[0]), kind.dtype, 7)
     same = mx.array(True)
     for context in _CONTEXTS:
-        past = _past(kind, context)
-        block, single = _holding(past), _holding(past)
+        past = past_of(kind, context)
+        block, single = holding(past), holding(past)
         got = layer(x, "causal", block)
         each = [layer(x[:, i : i + 1], None, single) for i in range(FEW)]
         same &= mx.array_equal(got, mx.concatenate(each, axis=1))

@@ -15,7 +15,6 @@ from .kernels.trial import (
     Choice,
     Clock,
     Run,
-    Trial,
     choice,
     pays,
     random_rows,
@@ -30,13 +29,13 @@ def fuse(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
         *_mlps(modules, clock),
         *_experts(modules, clock),
         *_projections(modules, clock),
-        *_layers(modules, clock),
     ]
 
 
-def _grouped(
+def grouped(
     modules: Sequence[nn.Module], key: Callable[[Any], Hashable | None]
 ) -> dict[Any, list[Any]]:
+    """Those with a key, by their keys."""
     groups: dict[Any, list[Any]] = {}
     for module in modules:
         if (kind := key(module)) is not None:
@@ -51,7 +50,7 @@ def _mlps(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
         gate, down = cast("Any", m.gate_proj), cast("Any", m.down_proj)
         return gate.product.storage, down.product.storage, gate.weight.shape
 
-    return [_mlp(layers, clock) for layers in _grouped(modules, key).values()]
+    return [_mlp(layers, clock) for layers in grouped(modules, key).values()]
 
 
 def _mlp(layers: list[Any], clock: Clock) -> Choice:
@@ -78,7 +77,7 @@ def _experts(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
             return None
         return fused.experts_of(m), m.gate_proj.weight.shape
 
-    groups = _grouped(modules, key)
+    groups = grouped(modules, key)
     return [_experts_of(stored, layers, clock) for (stored, _), layers in groups.items()]
 
 
@@ -124,7 +123,7 @@ def _projections(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
             return None
         return tuple((part.product.storage, part.weight.shape) for part in parts)
 
-    return [_projected(layers, clock) for layers in _grouped(modules, key).values()]
+    return [_projected(layers, clock) for layers in grouped(modules, key).values()]
 
 
 def _projected(layers: list[Any], clock: Clock) -> Choice:
@@ -146,38 +145,4 @@ def _projected(layers: list[Any], clock: Clock) -> Choice:
     if used := pays([tried]):
         for layer, each in zip(layers, together, strict=True):
             layer.together = each
-    return choice(name, shape, tried, used=used)
-
-
-def _layers(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
-    def key(m: Any) -> Hashable | None:
-        if type(m) not in fused.LAYERS:
-            return None
-        norm = m.post_attention_layernorm
-        return type(m), norm.weight.dtype, norm.weight.shape[0], norm.eps
-
-    groups = _grouped(modules, key)
-    return [_added_norm(kind, layers, clock) for kind, layers in groups.items()]
-
-
-def _added_norm(
-    kind: tuple[type[nn.Module], mx.Dtype, int, float], layers: list[Any], clock: Clock
-) -> Choice:
-    of, dtype, width, eps = kind
-    name, shape = "added_norm", f"sum and norm of {width}"
-    kernel, x = fused.AddedNorm(dtype, eps), random_rows((1, FEW, width), dtype, 14)
-
-    def ours(rows: int, layer: int) -> Sequence[mx.array]:
-        norm = layers[layer].post_attention_layernorm
-        return kernel(x[:, :rows], x[:, :rows], norm.weight)
-
-    def stock(rows: int, layer: int) -> Sequence[mx.array]:
-        both = x[:, :rows] + x[:, :rows]
-        return both, layers[layer].post_attention_layernorm(both)
-
-    tried: Trial = try_kernel(ours, stock, len(layers), dtype, clock)
-    if used := pays([tried]):
-        for layer in layers:
-            layer.added_norm = kernel
-            layer.__class__ = fused.LAYERS[of]
     return choice(name, shape, tried, used=used)

@@ -22,6 +22,7 @@ from .kernels.trial import (
     random_rows,
     try_kernel,
 )
+from .layer_choice import trace_layers
 from .rollback import TapedGatedDelta
 
 Mode = Literal["auto", "mlx"]
@@ -46,8 +47,9 @@ def install(
         return (Choice("none", "layers", len(modules), False, "EXO_KERNELS is mlx"),)
     note(COMPILING)
     choices = [*_recurrences(modules, clock), *_products(modules, clock)]
-    # What follows is made of those products.
-    return (*choices, *fuse(modules, clock), *choose_attention(modules, clock))
+    # What follows is made of those before it.
+    choices += [*fuse(modules, clock), *choose_attention(modules, clock)]
+    return (*choices, *trace_layers(modules, clock))
 
 
 def used(choices: Iterable[Choice]) -> tuple[str, ...]:

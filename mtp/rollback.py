@@ -21,7 +21,8 @@ MAX_TAPE_ROWS = 64
 
 Restore = Callable[[int], list[mx.array | None]]
 RestoreEach = Callable[[mx.array], list[mx.array | None]]
-
+Written = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+"""What a gated delta layer's kernel gives for a few rows."""
 
 Swaps = Mapping[type[nn.Module], type[nn.Module]]
 """Layer classes of mlx-lm, and what stands in for them so that a verify can be taken back."""
@@ -99,8 +100,13 @@ class TapedGatedDelta(nn.Module):
         if not isinstance(cache, TapedCache) or cache.lengths is not None:
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
-        if self.kernel is not None and mask is None and cache.lengths is None:
-            return self._by_kernel(inputs, cache, self.kernel)
+        if self.kernel is not None and mask is None:
+            if rows > MAX_ROWS:
+                return self._prompt_by_kernel(inputs, cache, self.kernel)
+            held = self.held(cache, inputs.shape[0], inputs.dtype)
+            out, *written = self.few_rows(inputs, *held)
+            self.wrote(cache, rows, held, written)
+            return self.out_proj(out)
         if rows == 1 or rows > MAX_TAPE_ROWS:
             before = list(cache.cache)
             out = stock(inputs, mask, cache)
@@ -151,48 +157,60 @@ class TapedGatedDelta(nn.Module):
         cache.advance(rows)
         return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
 
-    def _by_kernel(self, inputs: mx.array, cache: TapedCache, kernel: GatedDelta) -> mx.array:
-        batch, rows, _ = inputs.shape
-        qkv, z, b, a = self.project(inputs)
+    def takes(self, rows: int, mask: object, cache: object) -> bool:
+        """Whether `few_rows` computes a forward of so many."""
+        alone = mask is None and isinstance(cache, TapedCache) and cache.lengths is None
+        return self.kernel is not None and alone and rows <= MAX_ROWS
+
+    def held(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """The convolution's last rows and the state; zeros before the first row."""
         before, state = cache[0], cache[1]
         if before is None:
-            width = self.conv_kernel_size - 1
-            before = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
+            before = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), dtype=dtype)
             shape = (batch, self.num_v_heads, self.head_v_dim, self.head_k_dim)
             state = mx.zeros(shape, dtype=mx.float32)
-        if rows > MAX_ROWS:
-            out = self._prompt_by_kernel(qkv, b, a, (before, state), cache, kernel)
-            out = self.norm(out, z)
-        else:
-            out, window, states = kernel.rows(qkv, z, b, a, before, self.fixed, state)
-            after = [before, state]
+        return before, state
 
-            def restore(kept: int) -> list[mx.array | None]:
-                if kept == 0:
-                    return list(after)
-                return [_rows_of(window, kept, before.shape[1]), states[kept - 1]]
+    def few_rows(self, inputs: mx.array, before: mx.array, state: mx.array) -> Written:
+        """(B, n, v heads v dim), what `out_proj` takes; the convolution's rows with those before
+        them, its last ones, and the state after each row and after the last."""
+        assert self.kernel is not None
+        batch, rows, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state)
+        return out.reshape(batch, rows, -1), window, window[:, rows:], states, states[rows - 1]
 
-            def restore_each(kept: mx.array) -> list[mx.array | None]:
-                each = states[kept - 1, mx.arange(batch)]
-                return [_rows_of_each(window, kept, before.shape[1]), each]
+    def wrote(
+        self,
+        cache: TapedCache,
+        rows: int,
+        held: tuple[mx.array, mx.array],
+        written: Sequence[mx.array],
+    ) -> None:
+        """Keeps what `few_rows` gave behind its first array, from what was `held`."""
+        window, last, states, state = written
+        batch, width, _ = held[0].shape
 
-            cache[0], cache[1] = restore(rows)
-            cache.record(rows, restore, restore_each)
+        def restore(kept: int) -> list[mx.array | None]:
+            if kept == 0:
+                return list(held)
+            return [window[:, kept : kept + width], states[kept - 1]]
+
+        def restore_each(kept: mx.array) -> list[mx.array | None]:
+            each = states[kept - 1, mx.arange(batch)]
+            return [_rows_of_each(window, kept, width), each]
+
+        cache[0], cache[1] = last, state
+        cache.record(rows, restore, restore_each)
         cache.advance(rows)
-        return self.out_proj(out.reshape(batch, rows, -1))
 
     def _prompt_by_kernel(
-        self,
-        qkv: mx.array,
-        b: mx.array,
-        a: mx.array,
-        held: tuple[mx.array, mx.array],
-        cache: TapedCache,
-        kernel: GatedDelta,
+        self, inputs: mx.array, cache: TapedCache, kernel: GatedDelta
     ) -> mx.array:
-        """As `_taped`, before the norm."""
-        batch, rows, _ = qkv.shape
-        before, state = held
+        """As `_taped`, for any number of rows."""
+        batch, rows, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        before, state = self.held(cache, batch, inputs.dtype)
         window = mx.concatenate([before, qkv], axis=1)
         q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
 
@@ -219,7 +237,8 @@ class TapedGatedDelta(nn.Module):
             cache.forget()
         else:
             cache.record(rows, restore)
-        return out
+        cache.advance(rows)
+        return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
 
     def _split_heads(
         self, conv_out: mx.array, batch: int, rows: int

@@ -5,10 +5,14 @@ Outputs begin as NaN, so that what a kernel does not write shows.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import atexit
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +40,18 @@ def use(folder: Path, patch: pytest.MonkeyPatch) -> None:
         pytest.skip("neither an NVIDIA GPU under MLX nor g++ for the emulator is here")
     patch.setattr(mx.fast, "cuda_kernel", emulated(folder))
 
+    def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    patch.setattr(mx, "compile", as_it_is)  # what is traced has no numbers yet
+
 
 def compiler() -> str | None:
     return shutil.which("g++")
 
 
 def emulated(folder: Path) -> Callable[..., Any]:
-    """A stand-in for `mx.fast.cuda_kernel` that builds in `folder`."""
+    """A stand-in for `mx.fast.cuda_kernel` that runs in `folder`."""
 
     def cuda_kernel(
         *,
@@ -53,8 +62,6 @@ def emulated(folder: Path) -> Callable[..., Any]:
         source: str,
         shared_memory: int = 0,
     ) -> Callable[..., list[mx.array]]:
-        programs: dict[str, Path] = {}
-
         def run(
             *,
             inputs: Sequence[mx.array],
@@ -69,12 +76,11 @@ def emulated(folder: Path) -> Callable[..., Any]:
             text = _program(
                 header, source, input_names, [x.dtype for x in inputs], output_names, output_dtypes
             )
-            if text not in programs:
-                programs[text] = _built(Path(tempfile.mkdtemp(prefix=name, dir=folder)), text)
             blocks = (grid[0] // threadgroup[0], grid[1], grid[2])
             sizes = [int(np.prod(shape)) for shape in output_shapes]
             return _ran(
-                programs[text],
+                _built(text),
+                Path(tempfile.mkdtemp(prefix=name, dir=folder)),
                 dict(zip(input_names, inputs, strict=True)),
                 [str(n) for n in (*blocks, threadgroup[0], *sizes)],
                 list(zip(output_names, output_shapes, output_dtypes, strict=True)),
@@ -127,14 +133,30 @@ def _program(
     return "\n".join(lines) + "\n"
 
 
-def _built(folder: Path, text: str) -> Path:
-    _ = (folder / "kernel.cpp").write_text(text)
-    command = ["g++", "-O1", "-std=c++17", "-w", "-o", "kernel", "kernel.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
+@cache
+def _programs() -> Path:
+    """Where programs are built, once for all processes of a session."""
+    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = Path(tempfile.gettempdir()) / f"exo-emulator-{os.getuid()}-{shared or os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid()
+    _ = atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
+def _built(text: str) -> Path:
+    program = _programs() / hashlib.sha256(text.encode()).hexdigest()
+    if not program.exists():
+        folder = Path(tempfile.mkdtemp(dir=program.parent))
+        _ = (folder / "kernel.cpp").write_text(text)
+        command = ["g++", "-O1", "-std=c++17", "-w", "-o", "kernel", "kernel.cpp"]
+        subprocess.run(command, cwd=folder, check=True)
+        _ = (folder / "kernel").rename(program)
+    return program
+
+
 def _ran(
+    program: Path,
     folder: Path,
     inputs: dict[str, mx.array],
     arguments: list[str],
@@ -145,7 +167,7 @@ def _ran(
         raw: Any = np.array(array.view(mx.uint16) if narrow else array)
         raw.tofile(folder / f"{name}.bin")
         np.array(array.shape, dtype=np.int32).tofile(folder / f"{name}.shape")
-    subprocess.run([str(folder / "kernel"), *arguments], cwd=folder, check=True)
+    subprocess.run([str(program), *arguments], cwd=folder, check=True)
     made: list[mx.array] = []
     for name, shape, dtype in outputs:
         kind: Any = np.float32 if dtype == mx.float32 else np.uint16

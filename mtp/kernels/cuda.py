@@ -15,12 +15,15 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from .alias import alias_of
 from .compiler import CannotCompile, Compiler, compiler, text_of
 
 TYPES: Final = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 """What MLX calls these dtypes in a kernel."""
 _ALL_TYPES: Final = TYPES | {mx.uint32: "unsigned", mx.int32: "int"}
 _FOLDER: Final = Path(__file__).parent
+_LOADING: Final = "if (blockDim.x == 1) return;\n"
+"""One thread does nothing, so that a launch of it can load a kernel."""
 _SHARED: Final = "extern __shared__ __align__(128) unsigned char shared[];\n"
 
 Grid = tuple[int, int, int]
@@ -50,6 +53,7 @@ class CudaKernel:
         self._shared = shared_bytes
         self._shaped = [i for i, name in enumerate(inputs) if f"{name}_shape" in call]
         self._code: tuple[str, bytes] | None = None
+        """Its name, and its code or what stands for that."""
         self._dtypes: list[mx.Dtype] = []
         self._by_mlx: Any = None
 
@@ -105,10 +109,35 @@ class CudaKernel:
     def _compiled(
         self, made: Compiler, arrays: Sequence[mx.array], results: Results
     ) -> tuple[str, bytes]:
-        """The name of the kernel and its code, for arrays of these types."""
+        """The name of the kernel for arrays of these types, and what MLX is to find it by."""
         text = self._text(arrays, results)
         name = f"exo_{re.sub('[^a-z0-9_]', '_', self._name)}_{_digest(text)}"
-        return name, made.compiled(text.replace("EXO_KERNEL", name))
+        code = made.compiled(text.replace("EXO_KERNEL", name))
+        self._load(name, code, arrays)
+        alias = alias_of(code)
+        try:
+            self._load(name, alias, arrays)
+        except RuntimeError as why:
+            log.warning("launches copy the kernels' code, and take longer: %s", why)
+            return name, code
+        return name, alias
+
+    def _load(self, name: str, code: bytes, arrays: Sequence[mx.array]) -> None:
+        """Launches one thread. Raises RuntimeError where the kernel cannot be loaded."""
+        sizes = sum(arrays[i].ndim for i in self._shaped)
+        made = _LAUNCH(
+            name=name,
+            compiled_source=code,
+            inputs=[mx.zeros((1,), array.dtype) for array in arrays],
+            output_shapes=[(1,)] * len(self._outputs),
+            output_dtypes=[mx.float32] * len(self._outputs),
+            scalars=[1] * sizes,
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            shared_memory=self._shared,
+            ensure_row_contiguous=True,
+        )
+        mx.eval(made)
 
     def _text(self, arrays: Sequence[mx.array], results: Results) -> str:
         takes = [
@@ -127,7 +156,8 @@ class CudaKernel:
             shapes += f"const int {name}_shape[] = {{{listed}}};\n"
         return (
             f'{text_of(self._file, _FOLDER)}\nextern "C" __global__ void EXO_KERNEL('
-            f"{', '.join(takes)}) {{\n{_SHARED if self._shared else ''}{shapes}{self._call};\n}}\n"
+            f"{', '.join(takes)}) {{\n{_LOADING}{_SHARED if self._shared else ''}{shapes}"
+            f"{self._call};\n}}\n"
         )
 
 

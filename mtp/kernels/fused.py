@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models import qwen3_5, qwen3_next
+from mlx_lm.models import qwen3_next
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
-from .cuda import TYPES, CudaKernel
 from .product import (
     MAX_ROWS,
     QuantizedProduct,
@@ -73,58 +72,3 @@ def experts_of(layer: nn.Module) -> tuple[Storage, Storage] | str:
     if gate != up or gate.dtype != down.dtype:
         return "gate and up are stored differently"
     return gate, down
-
-
-class AddedNorm:
-    """h = x + more, and h's RMS norm."""
-
-    def __init__(self, dtype: mx.Dtype, eps: float) -> None:
-        self._eps = mx.array([eps], dtype=mx.float32)
-        mx.eval(self._eps)
-        self._kernel = CudaKernel(
-            f"added_norm_{TYPES[dtype]}",
-            "exo::added_norm(x, more, weight, sum, y, eps[0], x_shape[2])",
-            ("x", "more", "weight", "eps"),
-            ("sum", "y"),
-            file="norm.cuh",
-        )
-
-    def __call__(self, x: mx.array, more: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
-        h, y = self._kernel(
-            [x, more, weight, self._eps],
-            (x.shape[0] * x.shape[1], 1, 1),
-            256,
-            [(x.shape, x.dtype), (x.shape, x.dtype)],
-        )
-        return h, y
-
-
-class _RowsLayer(nn.Module):
-    """A decoder layer that adds and norms in one launch, and adds its MLP's rows in the product."""
-
-    added_norm: AddedNorm
-
-    def __call__(
-        self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
-    ) -> mx.array:
-        m, norm = cast("Any", self), cast("Any", self).post_attention_layernorm.weight
-        if x.size > MAX_ROWS * x.shape[-1] or x.dtype != norm.dtype:
-            return cast("Any", super()).__call__(x, mask, cache)
-        mixer = m.linear_attn if m.is_linear else m.self_attn
-        mixed = mixer(m.input_layernorm(x), mask, cache)
-        h, normed = self.added_norm(x, mixed, norm)
-        return m.mlp(normed, h) if isinstance(m.mlp, RowsMLP) else h + m.mlp(normed)
-
-
-class RowsLayer35(_RowsLayer, qwen3_5.DecoderLayer):
-    """Of Qwen3.5 and 3.6."""
-
-
-class RowsLayerNext(_RowsLayer, qwen3_next.Qwen3NextDecoderLayer):
-    """Of Qwen3-Next."""
-
-
-LAYERS: dict[type[nn.Module], type[_RowsLayer]] = {
-    qwen3_5.DecoderLayer: RowsLayer35,
-    qwen3_next.Qwen3NextDecoderLayer: RowsLayerNext,
-}

@@ -314,6 +314,13 @@ class Together:
         return [layer(x) for layer in self._layers]
 
 
+def sum_with(layer: Any, x: mx.array, more: mx.array) -> mx.array:
+    """more + layer(x), in one launch where the product can add."""
+    if isinstance(layer, RowsQuantizedLinear) and few(layer, x):
+        return layer.product(x, layer, more)
+    return more + layer(x)
+
+
 def few(layer: Any, x: mx.array) -> bool:
     """Whether a stand-in's kernel takes `x`."""
     return x.size <= MAX_ROWS * x.shape[-1] and x.dtype == layer.rows_dtype

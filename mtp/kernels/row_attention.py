@@ -141,19 +141,42 @@ class KernelAttention(SingleRowAttention):
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
-        rows, m = x.shape[1], cast("Any", self)
-        alone = type(cache) is KVCache and not isinstance(mask, mx.array)
-        if rows > MAX_ROWS or not (alone or getattr(cache, "left_aligned", False)):
+        if not self.takes(x.shape[1], mask, cache):
             return super().__call__(x, mask, cache)
-        held: Any = cache
-        if alone:
-            make_room(held, rows, (x.shape[0], m.num_key_value_heads, m.head_dim), x.dtype)
-        first = positions(held.offset, x.shape[0]) if alone else held.offset
+        first = self.first_of(cache, x)
+        wide, q, k, v = self.asked(x, first)
+        return cast("Any", self).o_proj(self.attended(wide, q, k, v, first, cache))
+
+    def takes(self, rows: int, mask: object, cache: object) -> bool:
+        """Whether the kernels compute a forward of so many."""
+        alone = type(cache) is KVCache and not isinstance(mask, mx.array)
+        return rows <= MAX_ROWS and (alone or getattr(cache, "left_aligned", False))
+
+    def first_of(self, cache: Any, x: mx.array) -> mx.array:
+        """(B,): the position of each sequence's first row, for which there is room then."""
+        if type(cache) is not KVCache:
+            return cache.offset
+        m, (batch, rows, _) = cast("Any", self), x.shape
+        make_room(cache, rows, (batch, m.num_key_value_heads, m.head_dim), x.dtype)
+        return positions(cache.offset, batch)
+
+    def asked(self, x: mx.array, first: mx.array) -> tuple[mx.array, ...]:
+        """Each head's q and its gate, and q, k and v as `RowAttention.prepare` gives them."""
         wide, k, v = self.together(x)
-        q, k, v = self.kernel.prepare(wide, k, v, self.fixed, first)
-        longest = held.update_and_fetch(k, v)[0].shape[2]
-        buffers = held.keys, held.values
-        return m.o_proj(self.kernel.attend(q, buffers, wide, first, longest))
+        return wide, *self.kernel.prepare(wide, k, v, self.fixed, first)
+
+    def attended(
+        self,
+        wide: mx.array,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        first: mx.array,
+        cache: Any,
+    ) -> mx.array:
+        """What `o_proj` takes; the rows' keys and values are in the cache then."""
+        longest = cache.update_and_fetch(k, v)[0].shape[2]
+        return self.kernel.attend(q, (cache.keys, cache.values), wide, first, longest)
 
 
 @lru_cache(maxsize=64)

@@ -136,16 +136,3 @@ def experts(kind: tuple[mx.Dtype, int, int], count: int, hidden: int, width: int
     layer.kernels = tuple(product.QuantizedProduct(each) for each in stored)
     layer.rows_dtype = dtype
     return layer
-
-
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
-@pytest.mark.parametrize("width", [96, 5120])
-def test_a_sum_and_its_norm_are_mlxs(dtype: mx.Dtype, width: int) -> None:
-    x, more = rows_of(width, dtype, 5), rows_of(width, dtype, 6)[:, 1:]
-    weight = rows_of(width, dtype, 1)[0, 0]
-    kernel = fused.AddedNorm(dtype, 1e-6)
-    h, y = kernel(x, more, weight)
-    assert mx.array_equal(h, x + more).item()
-    assert relative_error(mx.fast.rms_norm(x + more, weight, 1e-6), y) <= 2e-3
-    one = kernel(x[:, 2:3], more[:, 2:3], weight)
-    assert mx.array_equal(one[1], y[:, 2:3]).item()

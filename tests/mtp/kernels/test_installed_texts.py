@@ -17,7 +17,7 @@ from mlx_lm.utils import dequantize_model
 from exo_node.mtp import kernel_choice
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import fused, product, row_attention, trial
+from exo_node.mtp.kernels import layers, product, row_attention, trial
 from exo_node.mtp.kernels.cuda import available
 from exo_node.mtp.rollback import TapedGatedDelta, cache_arrays, with_tapes
 
@@ -92,11 +92,11 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     wanted = logits(exact, [prompt, verified])
     mlxs_error = trial.relative_error(wanted, logits(model, [prompt, verified]))
     chosen = kernel_choice.install([model], "auto", lambda: 0.0, lambda _: None)
-    names = {"gated_delta", "product", "several_products", "added_norm", "row_attention"}
+    names = {"gated_delta", "product", "several_products", "traced_layer", "row_attention"}
     names |= {"experts"} if config is EXPERTS else {"gated_product"}
     assert names <= set(kernel_choice.used(chosen)), [str(each) for each in chosen]
     kinds = [type(module) for _, module in model.named_modules()]
-    assert row_attention.KernelAttention in kinds and fused.RowsLayer35 in kinds
+    assert row_attention.KernelAttention in kinds and layers.RowsLayer35 in kinds
     deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]
     assert all(m.together is not None for m in deltas)
     got = logits(model, [prompt, verified])

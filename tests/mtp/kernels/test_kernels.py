@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from exo_node.mtp import kernel_choice
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import attention, fused, gated_delta, product, trial
+from exo_node.mtp.kernels import attention, gated_delta, product, trial
 from exo_node.mtp.rollback import TapedCache
 
 TEXT = {
@@ -110,14 +110,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(gated_delta, "GatedDelta", delta)
 
-    def added_norm(_: mx.Dtype, eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
-        def run(x: mx.array, more: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
-            return x + more, mx.fast.rms_norm(x + more, weight, eps)
-
-        return run
-
     monkeypatch.setattr(product, "product_for", dense)
-    monkeypatch.setattr(fused, "AddedNorm", added_norm)
     return made
 
 
