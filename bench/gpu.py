@@ -5,15 +5,18 @@
 
 Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
 ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
-each waited for, and their cost in such forwards of one row. `same_bits`: whether a verify's logits
-are those of single steps.
+each waited for, and their cost in such forwards of one row. `host`: what the host does for one:
+milliseconds to build its graph, to hand that to the GPU and to wait for it, and its
+operations. `same_bits`: whether a verify's logits are those of single steps.
 """
 
 import argparse
 import json
 import platform
+import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +123,8 @@ def _arm(subject: Subject, plan: Plan, contexts: Sequence[int]) -> dict[str, Any
             "speedup": round((1 + share * k) / cost, 3),
             "tok_s": round((1 + share * k) / cost * measured["plain_tok_s"], 1),
         }
+    arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
+    print(json.dumps(arm["host"]), flush=True)
     arm["verify"] = {str(n): _verify(subject, n, plan.repeats) for n in contexts}
     return arm
 
@@ -156,6 +161,32 @@ def _forwards(subject: Subject, caches: list[object], rows: int, repeats: int) -
         mx.eval(mx.argmax(logits, axis=-1), cache_arrays(caches))
         times.append(time.perf_counter() - begun)
     return statistics.median(times[4:])
+
+
+def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, Any]:
+    """Medians in milliseconds; operations of the graph, and those that are no mere views."""
+    caches, ids = _behind(subject, context), mx.arange(rows) + 11
+    times: list[tuple[float, float, float]] = []
+    for _ in range(repeats + 4):
+        begun = time.perf_counter()
+        logits = subject.target.forward(ids, caches, want="all").logits
+        outputs = [mx.argmax(logits, axis=-1), *cache_arrays(caches)]
+        built = time.perf_counter()
+        mx.async_eval(*outputs)
+        handed = time.perf_counter()
+        mx.synchronize()
+        times.append((built - begun, handed - built, time.perf_counter() - handed))
+    logits = subject.target.forward(ids, caches, want="all").logits
+    with tempfile.NamedTemporaryFile(suffix=".dot") as file:
+        mx.export_to_dot(file.name, logits, *cache_arrays(caches))
+        labels = re.findall(r'label ?= ?"(\w+)"[^\n]*rectangle', Path(file.name).read_text())
+    mx.eval(logits, cache_arrays(caches))
+    medians = (statistics.median(each) for each in zip(*times[4:], strict=True))
+    names = ("build_ms", "encode_ms", "wait_ms")
+    views = ("Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose")
+    result = {name: round(each * 1e3, 2) for name, each in zip(names, medians, strict=True)}
+    launched = sum(label not in views for label in labels)
+    return result | {"operations": len(labels), "without_views": launched}
 
 
 def _same_bits(subject: Subject, context: int) -> dict[str, bool]:

@@ -45,8 +45,9 @@ def _own(kind: row_attention.Heads, layers: list[Any], clock: Clock) -> Trial:
     pasts = {n: past_of(kind, n) for n in _CONTEXTS}
 
     def by(kind_of: type[Any], rows: int, layer: int, past: int) -> mx.array:
-        cache = holding(pasts[past])
-        return kind_of.__call__(layers[layer], x[:, :rows], "causal" if rows > 1 else None, cache)
+        asked = layers[layer]
+        asked.__class__ = kind_of
+        return asked(x[:, :rows], "causal" if rows > 1 else None, holding(pasts[past]))
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
         return [by(row_attention.KernelAttention, rows, layer, past) for past in _CONTEXTS]
@@ -55,13 +56,13 @@ def _own(kind: row_attention.Heads, layers: list[Any], clock: Clock) -> Trial:
         return [by(classes[layer], rows, layer, past) for past in _CONTEXTS]
 
     tried = try_kernel(ours, stock, len(layers), kind.dtype, clock)
-    if pays([tried]):
-        for layer in layers:
-            layer.__class__ = row_attention.KernelAttention
-        if not _rows_agree(layers[0]):
-            tried = Trial(len(layers), "its rows in blocks are not those of single steps")
-            for layer, kind_of in zip(layers, classes, strict=True):
-                layer.__class__ = kind_of
+    for layer in layers:
+        layer.__class__ = row_attention.KernelAttention
+    if pays([tried]) and not _rows_agree(layers[0]):
+        tried = Trial(len(layers), "its rows in blocks are not those of single steps")
+    if not pays([tried]):
+        for layer, kind_of in zip(layers, classes, strict=True):
+            layer.__class__ = kind_of
     return tried
 
 

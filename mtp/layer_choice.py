@@ -1,7 +1,7 @@
 """Which decoder layers repeat a traced graph for a few rows: those whose bits stay the same."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx import nn
@@ -13,7 +13,9 @@ from .kernels.row_attention import KernelAttention, heads_of
 from .kernels.trial import FEW, Choice, Clock, Run, Trial, choice, pays, random_rows, try_kernel
 from .rollback import TapedCache, TapedGatedDelta, cache_arrays
 
-_CONTEXT = 24
+_CONTEXT: Final = 24
+_HANDED_OVER: Final = 6
+"""Traced layers of a kind that Python builds before the GPU begins with them."""
 
 
 def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
@@ -58,6 +60,8 @@ def _traced(layers: list[Any], clock: Clock) -> Choice:
     if not (used := pays([tried])):
         for layer in layers:
             layer.__class__ = before
+    for i, layer in enumerate(layers):
+        layer.hands_over = used and i % _HANDED_OVER == _HANDED_OVER - 1
     return choice(name, shape, tried, used=used)
 
 

@@ -26,6 +26,8 @@ class RowsLayer(nn.Module):
     before: Callable[..., Arrays]
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""
     after: Callable[[mx.array, mx.array], mx.array]
+    hands_over: bool = False
+    """Whether the GPU begins with what is built so far, while Python builds the layers behind."""
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
@@ -38,10 +40,13 @@ class RowsLayer(nn.Module):
             held = mixer.held(cache, batch, x.dtype)
             y, *written = self.before(x, *held)
             mixer.wrote(cache, rows, held, written)
-            return y
-        first = mixer.first_of(cache, x)
-        wide, q, k, v = self.before(x, first)
-        return self.after(mixer.attended(wide, q, k, v, first, cache), x)
+        else:
+            first = mixer.first_of(cache, x)
+            wide, q, k, v = self.before(x, first)
+            y = self.after(mixer.attended(wide, q, k, v, first, cache), x)
+        if self.hands_over:
+            mx.async_eval(y)
+        return y
 
     def with_the_recurrence(self, x: mx.array, before: mx.array, state: mx.array) -> Arrays:
         m = cast("Any", self)

@@ -1,6 +1,7 @@
 // Runs a CUDA kernel's text on a CPU, one block at a time, a fiber for each thread. Collectives wait
 // for all lanes; asynchronous copies happen when they are waited for and leave NaN until then, so that
 // a missing wait shows; shared memory begins as NaN.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -52,11 +53,20 @@ inline int now, threads;
 #define threadIdx (every_thread[now])
 alignas(128) inline unsigned char dynamic_shared[240 * 1024];
 
-inline ucontext_t fiber[MOST], home;
-inline bool ended[MOST];
+inline ucontext_t fiber[MOST];
+inline jmp_buf place[MOST], home_place;
+inline bool ended[MOST], begun[MOST];
 inline std::vector<char> stack[MOST];
 inline std::function<void()> body;
-inline void wait() { swapcontext(&fiber[now], &home); }
+inline void wait() {  // not by swapcontext, which asks the kernel twice
+  if (!_setjmp(place[now])) _longjmp(home_place, 1);
+}
+inline void resume(int i) {
+  if (_setjmp(home_place)) return;
+  if (begun[i]) _longjmp(place[i], 1);
+  begun[i] = true;
+  setcontext(&fiber[i]);
+}
 
 inline int arrived, turn, arrived_in[MOST / 32], turn_of[MOST / 32];
 inline void __syncthreads() {
@@ -139,7 +149,7 @@ inline unsigned permute(unsigned a, unsigned b, unsigned s) {
 inline void enter() {
   body();
   ended[now] = true;
-  swapcontext(&fiber[now], &home);
+  _longjmp(home_place, 1);
 }
 
 inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
@@ -153,7 +163,7 @@ inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
         memset(dynamic_shared, 0xff, sizeof dynamic_shared);
         for (int i = 0; i < count; ++i) {
           every_thread[i] = {i, 0, 0};
-          ended[i] = false;
+          ended[i] = begun[i] = false;
           exo::copies[i].assign(1, {});
           stack[i].resize(64 * 1024);
           getcontext(&fiber[i]);
@@ -166,10 +176,8 @@ inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
           left = 0;
           for (now = 0; now < count; ++now)
             if (!ended[now]) {
-              const int i = now;
-              swapcontext(&home, &fiber[i]);
-              now = i;
-              left += !ended[i];
+              resume(now);
+              left += !ended[now];
             }
         }
       }
