@@ -7,7 +7,8 @@ Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are m
 ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
 each waited for, and their cost in such forwards of one row. `host`: what the host does for one:
 milliseconds to build its graph, to hand that to the GPU and to wait for it, and its
-operations. `same_bits`: whether a verify's logits are those of single steps.
+operations. `same_bits`: whether a verify's logits are those of single steps. `batch`: the same
+forwards for several requests at once, and whether each computes what it computes alone.
 """
 
 import argparse
@@ -22,12 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import PUBLISHED, Subject, Variant
 
+from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.kernel_choice import Mode
 from exo_node.mtp.rollback import cache_arrays, with_tapes
 
@@ -44,6 +47,9 @@ class Plan:
     prompt: int
     contexts: tuple[int, ...]
     acceptance: tuple[float, ...]
+    batches: tuple[int, ...]
+    first_token: int
+    modes: tuple[Mode, ...]
 
 
 def main() -> None:
@@ -53,7 +59,15 @@ def main() -> None:
     for spec in options.shapes:
         name, _, bits = spec.partition(":")
         shares = options.acceptance or PUBLISHED.get(name, (0.8, 0.7, 0.6))
-        plan = Plan(options.repeats, options.prompt, tuple(options.contexts), shares)
+        plan = Plan(
+            options.repeats,
+            options.prompt,
+            tuple(options.contexts),
+            shares,
+            tuple(options.batches),
+            options.first_token,
+            ("auto",) if options.only_ours else ("mlx", "auto"),
+        )
         report["shapes"].append(_shape(name, int(bits or 16), plan))
         mx.clear_cache()
         if options.json:
@@ -72,6 +86,13 @@ def _options() -> argparse.Namespace:
         default=[1100],
         help="rows behind which is verified; with MLX's kernels only behind the prompt",
     )
+    _ = parser.add_argument(
+        "--batches", type=int, nargs="*", default=[], help="requests in a batch, with our kernels"
+    )
+    _ = parser.add_argument(
+        "--first-token", type=int, default=0, help="rows of a prompt that is timed once more"
+    )
+    _ = parser.add_argument("--only-ours", action="store_true", help="without MLX's kernels")
     _ = parser.add_argument(
         "--acceptance",
         type=lambda text: tuple(float(each) for each in text.split(",")),
@@ -96,7 +117,7 @@ def _setting() -> dict[str, Any]:
 def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
     subject = Subject(name, bits, plan.repeats, plan.prompt)
     arms: dict[str, dict[str, Any]] = {}
-    for mode in cast("tuple[Mode, ...]", ("mlx", "auto")):
+    for mode in plan.modes:
         begun = time.perf_counter()
         chosen = subject.choose(mode)
         print(*chosen, sep="\n", flush=True)
@@ -106,12 +127,15 @@ def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
         if mode == "mlx":
             arm["generate_step_tok_s"] = _generate_step(subject, min(plan.prompt, 64))
         contexts = (plan.prompt, *(() if mode == "mlx" else plan.contexts))
-        arm |= _arm(subject, plan, contexts)
+        arm |= _arm(subject, plan, contexts, () if mode == "mlx" else plan.batches)
         print(json.dumps({"shape": f"{name}:{bits}", mode: arm}), flush=True)
-    return {"shape": name, "bits": bits, **arms, "ratios": _ratios(arms["mlx"], arms["auto"])}
+    shape = {"shape": name, "bits": bits, **arms}
+    return shape | ({"ratios": _ratios(arms["mlx"], arms["auto"])} if "mlx" in arms else {})
 
 
-def _arm(subject: Subject, plan: Plan, contexts: Sequence[int]) -> dict[str, Any]:
+def _arm(
+    subject: Subject, plan: Plan, contexts: Sequence[int], batches: Sequence[int]
+) -> dict[str, Any]:
     measured = subject.measure(Variant())
     print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
@@ -126,7 +150,28 @@ def _arm(subject: Subject, plan: Plan, contexts: Sequence[int]) -> dict[str, Any
     arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
     print(json.dumps(arm["host"]), flush=True)
     arm["verify"] = {str(n): _verify(subject, n, plan.repeats) for n in contexts}
+    if batches:
+        arm["batch"] = {str(size): _batch(subject, size, plan.repeats) for size in batches}
+        print(json.dumps(arm["batch"]), flush=True)
+        arm["batch_identity"] = _batch_identity(subject)
+        print(json.dumps({"batch_identity": arm["batch_identity"]}), flush=True)
+    if plan.first_token:
+        arm["first_token_s"] = _first_token(subject, plan.first_token)
+        print(json.dumps({"first_token_s": arm["first_token_s"]}), flush=True)
     return arm
+
+
+def _first_token(subject: Subject, rows: int) -> float:
+    """Seconds for a prompt in chunks of 512; the second of two, since the first one compiles."""
+    seconds = 0.0
+    for _ in range(2):
+        caches, begun = with_tapes(subject.model.make_cache()), time.perf_counter()
+        for start in range(0, rows, 512):
+            ids = mx.arange(start, min(start + 512, rows)) % 4000
+            logits = subject.target.forward(ids, caches, want="last").logits
+            mx.eval(mx.argmax(logits, axis=-1), cache_arrays(caches))
+        seconds = time.perf_counter() - begun
+    return round(seconds, 3)
 
 
 def _verify(subject: Subject, context: int, repeats: int) -> dict[str, Any]:
@@ -187,6 +232,34 @@ def _host(subject: Subject, context: int, rows: int, repeats: int) -> dict[str, 
     result = {name: round(each * 1e3, 2) for name, each in zip(names, medians, strict=True)}
     launched = sum(label not in views for label in labels)
     return result | {"operations": len(labels), "without_views": launched}
+
+
+def _batch(subject: Subject, size: int, repeats: int) -> dict[str, Any]:
+    """Requests behind 24 rows and more: milliseconds of a forward of 1 and of 4 rows for each."""
+    rows = [24 + 5 * i for i in range(size)]
+    requests = [_behind(subject, each) for each in rows]
+    positions = Positions(rows)
+    together = batched(requests, positions)
+    result: dict[str, Any] = {}
+    for width in (1, 4):
+        ids = mx.array([[7 * i + j + 11 for j in range(width)] for i in range(size)])
+        times: list[float] = []
+        for _ in range(repeats + 4):
+            begun = time.perf_counter()
+            logits, _ = subject.target.forward_batch(ids, together)
+            mx.eval(mx.argmax(logits, axis=-1), cache_arrays(together))
+            times.append(time.perf_counter() - begun)
+            positions.moved([width] * size)
+        result[f"ms_{width}"] = round(statistics.median(times[4:]) * 1e3, 2)
+    result["plain_tok_s"] = round(size / result["ms_1"] * 1e3, 1)
+    return result
+
+
+def _batch_identity(subject: Subject) -> str:
+    target = subject.target
+    return batch_identity(
+        target.forward, target, lambda: with_tapes(subject.model.make_cache()), 4000, 3, 200
+    )
 
 
 def _same_bits(subject: Subject, context: int) -> dict[str, bool]:

@@ -8,34 +8,51 @@ from mlx import nn
 
 from .attention_choice import holding, past_of
 from .fused_choice import grouped
-from .kernels.layers import LAYERS, mixer_of
+from .kernels.layers import LAYERS, RowsLayer, mixer_of
 from .kernels.row_attention import KernelAttention, heads_of
 from .kernels.trial import FEW, Choice, Clock, Run, Trial, choice, pays, random_rows, try_kernel
 from .rollback import TapedCache, TapedGatedDelta, cache_arrays
 
 _CONTEXT: Final = 24
-_HANDED_OVER: Final = 6
-"""Traced layers of a kind that Python builds before the GPU begins with them."""
+_HANDED_OVER: Final = 8
+"""Traced layers that Python builds before the GPU begins with them."""
 
 
 def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
-    """After all other kernels, which become part of the traces."""
+    """After all other kernels, which become part of the traces. For all kinds of layers or none."""
 
     def key(m: Any) -> Any:
         if type(m) not in LAYERS:
             return None
         mixer = mixer_of(m)
-        if not isinstance(mixer, KernelAttention) and getattr(mixer, "kernel", None) is None:
+        delta = isinstance(mixer, TapedGatedDelta) and mixer.kernel is not None
+        if not delta and not isinstance(mixer, KernelAttention):
             return None
         return type(m), type(mixer), type(m.mlp), m.input_layernorm.weight.dtype
 
-    return [_traced(layers, clock) for layers in grouped(modules, key).values()]
+    groups = list(grouped(modules, key).values())
+    before = {id(layer): type(layer) for layers in groups for layer in layers}
+    trials = [_trial(layers, clock) for layers in groups]
+    used, chosen = pays(trials), list[Choice]()
+    for layers, tried in zip(groups, trials, strict=True):
+        shape = "layer of gated delta" if layers[0].is_linear else "layer of attention"
+        chosen.append(choice("traced_layer", shape, tried, used=used and not tried.fault))
+        for layer in [] if chosen[-1].used else layers:
+            layer.__class__ = before[id(layer)]
+    _hand_over(modules)
+    return chosen
 
 
-def _traced(layers: list[Any], clock: Clock) -> Choice:
+def _hand_over(modules: Sequence[nn.Module]) -> None:
+    traced: list[RowsLayer] = [module for module in modules if isinstance(module, RowsLayer)]
+    for i, layer in enumerate(traced):
+        layer.hands_over = i % _HANDED_OVER == _HANDED_OVER - 1
+
+
+def _trial(layers: list[Any], clock: Clock) -> Trial:
+    """Leaves them traced."""
     before, dtype = type(layers[0]), layers[0].input_layernorm.weight.dtype
-    kind, name = LAYERS[before], "traced_layer"
-    shape = "layer of gated delta" if layers[0].is_linear else "layer of attention"
+    kind = LAYERS[before]
     for layer in layers:
         layer.__class__ = kind
         layer.trace()
@@ -56,13 +73,8 @@ def _traced(layers: list[Any], clock: Clock) -> Choice:
 
     tried = try_kernel(ours, stock, len(layers), dtype, clock)
     if not tried.fault and not _same(ours, stock):
-        tried = Trial(len(layers), "its bits are not those of the layer that is not traced")
-    if not (used := pays([tried])):
-        for layer in layers:
-            layer.__class__ = before
-    for i, layer in enumerate(layers):
-        layer.hands_over = used and i % _HANDED_OVER == _HANDED_OVER - 1
-    return choice(name, shape, tried, used=used)
+        return Trial(len(layers), "its bits are not those of the layer that is not traced")
+    return tried
 
 
 def _held(layer: Any, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -178,7 +178,13 @@ class TapedGatedDelta(nn.Module):
         batch, rows, _ = inputs.shape
         qkv, z, b, a = self.project(inputs)
         out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state)
-        return out.reshape(batch, rows, -1), window, window[:, rows:], states, states[rows - 1]
+        return (
+            out.reshape(batch, rows, -1),
+            window,
+            window[:, rows:],
+            states,
+            _one_of(states, rows - 1),
+        )
 
     def wrote(
         self,
@@ -194,7 +200,7 @@ class TapedGatedDelta(nn.Module):
         def restore(kept: int) -> list[mx.array | None]:
             if kept == 0:
                 return list(held)
-            return [window[:, kept : kept + width], states[kept - 1]]
+            return [window[:, kept : kept + width], _one_of(states, kept - 1)]
 
         def restore_each(kept: mx.array) -> list[mx.array | None]:
             each = states[kept - 1, mx.arange(batch)]
@@ -249,6 +255,11 @@ class TapedGatedDelta(nn.Module):
         v = v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
         q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
         return q, k, v
+
+
+def _one_of(states: mx.array, index: int) -> mx.array:
+    """A view; MLX gathers, and so copies, what an index alone asks for."""
+    return mx.squeeze(states[index : index + 1], axis=0)
 
 
 def _rows_of(window: mx.array, first: int, count: int) -> mx.array:

@@ -4,7 +4,7 @@ On a GPU the host bounds a step: an operation that Python builds costs several t
 `mx.compile` to repeat it. What depends on the length of the context stays outside of a trace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ class RowsLayer(nn.Module):
 
     before: Callable[..., Arrays]
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""
-    after: Callable[[mx.array, mx.array], mx.array]
+    after: Callable[[mx.array, mx.array], Arrays]
     hands_over: bool = False
     """Whether the GPU begins with what is built so far, while Python builds the layers behind."""
 
@@ -38,12 +38,13 @@ class RowsLayer(nn.Module):
             return cast("Any", super()).__call__(x, mask, cache)
         if cast("Any", self).is_linear:
             held = mixer.held(cache, batch, x.dtype)
-            y, *written = self.before(x, *held)
-            mixer.wrote(cache, rows, held, written)
+            *made, window, last, states, state = self.before(x, *held)
+            mixer.wrote(cache, rows, held, (window, last, states, state))
         else:
             first = mixer.first_of(cache, x)
             wide, q, k, v = self.before(x, first)
-            y = self.after(mixer.attended(wide, q, k, v, first, cache), x)
+            made = self.after(mixer.attended(wide, q, k, v, first, cache), x)
+        y = self.behind(made)
         if self.hands_over:
             mx.async_eval(y)
         return y
@@ -52,19 +53,26 @@ class RowsLayer(nn.Module):
         m = cast("Any", self)
         mixer = m.linear_attn
         out, *written = mixer.few_rows(m.input_layernorm(x), before, state)
-        return self.rest(sum_with(mixer.out_proj, out, x)), *written
+        return *self.rest(sum_with(mixer.out_proj, out, x)), *written
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:
         m = cast("Any", self)
         return m.self_attn.asked(m.input_layernorm(x), first)
 
-    def behind_the_cache(self, attended: mx.array, x: mx.array) -> mx.array:
+    def behind_the_cache(self, attended: mx.array, x: mx.array) -> Arrays:
         return self.rest(sum_with(cast("Any", self).self_attn.o_proj, attended, x))
 
-    def rest(self, h: mx.array) -> mx.array:
+    def rest(self, h: mx.array) -> Arrays:
+        """The layer's result, or what `behind` makes it of: a trace rounds experts otherwise."""
         m = cast("Any", self)
         normed = m.post_attention_layernorm(h)
-        return m.mlp(normed, h) if isinstance(m.mlp, RowsMLP) else h + m.mlp(normed)
+        return (m.mlp(normed, h),) if isinstance(m.mlp, RowsMLP) else (h, normed)
+
+    def behind(self, made: Sequence[mx.array]) -> mx.array:
+        if len(made) == 1:
+            return made[0]
+        h, normed = made
+        return h + cast("Any", self).mlp(normed)
 
     def trace(self) -> None:
         """Weights become part of the traces: they may not be replaced afterwards."""

@@ -15,10 +15,10 @@ from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
 
-from exo_node.mtp import kernel_choice
+from exo_node.mtp import kernel_choice, layer_choice
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import attention, gated_delta, product, trial
-from exo_node.mtp.rollback import TapedCache
+from exo_node.mtp.kernels import attention, gated_delta, layers, product, trial
+from exo_node.mtp.rollback import TapedCache, with_tapes
 
 TEXT = {
     "model_type": "qwen3_5",
@@ -156,6 +156,65 @@ def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
     assert all("us for 1 and 4 rows" in c.reason for c in chosen if "attention" not in c.kernel)
     layers = [m for _, m in model.named_modules() if type(m).__name__ == "TapedGatedDeltaNet"]
     assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
+
+
+def as_it_is(function: Any) -> Any:
+    """In place of `mx.compile`, which rounds elsewhere on a CPU."""
+    return function
+
+
+def delta_layers(model: qwen3_5.Model) -> list[Any]:
+    layers: list[Any] = [layer for layer in model.layers if layer.is_linear]
+    for layer in layers:
+        give_kernel(layer.linear_attn)
+    return layers
+
+
+def test_layers_are_traced_where_their_mixer_has_kernels(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "compile", as_it_is)
+    ids = mx.array([[5, 9, 2, 44]])
+    wanted = model(ids, with_tapes(model.make_cache()))
+    deltas = delta_layers(model)
+    attention_layer: Any = model.layers[3]
+    attention_layer.self_attn.kernel = object()  # of a trial that our attention lost
+    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    assert chosen.used and chosen.layers == len(deltas) == 3
+    assert all(type(layer) is layers.RowsLayer35 for layer in deltas)
+    assert type(attention_layer) is qwen3_5.DecoderLayer
+    got = model(ids, with_tapes(model.make_cache()))
+    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-4).item()
+
+
+def test_a_trace_with_other_bits_is_not_used(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(function: Any) -> Any:
+        def run(*inputs: mx.array) -> Any:
+            first, *more = function(*inputs)
+            return first + 1e-6, *more
+
+        return run
+
+    monkeypatch.setattr(mx, "compile", other)
+    deltas = delta_layers(model)
+    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    assert not chosen.used and "bits" in chosen.reason
+    assert all(type(layer) is qwen3_5.DecoderLayer for layer in deltas)
+
+
+def test_the_gpu_begins_before_the_last_layer_is_built(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "compile", as_it_is)
+    monkeypatch.setattr(layer_choice, "_HANDED_OVER", 2)
+    _ = delta_layers(model)
+    _ = layer_choice.trace_layers([*model.layers], clock())
+    begun: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", begun.append)
+    model(mx.array([[5]]), with_tapes(model.make_cache()))
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 40, 70])
