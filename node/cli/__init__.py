@@ -4,6 +4,7 @@ bench.py: `exo-node bench`
 bench_cluster.py: `exo-node bench cluster`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
+convert_models.py: `exo-node models graft`, `convert` and `check`
 events.py: `exo-node events`
 flags.py: flags that several commands share
 get_models.py: `exo-node models pull`, `rm`, `show` and `recommend`

@@ -49,7 +49,7 @@ def pull(
 
     settings, library, _ = this_machine(data_dir, None)
     repository, fixed = repository_of(library, id, quant)
-    bar = _Bar(repository)
+    bar = ProgressLine(repository)
     try:
         folder = fetch(repository, revision or fixed, bar.show, offline=settings.offline)
     finally:
@@ -136,7 +136,7 @@ def _ask(id: str) -> None:
     typer.confirm(f"Delete {id} from this machine's disk?", abort=True, err=True)
 
 
-class _Bar:
+class ProgressLine:
     """A download's progress: one line that is written over on a terminal, else one now and then."""
 
     def __init__(self, name: str) -> None:

@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 from ...placement.errors import ExoNodeError, InvalidSettings
 from . import flags
 from .bench import bench
+from .convert_models import models
 from .flags import AsJson, DataDir, LocalPort, client_settings
-from .get_models import models
 from .join import add_join_commands
 from .start import VARIABLES, start
 

@@ -62,6 +62,22 @@ def one(entry: Mapping[str, Any]) -> str:
     return _joined([f"{name:<11} {text}" for name, text in lines.items()])
 
 
+def checked(found: Mapping[str, Any]) -> str:
+    """The pre-flight of a checkpoint in lines."""
+    head: Mapping[str, Any] = found["head"]
+    mtp = head.get("reason")
+    if head["found"]:
+        bits = ", ".join(f"{each}-bit" for each in head["bits"]) or "not quantised"
+        mtp = f"head found: {size(head['bytes'])}, {bits}, in {', '.join(head['files'])}"
+    lines = {
+        "files": f"good: {found['tensors']} tensors, {size(found['size_bytes'])}",
+        "kind": f"{found['model_type']}, {found['format']}",
+        "fits": fits(found),
+        "native MTP": text_of(mtp),
+    }
+    return _joined([f"{name:<11} {text}" for name, text in lines.items()])
+
+
 def recommended(here: Sequence[Mapping[str, Any]], cluster: Sequence[Mapping[str, Any]]) -> str:
     """Models that fit this machine, then those that its cluster has room for, and what to do."""
     if not (here or cluster):

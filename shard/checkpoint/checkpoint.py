@@ -101,14 +101,18 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return _parse_config(path, _read_bounded(path, MAX_CONFIG_BYTES))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Check config.json, every header and the index of a folder; raises InvalidCheckpoint."""
+def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Checkpoint:
+    """Check config.json, every header and the index of a folder; raises InvalidCheckpoint.
+
+    `only`: the weight files that are there, of a checkpoint that was not fetched whole; the index
+    then says what it says of those that are not.
+    """
     path = folder / "config.json"
     raw_config = _read_bounded(path, MAX_CONFIG_BYTES)
     config = _parse_config(path, raw_config)
     digest = hashlib.sha256(_framed(raw_config))
     tensors: dict[str, Tensor] = {}
-    for name in _weight_files(folder):
+    for name in sorted(only) if only is not None else _weight_files(folder):
         path = folder / name
         header, data_bytes = read_header(path)
         digest.update(_framed(name.encode()) + _framed(header))
@@ -118,7 +122,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             tensors[tensor.name] = tensor
         if len(tensors) > MAX_TENSORS:
             raise fault(path, f"brings the checkpoint over {MAX_TENSORS} tensors")
-    _check_index(folder, tensors)
+    if only is None:
+        _check_index(folder, tensors)
     return Checkpoint(folder, config, MappingProxyType(tensors), digest.hexdigest())
 
 
@@ -126,6 +131,11 @@ def indexed_files(folder: Path) -> frozenset[str]:
     """The weight files that the index names, none where there is no index; InvalidCheckpoint."""
     files = (_read_index(folder) or {}).values()
     return frozenset(file for file in files if is_weight_file(file))
+
+
+def indexed_tensors(folder: Path) -> Mapping[str, str]:
+    """Each tensor's file by the index, empty where there is no index; InvalidCheckpoint."""
+    return _read_index(folder) or {}
 
 
 def _framed(part: bytes) -> bytes:

@@ -51,6 +51,9 @@ __all__ = ["Progress", "download"]
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+Choose = Callable[[Path, frozenset[str]], frozenset[str]]
+"""From the snapshot with its small files, and the names of all files: the weight files to fetch."""
+
 _STREAMS = 4
 _TIMEOUT_S = 30.0
 _HEADROOM = 1.05
@@ -73,12 +76,14 @@ def download(
     offline: bool,
     endpoint: str | None = None,
     cache_dir: Path | None = None,
+    choose: Choose | None = None,
 ) -> Path:
     """Bring a model into the cache and return its snapshot; blocks, and raises DownloadFailed.
 
     What an earlier call left unfinished is continued. `on_progress` is called from several threads,
     one at a time, and never with fewer bytes than before; what it raises ends the download and
-    reaches the caller. `endpoint` None is the hub, or the mirror that HF_ENDPOINT names.
+    reaches the caller. `choose` names the weight files that are wanted, None: all. `endpoint` None
+    is the hub, or the mirror that HF_ENDPOINT names.
     """
     check_names(repository, revision)
     cache = cache_folder(cache_dir)
@@ -87,7 +92,7 @@ def download(
         return _from_cache_only(repository, revision, cache, variable)
     work = _Download(repository, endpoint, cache, threading.Event())
     try:
-        return work.run(revision, on_progress)
+        return work.run(revision, on_progress, choose)
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise DownloadFailed(_explain(error, repository, revision), param="model") from error
 
@@ -123,17 +128,26 @@ class _Download:
     def _blobs(self) -> Path:
         return self.cache / self._folder / "blobs"
 
-    def run(self, revision: str | None, on_progress: Callable[[Progress], None]) -> Path:
+    def run(
+        self,
+        revision: str | None,
+        on_progress: Callable[[Progress], None],
+        choose: Choose | None,
+    ) -> Path:
         hub = HfApi(endpoint=self.endpoint, library_name="exo-node")
         resolved = hub.resolve_revision(self.repository, revision=revision, cache_dir=self.cache)
         files = self._list(hub, resolved.resolved)
+        # The small ones first: with its config.json a model that is half here can be listed.
+        small = [file for file in files if file.sha256 is None]
+        if choose is not None:
+            folder = self._into_snapshot(small, resolved)
+            names = choose(folder, frozenset(file.path for file in files))
+            files = [f for f in files if f.path in names or not is_weight_file(f.path)]
         absent = [file for file in files if not self._is_here(file, resolved.resolved)]
         needed = sum(file.size - self._partial_bytes(file) for file in absent)
         self._check_space(needed)
         total = sum(file.size for file in files)
         meter = Meter(total, total - needed, on_progress)
-        # The small ones first: with its config.json a model that is half here can be listed.
-        small = [file for file in files if file.sha256 is None]
         _ = self._into_snapshot(small, resolved)
         self._fetch_all(absent, resolved.resolved, meter)
         snapshot = self._into_snapshot(files, resolved)

@@ -7,10 +7,11 @@ what is predicted, `head_storage` how a tensor may be stored.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .checkpoint import Checkpoint, text_config
+from .checkpoint import Checkpoint, indexed_tensors, text_config
 from .head_layouts import Found, Layout, LayoutName, NextnLayout, QwenLayout, Shape, size
 from .head_storage import ORIGINAL, Stored, stored
 from .headers import Tensor
@@ -81,6 +82,23 @@ def find_head(checkpoint: Checkpoint) -> HeadFound | HeadMissing:
     )
 
 
+def files_of_head(folder: Path, config: Mapping[str, Any], files: frozenset[str]) -> frozenset[str]:
+    """Those of `files` that hold a head's tensors, by the index alone; all where there is none."""
+    names = indexed_tensors(folder)
+    if not names:
+        return files
+    layouts: list[Layout] = [QwenLayout()]
+    if index := size(text_config(config), "num_hidden_layers"):
+        layouts.append(NextnLayout(index))
+    found = {
+        file
+        for name, file in names.items()
+        for layout in layouts
+        if layout.canonical(Tensor(name, "", (), file, 0, 0)) is not None
+    }
+    return frozenset(found) & files
+
+
 def _claim(config: Mapping[str, Any]) -> tuple[str, int] | None:
     """The field of config.json that declares a head, and of how many layers."""
     for part in (text_config(config), config):
@@ -140,7 +158,7 @@ def _stripped_or_none(checkpoint: Checkpoint, claim: tuple[str, int] | None) -> 
         names += f" and no model.layers.{index}.*"
     return HeadMissing(
         f"config.json declares an MTP head ({key} = {layers}), but the checkpoint holds no "
-        f"{names} tensors: they were stripped. {ORIGINAL}"
+        f"{names} tensors: they were stripped. {ORIGINAL} `exo-node models graft` brings them back."
     )
 
 

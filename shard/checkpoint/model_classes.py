@@ -13,7 +13,9 @@ def has_class(config: Mapping[str, Any]) -> bool:
     kind: object = config.get("model_type")
     if not isinstance(kind, str):
         return False
-    return _remapped().get(kind, kind) in _classes()
+    # Text-only exports name a type that mlx-lm knows under the multimodal model's name.
+    names = (kind, kind.removesuffix("_text"))
+    return any(_remapped().get(name, name) in _classes() for name in names)
 
 
 @cache

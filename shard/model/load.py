@@ -20,7 +20,8 @@ from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
-from ..checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from ..checkpoint.head_tensors import HeadMissing, find_head
+from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
 from .split_check import require_splittable
 from .stage_limits import StageLimits
@@ -140,7 +141,7 @@ def _load_head(
     found = find_head(checkpoint)
     if isinstance(found, HeadMissing):
         return None, found.reason
-    source = HeadSource(_head_arrays(checkpoint, found), _backbone_is_raw(checkpoint, found))
+    source = HeadSource(head_arrays(checkpoint, found), backbone_is_raw(checkpoint, found))
     head = load_head(family, source, dtype)
     if isinstance(head, HeadUnusable):
         return None, head.reason
@@ -166,26 +167,6 @@ def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
     family = family_of(stage.model, spec.mtp_hidden)
     assert family is not None
     return family
-
-
-def _head_arrays(checkpoint: Checkpoint, found: HeadFound) -> dict[str, mx.array]:
-    files: dict[str, dict[str, mx.array]] = {}
-    arrays: dict[str, mx.array] = {}
-    for canonical, tensor in found.tensors.items():
-        if tensor.file not in files:  # lazy: opening a file reads its header only
-            files[tensor.file] = cast(
-                "dict[str, mx.array]", mx.load(str(checkpoint.folder / tensor.file))
-            )
-        arrays[canonical] = files[tensor.file][tensor.name]
-    return arrays
-
-
-def _backbone_is_raw(checkpoint: Checkpoint, found: HeadFound) -> bool | None:
-    """mlx-lm's own sign of an original checkpoint: conv1d kernels in PyTorch's layout."""
-    if not found.shares_file_with_backbone:
-        return None
-    kernels = [t for name, t in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
-    return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
 
 
 def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:

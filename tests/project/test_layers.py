@@ -26,6 +26,7 @@ ROOMS: dict[str, str] = {
     "shard/pipeline": "placement proto mtp shard/model",
     "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text shard/checkpoint",
     "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
+    "shard/convert": "placement mtp shard/model shard/checkpoint",
     "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
     "shard/runner": (
         "placement proto mtp mtp/kernels "

@@ -1,0 +1,27 @@
+"""Checkpoints as conversions leave them."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+
+
+def stripped(source: Path, folder: Path) -> Path:
+    """What conversions leave: the same checkpoint without `mtp.*`."""
+    shutil.copytree(source, folder)
+    for path in folder.glob("model*.safetensors"):
+        weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+        kept = {name: array for name, array in weights.items() if "mtp." not in name}
+        mx.eval(kept)
+        mx.save_safetensors(str(path), kept, {"format": "mlx"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        table = json.loads(index.read_text())
+        files = table["weight_map"].items()
+        table["weight_map"] = {name: file for name, file in files if "mtp." not in name}
+        index.write_text(json.dumps(table))
+    return folder
