@@ -14,7 +14,7 @@ from .machine.data_dir_lock import DataDirLock
 from .machine.hardware import Hardware, detect_hardware
 from .machine.log import configure
 from .machine.open_files import quiet_accepts, raise_limit
-from .machine.settings import Settings, check_mlx_extras, installed_distributions
+from .machine.settings import Settings, check_mlx_extras, installed_distributions, visible_gpus
 from .machine.timing import PROFILES
 from .node import Node
 
@@ -29,7 +29,7 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
     for warning in warnings:
         log.warning("%s", warning)
     _ = raise_limit()
-    hardware = detect_hardware(distributions, settings.memory_limit)
+    hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     with DataDirLock.acquire(settings.data_dir) as presence:
         return asyncio.run(_serve(settings, hardware, presence))
 

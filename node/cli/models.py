@@ -93,7 +93,9 @@ def this_machine(
 
     flags = {"data_dir": data_dir, "models_dirs": models_dir or None}
     wanted = settings.load_settings(flags, settings.environment())
-    hardware = detect_hardware(settings.installed_distributions(), wanted.memory_limit)
+    hardware = detect_hardware(
+        settings.installed_distributions(), wanted.memory_limit, settings.visible_gpus()
+    )
     library = ModelLibrary(settings.models_folders(wanted), offline=wanted.offline)
     return wanted, library, view_of(hardware)
 

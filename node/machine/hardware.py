@@ -81,10 +81,17 @@ class Hardware:
     bandwidth: float
 
 
-def detect_hardware(distributions: Collection[str], memory_limit: int | None = None) -> Hardware:
-    """This machine. `distributions` are the installed ones; blocks for up to some seconds."""
+def detect_hardware(
+    distributions: Collection[str],
+    memory_limit: int | None = None,
+    visible_gpus: str | None = None,
+) -> Hardware:
+    """This machine. `distributions` are the installed ones; blocks for up to some seconds.
+
+    `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed; None: unset.
+    """
     backend, gpu = guess_backend(sys.platform, platform.machine(), distributions), None
-    if backend == "cuda" and (gpu := _first_gpu()) is None:
+    if backend == "cuda" and (gpu := _first_gpu(visible_gpus)) is None:
         backend = "cpu"
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
@@ -157,9 +164,19 @@ def _apple_bandwidth(chip: str, cores: int | None) -> int:
     return _APPLE.get(found[0], _APPLE_LATER[found[1] or ""])
 
 
-def _first_gpu() -> Gpu | None:
-    """The GPU that MLX computes on: the first one."""
-    gpus = parse_nvidia_smi(_output(_NVIDIA_QUERY, _NVIDIA_TIMEOUT_S) or "")
+def _first_gpu(visible: str | None) -> Gpu | None:
+    """The GPU that MLX computes on: the first one that CUDA shows it."""
+    if visible is None:
+        return _nvidia_smi()
+    first = visible.split(",")[0].strip()
+    if first in ("", "-1"):  # CUDA shows none then
+        return None
+    # CUDA also takes what nvidia-smi does not: the beginning of a UUID, a part of a GPU.
+    return _nvidia_smi(f"--id={first}") or _nvidia_smi()
+
+
+def _nvidia_smi(*options: str) -> Gpu | None:
+    gpus = parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _NVIDIA_TIMEOUT_S) or "")
     return gpus[0] if gpus else None
 
 

@@ -202,6 +202,11 @@ def quieten_grpc() -> None:
     _ = os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
+def visible_gpus() -> str | None:
+    """Which GPUs CUDA shows to this process and its runners, the first one first; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
     """The node's settings; `flags` is keyed by field name, None where the flag was not given.
 

@@ -17,7 +17,7 @@ from ...placement.library import not_here
 from ...placement.plan import Placement, PlanOptions, plan
 from ...proto import peer_pb2 as pb
 from ..machine.hardware import Hardware, detect_hardware
-from ..machine.settings import Settings, models_folders
+from ..machine.settings import Settings, models_folders, visible_gpus
 from ..machine.switches import Switches
 from ..machine.timing import PROFILES
 from ..models.library import KnownModel, ModelLibrary
@@ -57,7 +57,7 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
     card, folder = known.card, known.folder
     if folder is None:
         raise ModelNotFound(not_here(card.id), param="model")
-    hardware = detect_hardware(distributions, settings.memory_limit)
+    hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     fingerprint = library.checkpoint(folder).fingerprint
     spec = on_this_machine(_spec(card, hardware, settings, fingerprint), folder, settings)
     return LocalModel(card, folder, hardware, spec)

@@ -147,3 +147,39 @@ def test_a_cuda_node_is_its_first_gpu_and_without_one_a_cpu_node(
     assert found.backend == backend
     assert chip is None or found.chip == chip
     assert found.total_bytes == (total or psutil.virtual_memory().total)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
+@pytest.mark.parametrize(
+    ("visible", "chip"),
+    [
+        (None, "first"),
+        ("1", "second"),
+        (" 1 , 0", "second"),
+        ("GPU-2", "second"),
+        ("MIG-7", "first"),
+        ("", None),
+        ("-1", None),
+    ],
+)
+def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, chip: str | None
+) -> None:
+    """Two nodes with a GPU each on one host both described the first one."""
+    answers = {None: b"first, 10, 9\nsecond, 20, 19\n", "1": b"second, 20, 19\n"}
+    answers["GPU-2"] = answers["1"]
+
+    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
+        asked = next((each[5:] for each in command if each.startswith("--id=")), None)
+        if asked not in answers:
+            raise subprocess.CalledProcessError(6, command)
+        return subprocess.CompletedProcess(command, 0, answers[asked], b"")
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(subprocess, "run", run)
+    found = detect_hardware({"mlx-cuda-13"}, visible_gpus=visible)
+    assert found.backend == ("cpu" if chip is None else "cuda")
+    assert chip is None or (found.chip, found.total_bytes) == (
+        chip,
+        {"first": 10, "second": 20}[chip] * _MIB,
+    )
