@@ -12,8 +12,9 @@ from ..placement.errors import InvalidRequest
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, preview
 from .api.plan_request import PlacementBody, PlanBody
-from .chat.metrics import CONTENT_TYPE, Metrics, NodeState, RunnerMemory
+from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
+from .chat.scrape import NodeState, RunnerMemory
 from .chat.totals import Totals
 from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus

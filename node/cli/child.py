@@ -29,7 +29,7 @@ def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
             _ = child.stdin.write(request.encode() + b"\n")
             child.stdin.flush()
         status = child.wait()
-    except BaseException:
+    except BaseException:  # Ctrl-C above all: the child must not outlive its command
         _end(child)
         raise
     finally:

@@ -144,7 +144,7 @@ class Approver:
             await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
             async with line.kept_alive():
                 decided = await _first_of(verdict, line)
-        except BaseException:
+        except BaseException:  # a cancelled connection too: who typed the digits waits for an end
             if verdict.done() and isinstance(typed := verdict.result(), _Typed):
                 _fail(typed, _went_away(other))
             raise
@@ -201,7 +201,7 @@ class Approver:
                 pb.JoinFrame(approved=pb.JoinApproved(key=self._state.key.text, peers=peers))
             )
             _ = await line.receive("stored", self._state.timing.stored_s)
-        except BaseException:
+        except BaseException:  # cancelled or refused: however it ended, nobody has the key
             log.warning("%s was approved, and went away before it had the key", who)
             # Nobody came: it may still be this node that joins another cluster.
             self._state.founded = self._state.folder.is_fresh(self._state.fingerprint)
@@ -265,7 +265,7 @@ def _answered(typed: _Typed, other: PeerIdentity) -> Generator[None]:
     except ExoNodeError as fault:
         _fail(typed, fault)
         raise
-    except BaseException:
+    except BaseException:  # a cancelled connection too: who typed the digits waits for an end
         _fail(typed, _went_away(other))
         raise
     if not typed.answer.done():

@@ -51,13 +51,14 @@ class TextCodec:
         try:
             eos: Any = _named_ends(folder)
             extra = {"trust_remote_code": False}
-            return cls(load_tokenizer(folder, extra, eos_token_ids=eos))
+            tokenizer = load_tokenizer(folder, extra, eos_token_ids=eos)
         # The tokenizers library raises the bare class, the others whatever a field leads to.
         except Exception as fault:
             raise InvalidCheckpoint(
                 f"the tokenizer of {folder.name} cannot be loaded: "
                 f"{str(fault).replace(str(folder), folder.name)}; put a whole copy of it there"
             ) from fault
+        return cls(tokenizer)
 
     @property
     def special_tokens(self) -> tuple[int, ...]:

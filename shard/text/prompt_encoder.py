@@ -184,7 +184,7 @@ async def _started(folder: "asyncio.Future[Path]", limits: HelperLimits) -> "_Ch
         await child.end()
         why = f"did not start within {limits.start_s:g} s"
         raise LoadFailed(f"the tokenizer's process {why}") from fault
-    except BaseException:
+    except BaseException:  # a cancelled load must not leave its child behind either
         await child.end()
         raise
     if kind != OPENED:

@@ -16,8 +16,10 @@ from starlette.types import ASGIApp
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.chat.chat import ChatService
-from exo_node.node.chat.metrics import Ending, Metrics, NodeState, RunnerMemory
+from exo_node.node.chat.metric_families import Ending
+from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
+from exo_node.node.chat.scrape import NodeState, RunnerMemory
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.placements import Placements
