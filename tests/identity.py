@@ -180,7 +180,7 @@ class Subject:
         if case.k == 0:
             return NoDrafter()
         if case.kind == "head":
-            family = self.engine._family
+            family = self.engine.drafting._family
             logits = draft_logits(family, self._head)
             return NativeDrafter(self._head, family.embed, logits, chooser, case.k, overlap=True)
         shift = 0 if case.kind == "perfect" else 1

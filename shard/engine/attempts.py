@@ -1,4 +1,4 @@
-"""What an attempt leaves for the next one, and what a running one gives to a spare."""
+"""One attempt at an answer, what it leaves for the next one, and what a spare is sent of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +9,14 @@ from ...mtp.batch import Member
 from ...mtp.drafters import NativeDrafter
 from ...mtp.loop import Generation
 from ...mtp.rollback import cache_arrays
+from ...mtp.seams import Drafter
+from ...mtp.steps import Steps
 from ..pipeline.request_state import RequestState, digest_of
+from ..pipeline.state_sender import StateSender
 from ..pipeline.verifier import PipelineVerifier
 from .batching import Batching, Seat
 from .local import LocalVerifier
+from .request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +32,92 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """One answer in the making, and the verifier whose state is freed or kept at its end."""
+class PipelineAttempt:
+    """An answer of a placement of several stages."""
 
     generation: Generation
-    verifier: PipelineVerifier | LocalVerifier
-    seat: Seat | None = None
-    """Of a whole model: where it may be decoded with others."""
+    verifier: PipelineVerifier
+    drafter: Drafter
+    alone_because: str
     cached: int = 0
-    """Rows of the prompt that a prefix cache had."""
+    """Rows of the prompt that a prefix cache had; a pipeline keeps none."""
+
+    @property
+    def kept(self) -> PipelineVerifier:
+        """What the next attempt may go on with."""
+        return self.verifier
+
+    def take_up(self, request: EngineRequest) -> None:
+        """The other stages go on with what they hold of an earlier attempt. Raises PeerLost."""
+        if request.keeps:
+            self.verifier.begin_rebuild(request.committed, answer=not request.replay)
+
+    def steps(self) -> Steps:
+        return self.generation.steps()
+
+    def arrays(self) -> list[mx.array]:
+        """What it holds in memory here."""
+        return self.verifier.arrays() + self.drafter.arrays()
+
+    def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
+        """Its state, for the spare of this stage."""
+        sender.offer(request.request, request.attempt, self.verifier.state)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAttempt:
+    """An answer of a model that is here whole."""
+
+    generation: Generation
+    verifier: LocalVerifier
+    drafter: Drafter
+    batching: Batching
+    seat: Seat | None = None
+    """Where it may be decoded with others."""
     alone_because: str = ""
     """Why it is never decoded with others."""
+    cached: int = 0
+    """Rows of the prompt that a prefix cache had."""
 
-    def copied(self, ids: Sequence[int], batching: Batching) -> RequestState | None:
-        """A whole model's state as a spare is sent it; None where it cannot be copied now.
+    @property
+    def kept(self) -> None:
+        """Nothing: the spare has a copy."""
+
+    def take_up(self, request: EngineRequest) -> None:
+        """No other stage holds anything of it."""
+
+    def steps(self) -> Steps:
+        return self.generation.steps() if self.seat is None else self.batching.steps(self.seat)
+
+    def arrays(self) -> list[mx.array]:
+        """What it holds by itself; a batch's arrays are counted there."""
+        if self.seat is not None:
+            return self.seat.arrays
+        return self.verifier.arrays() + self.drafter.arrays()
+
+    def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
+        """Its state, for the spare, where it can be copied now.
 
         In a batch it may be a round ahead of `ids`: a spare keeps the copy before as well.
-        The forward under way is waited for first: it is the answer's own work, not the copy's.
         """
-        assert isinstance(self.verifier, LocalVerifier)
+        if not sender.due(request.request) or (state := self._state(ids)) is None:
+            return
+        sender.offer(request.request, request.attempt, state)
+        own = self.verifier.state  # the next copy begins behind this one
+        own.lowest, own.copied = state.lowest, state.copied
+
+    def _state(self, ids: Sequence[int]) -> RequestState | None:
+        """The forward under way is waited for first: that is the answer's own work."""
         if self.seat is not None and self.seat.member is not None:
-            return self._copied_of_batch(ids, self.seat.member, batching)
+            return self._state_in_batch(ids, self.seat.member)
         drafter, state = self.generation.settle(), self.verifier.state
         native = isinstance(drafter, NativeDrafter)
         state.drafter = self.verifier.with_ahead(drafter.state) if native else None
         state.ids = digest_of(ids[: state.position])
         return state
 
-    def was_copied(self, state: RequestState) -> None:
-        """The next copy begins behind `state`, where that was sent."""
-        own = self.verifier.state
-        own.lowest, own.copied = state.lowest, state.copied
-
-    def _copied_of_batch(
-        self, ids: Sequence[int], member: Member, batching: Batching
-    ) -> RequestState | None:
-        held = batching.held(member)
+    def _state_in_batch(self, ids: Sequence[int], member: Member) -> RequestState | None:
+        held = self.batching.held(member)
         if held is None:
             return None
         # What the batch has under way is waited for here, and is not counted as time of the copy:
@@ -75,3 +129,6 @@ class Running:
         ahead = (token for each in member.rounds for token in each.tokens)
         state.drafter, state.ids = held.drafter, digest_of([*ids, *ahead][: held.position])
         return state
+
+
+Attempt = PipelineAttempt | WholeAttempt

@@ -99,7 +99,7 @@ class Run:
         if close:
             try:
                 self._steps.close()
-            except BaseException as closing:
+            except BaseException as closing:  # as in `turn`
                 fault = as_exception(closing)
         self._done(fault)
         return False
@@ -135,6 +135,7 @@ class ComputeThread:
                 return
             try:
                 result = job()
+            # The edge of the compute thread: a job may raise anything, and who waits must hear it.
             except BaseException as fault:
                 future.set_exception(as_exception(fault))
             else:
@@ -171,6 +172,7 @@ class ComputeThread:
         """Jobs and steps report their own faults; one that comes out here is the loop's."""
         try:
             self._loop()
+        # A thread that ends by itself says nothing: the runner would serve on and compute nothing.
         except BaseException as fault:
             log.critical("the compute thread died", exc_info=fault)
             if self._died is None:

@@ -8,13 +8,12 @@ import mlx.core as mx
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.schedule import prefill_ends
-from ...mtp.seams import Verifier
 from ..model.stage_model import StageModel
 from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
-from .attempts import Kept, Running
+from .attempts import Attempt, Kept
 from .local import LocalVerifier, Target
 from .options import EngineOptions
 from .prefix_cache import PrefixCache
@@ -79,13 +78,11 @@ class Earlier:
         caches = self._stage.make_caches()
         return Beginning(LocalVerifier(self._target, caches, prompts=prompts))
 
-    def keep(self, request: EngineRequest, verifier: Verifier) -> None:
-        """For the attempt that follows."""
-        piped = isinstance(verifier, PipelineVerifier)
+    def keep(self, request: EngineRequest, verifier: PipelineVerifier | None) -> None:
+        """For the attempt that follows; `verifier`: see `Kept`."""
         if self._link is not None:
             self._link.park(request.request, request.attempt)
-        held = Kept(verifier if piped else None, request.attempt, self._clock())
-        self._kept[request.request] = held
+        self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
 
     def release(self, request: str, attempt: int) -> None:
         """The answer is over."""
@@ -124,14 +121,14 @@ class Earlier:
         return RequestState(found.caches, position=found.position, drafter=found.drafter)
 
     def keep_prefix(
-        self, request: EngineRequest, running: Running, rows: int, live_bytes: Callable[[], int]
+        self, request: EngineRequest, attempt: Attempt, rows: int, live_bytes: Callable[[], int]
     ) -> None:
         """The first `rows` rows of its prompt were read."""
-        if not self.prefixes.enabled or not running.cached < rows < len(request.prompt):
+        if not self.prefixes.enabled or not attempt.cached < rows < len(request.prompt):
             return
-        drafter, ends = running.generation.settle(), self._ends(request)
+        drafter, ends = attempt.generation.settle(), self._ends(request)
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
-        caches = running.verifier.state.caches
+        caches = attempt.verifier.state.caches
         self.prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
         self.prefixes.shrink(live_bytes())
 

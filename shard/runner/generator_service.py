@@ -8,7 +8,9 @@ from ...placement.errors import ExoNodeError, InvalidRequest
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread, Run
-from ..engine.engine import EngineEvent, EngineRequest, TextEngine
+from ..engine.engine import TextEngine
+from ..engine.events import EngineEvent
+from ..engine.request import EngineRequest
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.prompt_encoder import PromptEncoder
@@ -85,8 +87,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             request=request.request,
             attempt=request.attempt,
             prompt=prompt,
-            sampling=self._engine.checked(sampling_from_wire(request.sampling)),
-            max_tokens=self._engine.budget(len(prompt), request.max_tokens),
+            sampling=self._engine.limits.checked(sampling_from_wire(request.sampling)),
+            max_tokens=self._engine.limits.budget(len(prompt), request.max_tokens),
             stop=tuple(request.stop),
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ...mtp.steps import Prefilled, Rebuilt
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
-from ..engine.engine import Delta, Done, EngineEvent
+from ..engine.events import Delta, Done, EngineEvent
 
 if TYPE_CHECKING:
     from ..text.token_bytes import TokenBytes

@@ -290,7 +290,7 @@ class Runner:
     ) -> pb.LoadReady:
         identity, head_state = "off", loaded.head_state
         if isinstance(watch, TextEngine):
-            identity, head_state = watch.identity, watch.head_off or head_state
+            identity, head_state = watch.identity, watch.drafting.off or head_state
         return pb.LoadReady(
             host=addresses[0].host,
             port=addresses[0].port,
@@ -322,7 +322,7 @@ class Runner:
                 active_memory_bytes=mx.get_active_memory(),
                 progress=self._compute.progress,
                 layers=self._meter.means(),
-                head_parked=watch.head_parked if isinstance(watch, TextEngine) else "",
+                head_parked=watch.drafting.parked if isinstance(watch, TextEngine) else "",
                 prefix_cache_bytes=(
                     watch.prefix_cache_bytes if isinstance(watch, TextEngine) else 0
                 ),

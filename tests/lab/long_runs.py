@@ -16,7 +16,8 @@ from engines import request
 from exo_node.mtp.answer import CLEAR_EVERY
 from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.seams import Drafts, as_ids, as_row
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 
 
 @contextmanager

@@ -38,7 +38,8 @@ from exo_node.mtp.types import Penalties, Sampling
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadMissing, find_head
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.local import LocalVerifier
 
 ELSEWHERE = {
@@ -187,7 +188,7 @@ def test_pitfall_08_errors_of_cache_repair_are_swallowed(engine: TextEngine) -> 
 
 def test_pitfall_09_the_head_is_fed_the_pre_norm_hidden(demo: TextEngine) -> None:
     """mlx-lm#990: only acceptance shows it."""
-    family: Any = demo._family  # pyright: ignore[reportPrivateUsage]
+    family: Any = demo.drafting._family  # pyright: ignore[reportPrivateUsage]
     norm, hidden, logits = family._body.norm, family.hidden, family.logits
 
     def unnormed(tokens: mx.array, caches: Any) -> mx.array:
@@ -351,7 +352,7 @@ def test_pitfall_22_norms_are_shifted_twice_or_not_at_all(tmp_path: Path) -> Non
     assert len(raw) == 7
     assert all(mx.allclose(raw[name], converted[name], atol=1e-6) for name in converted)
     engine = whole_engine()
-    for name, module in engine._head.named_modules():  # pyright: ignore
+    for name, module in engine.drafting._head.named_modules():  # pyright: ignore
         if "norm" in name:
             module.weight = module.weight - 1.0
     assert accepted(engine, 1, answers=2) == 0

@@ -10,7 +10,7 @@ from small import small_spec
 
 from exo_node.mtp.seams import Wait
 from exo_node.shard.engine.admission import GROWTH, Admission
-from exo_node.shard.engine.engine import Delta, Done
+from exo_node.shard.engine.events import Delta, Done
 
 
 class Guest:

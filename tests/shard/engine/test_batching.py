@@ -22,9 +22,11 @@ from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.placement.errors import ExoNodeError, NumericError
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import Delta, Done, EngineRequest, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.local import FamilyTarget
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.request_state import RequestState
@@ -243,7 +245,7 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
     def entropy(bits: int) -> int:
         return 20261122 % (1 << bits)
 
-    monkeypatch.setattr("exo_node.shard.engine.engine.secrets.randbits", entropy)
+    monkeypatch.setattr("exo_node.shard.engine.live.secrets.randbits", entropy)
     hot = Sampling(temperature=1.0, top_p=0.9)
     readers = [Reader(request(prompt(i), k, 40, sampling=hot), begins=4 * i) for i in range(5)]
     together(engine(), readers)

@@ -17,7 +17,8 @@ from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 
@@ -170,20 +171,20 @@ def small_context() -> Iterator[TextEngine]:
 
 def test_a_prompt_over_the_context_is_refused(small_context: TextEngine) -> None:
     with pytest.raises(ContextLengthExceeded, match="holds 32") as caught:
-        _ = small_context.budget(32, 0)
+        _ = small_context.limits.budget(32, 0)
     assert caught.value.param == "messages"
     with pytest.raises(ContextLengthExceeded) as caught:
-        _ = small_context.budget(30, 3)
+        _ = small_context.limits.budget(30, 3)
     assert caught.value.param == "max_tokens"
-    assert small_context.budget(30, 2) == 2
-    assert small_context.budget(30, 0) == 2
+    assert small_context.limits.budget(30, 2) == 2
+    assert small_context.limits.budget(30, 0) == 2
 
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_answer_may_fill_the_context(
     exact: TextEngine, small_context: TextEngine, k: int
 ) -> None:
-    budget = small_context.budget(len(PROMPT), 0)
+    budget = small_context.limits.budget(len(PROMPT), 0)
     got = answer(small_context, request(PROMPT, k, budget))
     assert got.ids == told(exact, 0).ids[:budget]
     assert got.done.reason == "length"

@@ -17,7 +17,8 @@ from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.draft_profile import Profile, ProfileKey
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
@@ -135,7 +136,7 @@ def test_strict_rows_hold_where_kernels_depend_on_them() -> None:
 
 def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
     engine = strict_engine(by_contents)
-    assert "strict" in engine.head_off
+    assert "strict" in engine.drafting.off
     assert len(watched(engine, 0)) == 24
     with pytest.raises(InvalidRequest, match="range of 0 to 0"):
         _ = watched(engine, 1)

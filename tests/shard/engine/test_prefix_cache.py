@@ -22,7 +22,8 @@ from zoo_runs import small
 from exo_node.mtp.rollback import cache_arrays
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel

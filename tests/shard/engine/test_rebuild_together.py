@@ -11,7 +11,8 @@ from small import small_spec
 from exo_node.mtp.rebuild import Rebuild
 from exo_node.mtp.seams import Block, Wait, Want
 from exo_node.mtp.types import Penalties, Round, Sampling
-from exo_node.shard.engine.engine import EngineRequest, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.request import EngineRequest
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 70

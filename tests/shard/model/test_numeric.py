@@ -14,7 +14,8 @@ from tables import PROMPT, Logits, random_table, tell
 from exo_node.mtp.finite import NotFinite
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.model.numeric import last_row_is_finite
 from exo_node.shard.model.tensors import DTYPES, to_bytes
 
@@ -81,7 +82,7 @@ def test_a_head_without_a_distribution_is_asked_no_more(name: str, k: int, overl
 
 def broken_head() -> TextEngine:
     engine = small_engine()
-    head: Any = engine._head  # pyright: ignore[reportPrivateUsage]
+    head: Any = engine.drafting._head  # pyright: ignore[reportPrivateUsage]
     weight = head.fc.weight
     weight[0, 0] = float("nan")
     head.fc.weight = weight
@@ -131,7 +132,7 @@ def fails(engine: TextEngine, **changes: Any) -> NumericError:
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) -> None:
     engine = small_engine()
-    poisoned(engine._family._body.norm)  # pyright: ignore
+    poisoned(engine.drafting._family._body.norm)  # pyright: ignore
     fault = fails(engine, k=k)
     assert fault.code == "numeric_error"
     assert f"stage 0 gave logits that are not finite for the token at position {len(IDS)}, " in (

@@ -22,7 +22,8 @@ from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import Delta, TextEngine
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.state_sender import EVERY_S, StateSender
@@ -165,7 +166,7 @@ class Whole:
     def _engine(self, **parts: Any) -> TextEngine:
         engine = engine_of(self.loaded, self.spec, **parts)
         if self._stretches:
-            self._patch.setattr(engine, "_depth", stretches)
+            self._patch.setattr(engine.drafting, "depth", stretches)
         return engine
 
     def _send(self, copy: pb.StateCopy) -> None:

@@ -1,0 +1,28 @@
+"""What the engine tells of one answer: progress, text with its rounds, and the end."""
+
+from dataclasses import dataclass
+
+from ...mtp.steps import Prefilled, Rebuilt
+from ...mtp.types import FinishReason, GenerationStats, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One round and the text that became certain with it."""
+
+    round: Round
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end, with the text that was held back until now."""
+
+    reason: FinishReason
+    text: str
+    stats: GenerationStats
+    identity: str
+    batch_identity: str = "off"
+
+
+EngineEvent = Prefilled | Rebuilt | Delta | Done

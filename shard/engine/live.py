@@ -1,0 +1,183 @@
+"""The attempts that run: begun on what is held already, counted, and ended or kept."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ...mtp.batch_prompts import PromptBatch
+from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.fixed_rows import FixedRows
+from ...mtp.loop import Generation
+from ...mtp.sampler import Sampler
+from ...mtp.seams import Drafter, StopCondition
+from ...mtp.task import Task
+from ...placement.errors import InvalidRequest
+from ..pipeline.verifier import PipelineVerifier
+from .attempts import Attempt, PipelineAttempt, WholeAttempt
+from .batching import Batching
+from .drafting import Drafting
+from .earlier import Earlier
+from .local import LocalVerifier
+from .request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of the model when it was loaded, as far as attempts depend on it."""
+
+    prompts: PromptBatch | None
+    """Where prompts are read together; None: each by itself."""
+    fixed_rows: int
+    """Strict mode's rows of a decode forward, or 0."""
+    rebuild_rows: int
+    """See `Task`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every attempt is made of."""
+
+    task: Task
+    drafter: Drafter
+    sampler: Sampler
+    ending: StopCondition
+
+
+class LiveAttempts:
+    """Those of one engine, by (request, attempt). All but `park` runs on the compute thread."""
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        earlier: Earlier,
+        batching: Batching,
+        prefill_chunk: int,
+        turn_ends: frozenset[int],
+        special_tokens: tuple[int, ...],
+        clock: Callable[[], float],
+    ) -> None:
+        """`special_tokens`: see `Sampler`; `turn_ends`: see `Task`."""
+        self._drafting = drafting
+        self._earlier = earlier
+        self._batching = batching
+        self._prefill_chunk = prefill_chunk
+        self._turn_ends = turn_ends
+        self._special_tokens = special_tokens
+        self._clock = clock
+        self._live: dict[tuple[str, int], Attempt] = {}
+        self._parked: set[tuple[str, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def bytes(self) -> int:
+        """Of KV and recurrent state, kept attempts and copies included."""
+        live = [array for attempt in self._live.values() for array in attempt.arrays()]
+        together = self._batching.arrays()
+        return self._earlier.bytes + sum(array.nbytes for array in (*live, *together))
+
+    def check_name(self, request: EngineRequest) -> None:
+        """Raises InvalidRequest."""
+        if (request.request, request.attempt) in self._live:
+            raise InvalidRequest(
+                f"attempt {request.attempt} of request {request.request} is running already; a "
+                "request needs a name of its own",
+                param="request",
+            )
+
+    def begin(
+        self,
+        request: EngineRequest,
+        ending: StopCondition,
+        measured: Measured,
+    ) -> Attempt:
+        """`ending` sees its tokens; what is held of an earlier attempt is gone on with."""
+        sampler = Sampler(
+            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
+        )
+        verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, measured.prompts)
+        drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
+        if state is not None and isinstance(drafter, NativeDrafter):
+            drafter.take_up(state, request.ids)
+        task = Task(
+            request.prompt,
+            request.max_tokens,
+            self._prefill_chunk,
+            request.replay,
+            request.top_logprobs,
+            self._turn_ends,
+            measured.rebuild_rows,
+        )
+        parts = _Parts(task, drafter, sampler, ending)
+        match verifier:
+            case PipelineVerifier():
+                attempt = self._piped(request, verifier, parts)
+            case LocalVerifier():
+                attempt = self._whole(request, verifier, parts, cached, measured.fixed_rows)
+        self._live[request.request, request.attempt] = attempt
+        return attempt
+
+    def _piped(
+        self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts
+    ) -> PipelineAttempt:
+        depth, alone = self._drafting.depth(request), self._batching.why_alone(verifier.caches)
+        made = parts.task, verifier, parts.drafter, parts.sampler, parts.ending
+        generation = Generation(*made, depth, self._clock, remote=verifier)
+        return PipelineAttempt(generation, verifier, parts.drafter, alone)
+
+    def _whole(
+        self,
+        request: EngineRequest,
+        verifier: LocalVerifier,
+        parts: _Parts,
+        cached: int,
+        fixed_rows: int,
+    ) -> WholeAttempt:
+        task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
+        depth = self._drafting.depth(request)
+        if alone := self._batching.why_alone(verifier.state.caches):
+            padded = fixed_rows and verifier.takes_back  # padding goes by being taken back
+            rows = FixedRows(verifier, fixed_rows) if padded else verifier
+            generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
+            seat = None
+        else:
+            again = self._new_drafter(sampler, request)
+            seat = self._batching.seat(
+                task, verifier, drafter, sampler, ending, depth, again, self._clock
+            )
+            generation = seat.generation
+        return WholeAttempt(generation, verifier, drafter, self._batching, seat, alone, cached)
+
+    def _new_drafter(
+        self, sampler: Sampler, request: EngineRequest
+    ) -> Callable[[DrafterState | None], Drafter]:
+        """For an answer that comes back from a batch, behind what the batch's head has read."""
+
+        def made(state: DrafterState | None) -> Drafter:
+            drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
+            if state is not None and isinstance(drafter, NativeDrafter):
+                drafter.take_up(state, ())
+            return drafter
+
+        return made
+
+    def end(self, request: EngineRequest, *, lost: bool) -> None:
+        """Frees the answer's state, or keeps it where another attempt follows."""
+        key = (request.request, request.attempt)
+        attempt = self._live.pop(key)
+        kept = lost or key in self._parked
+        self._parked.discard(key)
+        if kept:
+            self._earlier.keep(request, attempt.kept)
+        else:
+            self._earlier.release(*key)
+        # Arrays whose last reference the caller holds are freed after it; buffers now.
+        mx.clear_cache()
+
+    def park(self, request: str, attempt: int) -> None:
+        """Any thread: the attempt is about to be cancelled, and another one follows."""
+        if (request, attempt) in self._live:
+            self._parked.add((request, attempt))
