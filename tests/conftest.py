@@ -79,7 +79,7 @@ LONGEST_FIRST = (
     "test_resume_exact",
     "test_open_files",
     "test_discovery",
-    "test_pitfalls",
+    "test_drafted_answers",
     "test_following",
     "test_engine_modes",
     "test_flood",
