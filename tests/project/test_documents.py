@@ -288,7 +288,8 @@ def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
 def test_the_metrics_page_lists_every_metric() -> None:
     calls = [
         (getattr(call.func, "id", getattr(call.func, "attr", "")), call.args[0].value)
-        for call in ast.walk(ast.parse(text_of("node/chat/metrics.py")))
+        for file in ("node/chat/metric_families.py", "node/chat/scrape.py")
+        for call in ast.walk(ast.parse(text_of(file)))
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
     ]
     suffixes = {"counter": "_total", "CounterMetricFamily": "_total", "InfoMetricFamily": "_info"}
