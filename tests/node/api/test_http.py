@@ -357,17 +357,14 @@ def test_a_host_that_is_not_ours_is_refused_by_name(host: str) -> None:
     assert refused_start(host, 0).param == "--host"
 
 
-def test_the_server_leaves_the_signals_to_its_node() -> None:
-    async def run() -> None:
-        server = HttpServer(nobody)
-        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-        await server.start("127.0.0.1", 0)
-        assert {each: signal.getsignal(each) for each in before} == before
-        await server.close()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", server.port))
-
-    asyncio.run(run())
+async def test_the_server_leaves_the_signals_to_its_node() -> None:
+    server = HttpServer(nobody)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    await server.start("127.0.0.1", 0)
+    assert {each: signal.getsignal(each) for each in before} == before
+    await server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))
 
 
 def test_the_server_is_imported_without_what_is_slow_to_import() -> None:

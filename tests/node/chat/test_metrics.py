@@ -320,67 +320,56 @@ def service(
     return chat, metrics, placements
 
 
-def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
+async def test_a_request_waits_for_its_model_then_runs_then_is_gone() -> None:
     def flow(metrics: Metrics) -> tuple[float, float]:
         samples = sampled(metrics.render(STATE))
         names = ("vllm:num_requests_waiting", "vllm:num_requests_running")
         waiting, running = (of_demo(samples, name) or 0 for name in names)
         return waiting, running
 
-    async def scenario() -> None:
-        held = asyncio.Event()
-        chat, metrics, placements = service(
-            FakeStages(held), FakeGenerators(events=[STARTED, ENDED])
-        )
-        async with aclosing(chat.stream(REQUEST)) as events:
-            first = asyncio.ensure_future(anext(events))
-            while not placements.records:
-                await asyncio.sleep(0)
-            assert flow(metrics) == (1, 0)
-            held.set()
-            assert isinstance(await first, Started)
-            assert flow(metrics) == (0, 1)
-            assert [type(event) async for event in events] == [Finished]
-        samples = sampled(metrics.render(STATE))
-        assert flow(metrics) == (0, 0)
-        assert of_demo(samples, "vllm:request_success_total", finished_reason="stop") == 1
-        assert of_demo(samples, "vllm:spec_decode_num_drafts_total") == 3
-        await placements.close()
-
-    asyncio.run(scenario())
+    held = asyncio.Event()
+    chat, metrics, placements = service(FakeStages(held), FakeGenerators(events=[STARTED, ENDED]))
+    async with aclosing(chat.stream(REQUEST)) as events:
+        first = asyncio.ensure_future(anext(events))
+        while not placements.records:
+            await asyncio.sleep(0)
+        assert flow(metrics) == (1, 0)
+        held.set()
+        assert isinstance(await first, Started)
+        assert flow(metrics) == (0, 1)
+        assert [type(event) async for event in events] == [Finished]
+    samples = sampled(metrics.render(STATE))
+    assert flow(metrics) == (0, 0)
+    assert of_demo(samples, "vllm:request_success_total", finished_reason="stop") == 1
+    assert of_demo(samples, "vllm:spec_decode_num_drafts_total") == 3
+    await placements.close()
 
 
 @pytest.mark.parametrize("leaves", ["by closing", "by cancellation"])
-def test_a_client_that_leaves_is_an_abort_with_the_tokens_it_got(leaves: str) -> None:
-    async def scenario() -> None:
-        chat, metrics, placements = service(FakeStages(), FakeGenerators(events=[STARTED, SPOKEN]))
-        async with aclosing(chat.stream(REQUEST)) as events:
-            assert isinstance(await anext(events), Started)
-            assert isinstance(await anext(events), TextDelta)
-            if leaves == "by cancellation":
-                silence = asyncio.ensure_future(anext(events))
-                await asyncio.sleep(0)
-                silence.cancel()
-                with suppress(asyncio.CancelledError):
-                    _ = await silence
-        samples = sampled(metrics.render(STATE))
-        assert of_demo(samples, "vllm:request_success_total", finished_reason="abort") == 1
-        assert of_demo(samples, "vllm:generation_tokens_total") == 2
-        assert of_demo(samples, "vllm:num_requests_running") == 0
-        await placements.close()
-
-    asyncio.run(scenario())
+async def test_a_client_that_leaves_is_an_abort_with_the_tokens_it_got(leaves: str) -> None:
+    chat, metrics, placements = service(FakeStages(), FakeGenerators(events=[STARTED, SPOKEN]))
+    async with aclosing(chat.stream(REQUEST)) as events:
+        assert isinstance(await anext(events), Started)
+        assert isinstance(await anext(events), TextDelta)
+        if leaves == "by cancellation":
+            silence = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            silence.cancel()
+            with suppress(asyncio.CancelledError):
+                _ = await silence
+    samples = sampled(metrics.render(STATE))
+    assert of_demo(samples, "vllm:request_success_total", finished_reason="abort") == 1
+    assert of_demo(samples, "vllm:generation_tokens_total") == 2
+    assert of_demo(samples, "vllm:num_requests_running") == 0
+    await placements.close()
 
 
-def test_a_model_that_the_node_does_not_know_is_no_label() -> None:
-    async def scenario() -> None:
-        chat, metrics, _ = service(FakeStages(), FakeGenerators(events=[]))
-        unknown = GenerationRequest(RequestId("r"), ModelId("nope"), (), Sampling())
-        with pytest.raises(ModelNotFound):
-            _ = await anext(chat.stream(unknown))
-        assert b"nope" not in metrics.render(STATE)
-
-    asyncio.run(scenario())
+async def test_a_model_that_the_node_does_not_know_is_no_label() -> None:
+    chat, metrics, _ = service(FakeStages(), FakeGenerators(events=[]))
+    unknown = GenerationRequest(RequestId("r"), ModelId("nope"), (), Sampling())
+    with pytest.raises(ModelNotFound):
+        _ = await anext(chat.stream(unknown))
+    assert b"nope" not in metrics.render(STATE)
 
 
 # ------------------------------------------------------------------------ over HTTP

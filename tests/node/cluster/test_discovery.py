@@ -84,17 +84,14 @@ def candidate(own: Announcement) -> Candidate:
 # ---------------------------------------------------------------- real packets
 
 
-def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> None:
-    async def scenario() -> None:
-        one, two = Watcher(announcement("a" * 16, 7001)), Watcher(announcement("b" * 16, 7002))
-        async with started(one, two):
-            await one.until(lambda found: candidate(two.own) in found)
-            await two.until(lambda found: candidate(one.own) in found)
-            assert await one.discovery.settled() is None
-        for watcher in (one, two):
-            assert watcher.own.node not in {found.node for found in watcher.found}
-
-    asyncio.run(scenario())
+async def test_two_nodes_find_each_other_across_clusters_and_never_themselves() -> None:
+    one, two = Watcher(announcement("a" * 16, 7001)), Watcher(announcement("b" * 16, 7002))
+    async with started(one, two):
+        await one.until(lambda found: candidate(two.own) in found)
+        await two.until(lambda found: candidate(one.own) in found)
+        assert await one.discovery.settled() is None
+    for watcher in (one, two):
+        assert watcher.own.node not in {found.node for found in watcher.found}
 
 
 CHILD = """
@@ -118,39 +115,33 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_two_processes_share_the_port_and_find_each_other() -> None:
-    async def scenario() -> None:
-        parent = Watcher(announcement(new_cluster(), 7101))
-        child = announcement(parent.own.cluster, 7102)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, child.node, child.cluster, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        try:
-            async with started(parent):
-                await parent.until(lambda found: candidate(child) in found)
-                line = await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
-                assert line.decode().split() == [parent.own.node, f"{LOOPBACK}:7101"]
-        finally:
-            process.kill()
-            _ = await process.communicate()
-
-    asyncio.run(scenario())
+async def test_two_processes_share_the_port_and_find_each_other() -> None:
+    parent = Watcher(announcement(new_cluster(), 7101))
+    child = announcement(parent.own.cluster, 7102)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, child.node, child.cluster, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with started(parent):
+            await parent.until(lambda found: candidate(child) in found)
+            line = await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
+            assert line.decode().split() == [parent.own.node, f"{LOOPBACK}:7101"]
+    finally:
+        process.kill()
+        _ = await process.communicate()
 
 
-def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None:
-    async def scenario() -> None:
-        observer = Watcher(announcement(new_cluster()))
-        peer = announcement(observer.own.cluster, 7002)
-        async with started(observer):
-            for _ in range(2):
-                life = Watcher(peer)
-                async with started(life):
-                    assert await life.discovery.settled() is None
-                    await observer.until(lambda found: candidate(peer) in found)
-        assert observer.told.count(candidate(peer)) == 1
-
-    asyncio.run(scenario())
+async def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None:
+    observer = Watcher(announcement(new_cluster()))
+    peer = announcement(observer.own.cluster, 7002)
+    async with started(observer):
+        for _ in range(2):
+            life = Watcher(peer)
+            async with started(life):
+                assert await life.discovery.settled() is None
+                await observer.until(lambda found: candidate(peer) in found)
+    assert observer.told.count(candidate(peer)) == 1
 
 
 def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,19 +167,16 @@ def test_a_copied_node_is_found_too_and_told_so(caplog: pytest.LogCaptureFixture
     assert told()
 
 
-def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
-    async def scenario() -> None:
-        observer = Watcher(announcement(new_cluster()))
-        peer = Watcher(announcement(observer.own.cluster, 7002))
-        async with started(observer):
-            assert await observer.discovery.settled() is None
-            async with flood(MAX_CANDIDATES + 20), started(peer):
-                await observer.until(lambda found: candidate(peer.own) in found)
-        foreign = {found for found in observer.found if found.cluster != observer.own.cluster}
-        assert len(foreign) == MAX_CANDIDATES
-        assert observer.discovery.ignored >= 20
-
-    asyncio.run(scenario())
+async def test_a_flood_from_another_cluster_does_not_hide_this_one() -> None:
+    observer = Watcher(announcement(new_cluster()))
+    peer = Watcher(announcement(observer.own.cluster, 7002))
+    async with started(observer):
+        assert await observer.discovery.settled() is None
+        async with flood(MAX_CANDIDATES + 20), started(peer):
+            await observer.until(lambda found: candidate(peer.own) in found)
+    foreign = {found for found in observer.found if found.cluster != observer.own.cluster}
+    assert len(foreign) == MAX_CANDIDATES
+    assert observer.discovery.ignored >= 20
 
 
 @asynccontextmanager
@@ -377,13 +365,10 @@ def test_a_join_port_is_believed_only_as_a_number_to_try(said: str, port: int | 
     assert offered == [Candidate(PEER, CLUSTER, "10.0.0.1:7002", join)]
 
 
-def test_a_node_announces_its_join_port() -> None:
-    async def scenario() -> None:
-        one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
-        one.own = replace(one.own, join_port=7009)
-        one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL.discovery)  # pyright: ignore[reportPrivateUsage]
-        expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
-        async with started(one, two):
-            await two.until(lambda found: expected in found)
-
-    asyncio.run(scenario())
+async def test_a_node_announces_its_join_port() -> None:
+    one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
+    one.own = replace(one.own, join_port=7009)
+    one.discovery = Discovery(one.own, [LOOPBACK], one._add, LOCAL.discovery)  # pyright: ignore[reportPrivateUsage]
+    expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
+    async with started(one, two):
+        await two.until(lambda found: expected in found)

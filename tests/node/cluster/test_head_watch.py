@@ -1,6 +1,5 @@
 """What the head's watch does with the last words of other heads."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from exo_node.proto import peer_pb2 as pb
 LOST, SELF = NodeId("0" * 15 + "1"), NodeId("0" * 15 + "2")
 
 
-def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
+async def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
     monkeypatch: MonkeyPatch,
 ) -> None:
     """Heartbeats of a head that lost can come after this node heeded the first."""
@@ -55,16 +54,13 @@ def test_a_placement_that_lost_is_told_once_however_often_its_head_repeats_it(
     def told() -> list[str]:
         return [e.kind for e in events.held() if e.kind == "superseded"]
 
-    async def go() -> None:
-        for _ in range(3):
-            held.learn(LOST, beat, only=False)
-            await watch.look()
-        assert len(taken) == 3 and told() == ["superseded"]
-        cluster.head = LOST
-        await watch.look()
-        cluster.head = SELF
+    for _ in range(3):
         held.learn(LOST, beat, only=False)
         await watch.look()
-        assert told() == ["superseded"] * 2, "another time as the head begins anew"
-
-    asyncio.run(go())
+    assert len(taken) == 3 and told() == ["superseded"]
+    cluster.head = LOST
+    await watch.look()
+    cluster.head = SELF
+    held.learn(LOST, beat, only=False)
+    await watch.look()
+    assert told() == ["superseded"] * 2, "another time as the head begins anew"

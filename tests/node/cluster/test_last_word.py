@@ -57,22 +57,19 @@ class Head:
 
 
 @pytest.mark.parametrize("caller", ["the winner", "the loser"])
-def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: str) -> None:
-    async def meet() -> None:
-        loser, winner = Head("a", 1), Head("b", 7)
-        try:
-            assert loser.cluster.is_head and winner.cluster.is_head
-            first, second = (winner, loser) if caller == "the winner" else (loser, winner)
-            first.way.call = lambda beat: second.cluster.heard(first.id, beat)
-            first.cluster.dial(f"127.0.0.1:{ord(second.id)}", second.id)
-            async with asyncio.timeout(60):
-                while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
-                    await asyncio.sleep(0.01)
-            [told] = winner.held.take(winner.cluster.leads).values()
-            assert [held.placement for held in told.placements] == ["p-a"]
-            assert winner.cluster.is_head
-        finally:
-            for each in (loser, winner):
-                await each.cluster.close()
-
-    asyncio.run(meet())
+async def test_the_winner_hears_what_the_loser_held_whoever_calls_first(caller: str) -> None:
+    loser, winner = Head("a", 1), Head("b", 7)
+    try:
+        assert loser.cluster.is_head and winner.cluster.is_head
+        first, second = (winner, loser) if caller == "the winner" else (loser, winner)
+        first.way.call = lambda beat: second.cluster.heard(first.id, beat)
+        first.cluster.dial(f"127.0.0.1:{ord(second.id)}", second.id)
+        async with asyncio.timeout(60):
+            while loser.cluster.head != winner.id or winner.cluster.leads(loser.id):
+                await asyncio.sleep(0.01)
+        [told] = winner.held.take(winner.cluster.leads).values()
+        assert [held.placement for held in told.placements] == ["p-a"]
+        assert winner.cluster.is_head
+    finally:
+        for each in (loser, winner):
+            await each.cluster.close()

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
@@ -49,18 +49,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def run(
-    scenario: Callable[[Ports, Pursuits], Coroutine[Any, Any, None]],
+@asynccontextmanager
+async def pursuing(
     timing: JoinTiming = LOCAL.join,
-) -> None:
-    async def bounded() -> None:
-        ports = Ports()
-        pursuits = Pursuits(ports.approach, Loops(EventLog(), LOCAL.loops), timing)
-        async with asyncio.timeout(60):
-            await scenario(ports, pursuits)
-            await pursuits.close()
-
-    asyncio.run(bounded())
+) -> AsyncGenerator[tuple[Ports, Pursuits]]:
+    ports = Ports()
+    pursuits = Pursuits(ports.approach, Loops(EventLog(), LOCAL.loops), timing)
+    async with asyncio.timeout(60):
+        yield ports, pursuits
+        await pursuits.close()
 
 
 async def turns(count: int = 10) -> None:
@@ -72,40 +69,29 @@ async def turns(count: int = 10) -> None:
         await passed
 
 
-def test_an_address_is_called_once_however_often_it_is_seen() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_an_address_is_called_once_however_often_it_is_seen() -> None:
+    async with pursuing() as (ports, pursuits):
         for _ in range(100):
             pursuits.see("a:1")
             await turns(1)
         assert (len(pursuits), ports.calls["a:1"]) == (1, 1)
 
-    run(scenario)
 
-
-def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
-        ports.answers["a:1"] = None
-        for _ in range(5):
-            pursuits.see("a:1")
-            await turns()
-        assert (len(pursuits), ports.calls["a:1"]) == (0, 1)
-
-    async def in_a_hurry(ports: Ports, pursuits: Pursuits) -> None:
-        ports.answers["b:1"] = None
-        for _ in range(5):
-            pursuits.see("b:1")
-            await turns()
-        assert ports.calls["b:1"] == 5
-
-    run(scenario)
-    run(in_a_hurry, replace(LOCAL.join, quiet_s=0.0))
+async def test_where_there_is_nothing_to_ask_the_address_is_left_alone_for_a_while() -> None:
+    for quiet_s, calls in ((LOCAL.join.quiet_s, 1), (0.0, 5)):
+        async with pursuing(replace(LOCAL.join, quiet_s=quiet_s)) as (ports, pursuits):
+            ports.answers["a:1"] = None
+            for _ in range(5):
+                pursuits.see("a:1")
+                await turns()
+            assert (len(pursuits), ports.calls["a:1"]) == (0, calls)
 
 
 @pytest.mark.parametrize("fault", [PeerLost("gone"), Untrusted("no certificate")])
-def test_who_fails_is_called_ever_later_and_then_given_up(
+async def test_who_fails_is_called_ever_later_and_then_given_up(
     waits: list[float], fault: Exception
 ) -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+    async with pursuing() as (ports, pursuits):
         ports.answers["a:1"] = fault
         pursuits.see("a:1")
         await turns(20 * MAX_FAILURES)
@@ -113,10 +99,8 @@ def test_who_fails_is_called_ever_later_and_then_given_up(
         assert waits == sorted(waits) and len(waits) == MAX_FAILURES - 1
         assert waits[0] < LOCAL.join.max_retry_s == waits[-1]
 
-    run(scenario)
 
-
-def test_an_answer_makes_up_for_earlier_failures(waits: list[float]) -> None:
+async def test_an_answer_makes_up_for_earlier_failures(waits: list[float]) -> None:
     answers = iter([PeerLost("gone"), PeerLost("gone"), 3.0, PeerLost("gone"), None])
 
     async def approach(_: str) -> float | None:
@@ -126,28 +110,24 @@ def test_an_answer_makes_up_for_earlier_failures(waits: list[float]) -> None:
             case answer:
                 return answer
 
-    async def scenario(_: Ports, __: Pursuits) -> None:
+    async with pursuing() as (_, _):
         pursuits = Pursuits(approach, Loops(EventLog(), LOCAL.loops), LOCAL.join)
         pursuits.see("a:1")
         await turns(50)
         assert len(pursuits) == 0
         assert len(waits) == 4 and waits[0] == waits[3] < waits[1] and waits[2] == 3.0
 
-    run(scenario)
 
-
-def test_addresses_past_the_limit_are_not_called() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_addresses_past_the_limit_are_not_called() -> None:
+    async with pursuing() as (ports, pursuits):
         for number in range(MAX_ADDRESSES + 50):
             pursuits.see(f"a:{number}")
         await turns()
         assert len(pursuits) == len(ports.calls) == MAX_ADDRESSES
 
-    run(scenario)
 
-
-def test_past_the_limit_the_one_that_fails_most_makes_room(waits: list[float]) -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_past_the_limit_the_one_that_fails_most_makes_room(waits: list[float]) -> None:
+    async with pursuing() as (ports, pursuits):
         ports.answers["dead:1"] = PeerLost("gone")
         pursuits.see("dead:1")
         for number in range(MAX_ADDRESSES - 1):
@@ -161,11 +141,9 @@ def test_past_the_limit_the_one_that_fails_most_makes_room(waits: list[float]) -
         assert ports.calls["new:1"] == 1 and ports.calls["dead:1"] == called
         assert len(pursuits) == MAX_ADDRESSES
 
-    run(scenario)
 
-
-def test_a_dropped_address_may_be_seen_again() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_a_dropped_address_may_be_seen_again() -> None:
+    async with pursuing() as (ports, pursuits):
         pursuits.see("a:1")
         await turns()
         pursuits.drop("a:1")
@@ -175,11 +153,9 @@ def test_a_dropped_address_may_be_seen_again() -> None:
         await turns()
         assert (len(pursuits), ports.calls["a:1"]) == (1, 2)
 
-    run(scenario)
 
-
-def test_after_an_unexpected_error_an_address_is_called_again() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_after_an_unexpected_error_an_address_is_called_again() -> None:
+    async with pursuing() as (ports, pursuits):
         ports.answers["a:1"] = RuntimeError("a defect")
         pursuits.see("a:1")
         await turns()
@@ -189,11 +165,9 @@ def test_after_an_unexpected_error_an_address_is_called_again() -> None:
             await asyncio.sleep(0.01)
         assert ports.calls["a:1"] == 2
 
-    run(scenario)
 
-
-def test_nothing_is_called_after_the_end() -> None:
-    async def scenario(ports: Ports, pursuits: Pursuits) -> None:
+async def test_nothing_is_called_after_the_end() -> None:
+    async with pursuing() as (ports, pursuits):
         ports.answers["a:1"] = 0.0
         pursuits.see("a:1")
         await turns(50)
@@ -201,5 +175,3 @@ def test_nothing_is_called_after_the_end() -> None:
         called = ports.calls["a:1"]
         await turns(50)
         assert 1 < called == ports.calls["a:1"]
-
-    run(scenario)

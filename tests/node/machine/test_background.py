@@ -47,56 +47,47 @@ async def ended(task: "asyncio.Task[None]") -> None:
     _ = await asyncio.gather(task, return_exceptions=True)
 
 
-def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        events, work = EventLog(), Work()
-        loops = Loops(events, TIMING)
-        with caplog.at_level(logging.ERROR):
-            task = loops.keep(work.run, "the work")
-            await until(lambda: work.begun >= 3)
-        assert "the work ended by an error" in loops.trouble()
-        assert kinds(events) == ["loop_ended"]
-        assert len([r for r in caplog.records if r.exc_info]) == 1  # though each text differs
-        assert "Traceback" not in events.held()[0].text
-        work.broken = False
-        await until(lambda: not loops.trouble())
-        assert kinds(events) == ["loop_ended", "loop_recovered"]
-        assert work.turns > 3
+async def test_a_loop_begins_again_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    events, work = EventLog(), Work()
+    loops = Loops(events, TIMING)
+    with caplog.at_level(logging.ERROR):
+        task = loops.keep(work.run, "the work")
+        await until(lambda: work.begun >= 3)
+    assert "the work ended by an error" in loops.trouble()
+    assert kinds(events) == ["loop_ended"]
+    assert len([r for r in caplog.records if r.exc_info]) == 1  # though each text differs
+    assert "Traceback" not in events.held()[0].text
+    work.broken = False
+    await until(lambda: not loops.trouble())
+    assert kinds(events) == ["loop_ended", "loop_recovered"]
+    assert work.turns > 3
+    await ended(task)
+
+
+async def test_work_that_returns_is_done() -> None:
+    loops = Loops(EventLog(), LOCAL.loops)
+    await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 60)
+    assert loops.trouble() == ""
+
+
+async def test_cancelling_ends_the_work_and_the_trouble() -> None:
+    closed: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    broken = Work()
+    loops = Loops(EventLog(), TIMING)
+    tasks = [loops.keep(work, "one"), loops.keep(broken.run, "other")]
+    await until(loops.trouble)
+    for task in tasks:
         await ended(task)
-
-    asyncio.run(story())
-
-
-def test_work_that_returns_is_done() -> None:
-    async def story() -> None:
-        loops = Loops(EventLog(), LOCAL.loops)
-        await asyncio.wait_for(loops.keep(lambda: asyncio.sleep(0), "it"), 60)
-        assert loops.trouble() == ""
-
-    asyncio.run(story())
-
-
-def test_cancelling_ends_the_work_and_the_trouble() -> None:
-    async def story() -> None:
-        closed: list[bool] = []
-
-        async def work() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                closed.append(True)
-
-        broken = Work()
-        loops = Loops(EventLog(), TIMING)
-        tasks = [loops.keep(work, "one"), loops.keep(broken.run, "other")]
-        await until(loops.trouble)
-        for task in tasks:
-            await ended(task)
-        assert closed == [True]
-        assert loops.trouble() == ""
-        assert all(task.cancelled() for task in tasks)
-
-    asyncio.run(story())
+    assert closed == [True]
+    assert loops.trouble() == ""
+    assert all(task.cancelled() for task in tasks)
 
 
 def test_a_loop_carries_no_request_of_whoever_began_it() -> None:

@@ -1,8 +1,8 @@
 """Claims on placements: turns by model, lost heads, and what the next head goes on with."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -56,24 +56,20 @@ class SlowStages(FakeStages):
         return await super().load(node, spec, progress)
 
 
-def run(scenario: Callable[[Claims, Placements], Awaitable[None]], stages: FakeStages) -> None:
-    async def play() -> None:
-        facts, events = FakeFacts(), EventLog()
-        placements = Placements(stages, facts, LOCAL.placements, events)
-        async with asyncio.timeout(60):
-            await scenario(
-                Claims(placements, facts, events, LOCAL.placements, leads=True), placements
-            )
-            await placements.close()
-
-    asyncio.run(play())
+@asynccontextmanager
+async def leading(stages: FakeStages) -> AsyncGenerator[tuple[Claims, Placements]]:
+    facts, events = FakeFacts(), EventLog()
+    placements = Placements(stages, facts, LOCAL.placements, events)
+    async with asyncio.timeout(60):
+        yield Claims(placements, facts, events, LOCAL.placements, leads=True), placements
+        await placements.close()
 
 
 # -------------------------------------------------------------------------- turns
 
 
-def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -> None:
-    async def scenario(claims: Claims, _p: Placements) -> None:
+async def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -> None:
+    async with leading(SlowStages()) as (claims, _):
         waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(9)]
         await asyncio.sleep(0.05)
         got = await asyncio.wait_for(placed(claims.acquire(asked(OTHER))), 60)
@@ -81,8 +77,6 @@ def test_requests_that_wait_for_one_model_to_load_are_in_no_other_models_way() -
         for each in waiting:
             _ = each.cancel()
         _ = await asyncio.gather(*waiting, return_exceptions=True)
-
-    run(scenario, SlowStages())
 
 
 def test_a_turn_comes_in_the_order_of_arrival_when_another_ends() -> None:
@@ -126,8 +120,8 @@ def test_those_in_the_background_wait_for_all_others() -> None:
     assert turns.present == 0
 
 
-def test_a_request_in_the_background_is_one_at_the_head() -> None:
-    async def scenario(claims: Claims, _p: Placements) -> None:
+async def test_a_request_in_the_background_is_one_at_the_head() -> None:
+    async with leading(FakeStages()) as (claims, _):
         entered = list[bool]()
         enter = Turns.enter
 
@@ -143,8 +137,6 @@ def test_a_request_in_the_background_is_one_at_the_head() -> None:
                 _ = await placed(claims.acquire(one))
         assert entered == [True, False]
 
-    run(scenario, FakeStages())
-
 
 def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:
     turns = Turns(running=1, waiting=1)
@@ -153,8 +145,8 @@ def test_an_answer_that_was_lost_runs_on_at_once_however_many_wait() -> None:
     assert turns.enter(had=True).runs
 
 
-def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
-    async def scenario(claims: Claims, _p: Placements) -> None:
+async def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
+    async with leading(SlowStages()) as (claims, _):
         most = MAX_RUNNING + MAX_WAITING
         waiting = [asyncio.ensure_future(placed(claims.acquire(asked()))) for _ in range(most)]
         await asyncio.sleep(0.1)
@@ -164,14 +156,12 @@ def test_more_than_may_run_and_wait_are_refused_while_the_model_loads() -> None:
             _ = each.cancel()
         _ = await asyncio.gather(*waiting, return_exceptions=True)
 
-    run(scenario, SlowStages())
-
 
 # -------------------------------------------------------------------------- heads
 
 
-def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
-    async def scenario(claims: Claims, placements: Placements) -> None:
+async def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
+    async with leading(FakeStages()) as (claims, placements):
         events = claims.acquire(asked())
         got = await placed(events)
         record = placements.find(PlacementId(got.placement))
@@ -183,19 +173,15 @@ def test_a_claim_ends_where_another_node_becomes_the_head() -> None:
         assert record.activity.requests == 0
         assert placements.records == []
 
-    run(scenario, FakeStages())
 
-
-def test_so_does_one_that_waits_for_a_load() -> None:
-    async def scenario(claims: Claims, placements: Placements) -> None:
+async def test_so_does_one_that_waits_for_a_load() -> None:
+    async with leading(SlowStages()) as (claims, placements):
         waiting = asyncio.ensure_future(placed(claims.acquire(asked())))
         await asyncio.sleep(0.05)
         claims.let_go()
         await placements.let_go()
         with pytest.raises(HeadGone):
             _ = await waiting
-
-    run(scenario, SlowStages())
 
 
 @dataclass
@@ -242,61 +228,48 @@ async def acquired(claim: Claim, resumes: pb.Resumption | None = None) -> pb.Pla
     raise AssertionError("no placement")
 
 
-def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
-    async def scenario() -> None:
-        heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="p"))])
-        claim = Claim(heads, REQUEST, LOCAL.chat)
-        assert (await acquired(claim)).placement == "p"
-        heads.lost.set()
-        async with asyncio.timeout(60):
-            while len(heads.asked) < 2:
-                await asyncio.sleep(0.01)
-        assert [each.holding for each in heads.asked] == ["", "p"]
-        await claim.close()
-        assert heads.closed == 2
-
-    asyncio.run(scenario())
+async def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
+    heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="p"))])
+    claim = Claim(heads, REQUEST, LOCAL.chat)
+    assert (await acquired(claim)).placement == "p"
+    heads.lost.set()
+    async with asyncio.timeout(60):
+        while len(heads.asked) < 2:
+            await asyncio.sleep(0.01)
+    assert [each.holding for each in heads.asked] == ["", "p"]
+    await claim.close()
+    assert heads.closed == 2
 
 
-def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
-    async def scenario() -> None:
-        heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
-        claim = Claim(heads, REQUEST, LOCAL.chat)
-        _ = await acquired(claim)
-        heads.lost.set()
-        async with asyncio.timeout(60):
-            while heads.closed < 2:
-                await asyncio.sleep(0.01)
-        claim.tell(pb.AttemptReport(placement="p", well=True))
-        await claim.close()
-
-    asyncio.run(scenario())
+async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
+    heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
+    claim = Claim(heads, REQUEST, LOCAL.chat)
+    _ = await acquired(claim)
+    heads.lost.set()
+    async with asyncio.timeout(60):
+        while heads.closed < 2:
+            await asyncio.sleep(0.01)
+    claim.tell(pb.AttemptReport(placement="p", well=True))
+    await claim.close()
 
 
-def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
-    async def scenario() -> None:
-        heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
-        heads.lost.set()
-        claim = Claim(heads, REQUEST, LOCAL.chat)
-        lost = pb.Resumption(why="gone", attempt=2, broken="p", connections=1, gone=[1])
-        assert (await acquired(claim, lost)).placement == "q"
-        assert heads.asked[0].resumes == lost
-        await claim.close()
-
-    asyncio.run(scenario())
+async def test_what_was_lost_is_told_to_whichever_head_answers() -> None:
+    heads = TwoHeads([pb.AcquireEvent(placed=pb.Placed(placement="q"))])
+    heads.lost.set()
+    claim = Claim(heads, REQUEST, LOCAL.chat)
+    lost = pb.Resumption(why="gone", attempt=2, broken="p", connections=1, gone=[1])
+    assert (await acquired(claim, lost)).placement == "q"
+    assert heads.asked[0].resumes == lost
+    await claim.close()
 
 
-def test_a_request_that_finds_no_head_is_told_so() -> None:
+async def test_a_request_that_finds_no_head_is_told_so() -> None:
     timing = replace(LOCAL.chat, fresh_within_s=0.0)
-
-    async def scenario() -> None:
-        heads = TwoHeads([HeadGone("not the head")])
-        heads.lost.set()
-        with pytest.raises(PeerLost, match="no head that answers") as raised:
-            _ = await acquired(Claim(heads, REQUEST, timing))
-        assert raised.value.code == "peer_lost"
-
-    asyncio.run(scenario())
+    heads = TwoHeads([HeadGone("not the head")])
+    heads.lost.set()
+    with pytest.raises(PeerLost, match="no head that answers") as raised:
+        _ = await acquired(Claim(heads, REQUEST, timing))
+    assert raised.value.code == "peer_lost"
 
 
 # ----------------------------------------------------------------------- adoption
@@ -310,53 +283,45 @@ def same(stage: Endpoint) -> Endpoint:
     return stage
 
 
-def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
-    async def scenario() -> None:
-        stages = Cluster()
-        old = Placements(stages, stages, LOCAL.placements)
-        options = PlanOptions(min_nodes=3, max_nodes=3)
-        record = await old.place(DEMO, options, spares=1)
-        async with asyncio.timeout(60):
-            while [s.status for s in record.spares] != ["ready"] * 3:
-                await asyncio.sleep(0)
-        [told] = over_the_wire([record])
-        await old.let_go()
-        stages.calls.clear()
-        new = Placements(stages, stages, LOCAL.placements)
-        adopted = record_of(told, packaged_cards()[DEMO], same)
-        assert adopted is not None
-        assert new.adopt(adopted)
-        assert await new.ensure(DEMO) is adopted
-        await asyncio.sleep(0.05)
-        assert adopted.status == "ready"
-        assert stages.calls == [], "nothing was loaded, nothing unloaded"
-        assert [e.node for e in adopted.endpoints] == [e.node for e in record.endpoints]
-        assert {(s.stage, s.node) for s in adopted.spares} == {
-            (s.stage, s.node) for s in record.spares
-        }
-        assert adopted.kernels() == record.kernels()
-        assert (adopted.options, adopted.spares_wanted) == (options, 1)
-        await new.close()
-
-    asyncio.run(scenario())
+async def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
+    stages = Cluster()
+    old = Placements(stages, stages, LOCAL.placements)
+    options = PlanOptions(min_nodes=3, max_nodes=3)
+    record = await old.place(DEMO, options, spares=1)
+    async with asyncio.timeout(60):
+        while [s.status for s in record.spares] != ["ready"] * 3:
+            await asyncio.sleep(0)
+    [told] = over_the_wire([record])
+    await old.let_go()
+    stages.calls.clear()
+    new = Placements(stages, stages, LOCAL.placements)
+    adopted = record_of(told, packaged_cards()[DEMO], same)
+    assert adopted is not None
+    assert new.adopt(adopted)
+    assert await new.ensure(DEMO) is adopted
+    await asyncio.sleep(0.05)
+    assert adopted.status == "ready"
+    assert stages.calls == [], "nothing was loaded, nothing unloaded"
+    assert [e.node for e in adopted.endpoints] == [e.node for e in record.endpoints]
+    assert {(s.stage, s.node) for s in adopted.spares} == {(s.stage, s.node) for s in record.spares}
+    assert adopted.kernels() == record.kernels()
+    assert (adopted.options, adopted.spares_wanted) == (options, 1)
+    await new.close()
 
 
-def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one() -> None:
-    async def scenario() -> None:
-        stages = Cluster()
-        old = Placements(stages, stages, LOCAL.placements)
-        record = await old.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
-        [told] = over_the_wire([record])
-        _ = stages.lose(record, 1)
-        new = Placements(stages, stages, LOCAL.placements)
-        adopted = record_of(told, packaged_cards()[DEMO], same)
-        assert adopted is not None and new.adopt(adopted)
-        async with asyncio.timeout(60):
-            while (adopted.endpoints[1].node, 1) not in stages.up or adopted.status != "ready":
-                await asyncio.sleep(0)
-        await new.close()
-
-    asyncio.run(scenario())
+async def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one() -> None:
+    stages = Cluster()
+    old = Placements(stages, stages, LOCAL.placements)
+    record = await old.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
+    [told] = over_the_wire([record])
+    _ = stages.lose(record, 1)
+    new = Placements(stages, stages, LOCAL.placements)
+    adopted = record_of(told, packaged_cards()[DEMO], same)
+    assert adopted is not None and new.adopt(adopted)
+    async with asyncio.timeout(60):
+        while (adopted.endpoints[1].node, 1) not in stages.up or adopted.status != "ready":
+            await asyncio.sleep(0)
+    await new.close()
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -367,21 +332,18 @@ def test_stages_with_a_gap_make_no_placement(first: int) -> None:
     assert record_of(told, packaged_cards()[DEMO], same) is None
 
 
-def test_of_two_placements_of_a_model_the_heads_own_stays() -> None:
-    async def scenario() -> None:
-        stages = Cluster()
-        other, own = (
-            Placements(stages, stages, LOCAL.placements),
-            Placements(stages, stages, LOCAL.placements),
-        )
-        [told] = over_the_wire([await other.place(DEMO, PlanOptions())])
-        kept = await own.place(DEMO, PlanOptions())
-        loser = record_of(told, packaged_cards()[DEMO], same)
-        assert loser is not None and not own.adopt(loser)
-        assert own.records == [kept]
-        await own.close()
-
-    asyncio.run(scenario())
+async def test_of_two_placements_of_a_model_the_heads_own_stays() -> None:
+    stages = Cluster()
+    other, own = (
+        Placements(stages, stages, LOCAL.placements),
+        Placements(stages, stages, LOCAL.placements),
+    )
+    [told] = over_the_wire([await other.place(DEMO, PlanOptions())])
+    kept = await own.place(DEMO, PlanOptions())
+    loser = record_of(told, packaged_cards()[DEMO], same)
+    assert loser is not None and not own.adopt(loser)
+    assert own.records == [kept]
+    await own.close()
 
 
 def test_the_last_word_of_a_head_outlives_it_until_it_is_adopted() -> None:
@@ -397,8 +359,8 @@ def test_the_last_word_of_a_head_outlives_it_until_it_is_adopted() -> None:
     assert not held.names("p"), "a newer head's word counts"
 
 
-def test_a_claim_keeps_its_placement_in_use() -> None:
-    async def scenario(claims: Claims, placements: Placements) -> None:
+async def test_a_claim_keeps_its_placement_in_use() -> None:
+    async with leading(FakeStages()) as (claims, placements):
         events = claims.acquire(asked())
         got = await placed(events)
         assert got.stages[0].node == NODE
@@ -406,5 +368,3 @@ def test_a_claim_keeps_its_placement_in_use() -> None:
         assert record.activity.requests == 1
         await events.aclose()
         assert record.activity.requests == 0
-
-    run(scenario, FakeStages())

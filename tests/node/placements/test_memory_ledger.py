@@ -113,66 +113,59 @@ class Machines:
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
-def test_models_that_load_at_once_are_as_many_as_fit(room: int) -> None:
-    async def scenario() -> None:
-        machines = Machines(WHOLE * room + WHOLE // 4, seed=room)
-        alone = PlanOptions(context=512, max_nodes=1)
-        works = (machines.placements.place(model, alone) for model in MODELS)
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
-        placed = [one for one in outcomes if not isinstance(one, BaseException)]
-        assert len(placed) == min(2 * room, len(MODELS))
-        assert all(isinstance(o, InsufficientMemory) for o in outcomes if o not in placed)
-        machines.check()
-
-    asyncio.run(scenario())
+async def test_models_that_load_at_once_are_as_many_as_fit(room: int) -> None:
+    machines = Machines(WHOLE * room + WHOLE // 4, seed=room)
+    alone = PlanOptions(context=512, max_nodes=1)
+    works = (machines.placements.place(model, alone) for model in MODELS)
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    placed = [one for one in outcomes if not isinstance(one, BaseException)]
+    assert len(placed) == min(2 * room, len(MODELS))
+    assert all(isinstance(o, InsufficientMemory) for o in outcomes if o not in placed)
+    machines.check()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_sequence_leaves_a_promise_behind(seed: int) -> None:
+async def test_no_sequence_leaves_a_promise_behind(seed: int) -> None:
     """Place, fail, cancel, lose, remove in any order and at once."""
-
-    async def scenario() -> None:
-        machines = Machines(WHOLE * 2 + WHOLE // 4, seed, failing=0.2)
-        placements, chance = machines.placements, machines.random
-        works: set[asyncio.Task[object]] = set()
-        for _ in range(120):
-            model = chance.choice(MODELS)
-            records = [r for r in placements.records if r.card.id == model]
-            match chance.randrange(6):
-                case 0 | 1:
-                    spares = chance.randrange(2)
-                    options = PlanOptions(context=512, min_nodes=chance.choice([1, 1, 2]))
-                    works.add(asyncio.create_task(placements.place(model, options, spares)))
-                case 2:
-                    works.add(asyncio.create_task(placements.ensure(model)))
-                case 3 if works:
-                    _ = chance.choice(list(works)).cancel()
-                case 4 if records:
-                    works.add(asyncio.create_task(placements.remove(records[0].id)))
-                case 5 if records:
-                    placements.lost(records[0].id, 0, "as asked")
-                case _:
-                    pass
-            for _ in range(chance.randrange(8)):
-                await asyncio.sleep(0)
-            _ = machines.view(model)
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
-        for one in outcomes:
-            assert isinstance(one, ExoNodeError | asyncio.CancelledError) or not isinstance(
-                one, BaseException
-            ), repr(one)
-        while restoring := [r.restoring for r in placements.records if r.restoring is not None]:
-            _ = await asyncio.wait(restoring)
-        promises = promised(placements.records)
-        ready = {r.card.id for r in placements.records if r.status == "ready"}
-        assert {model for of_node in promises.values() for model in of_node} == ready
-        for record in placements.records:
-            if record.status == "ready":
-                await placements.remove(record.id)
-        assert not any(promised(placements.records).values())
-        await placements.close()
-
-    asyncio.run(scenario())
+    machines = Machines(WHOLE * 2 + WHOLE // 4, seed, failing=0.2)
+    placements, chance = machines.placements, machines.random
+    works: set[asyncio.Task[object]] = set()
+    for _ in range(120):
+        model = chance.choice(MODELS)
+        records = [r for r in placements.records if r.card.id == model]
+        match chance.randrange(6):
+            case 0 | 1:
+                spares = chance.randrange(2)
+                options = PlanOptions(context=512, min_nodes=chance.choice([1, 1, 2]))
+                works.add(asyncio.create_task(placements.place(model, options, spares)))
+            case 2:
+                works.add(asyncio.create_task(placements.ensure(model)))
+            case 3 if works:
+                _ = chance.choice(list(works)).cancel()
+            case 4 if records:
+                works.add(asyncio.create_task(placements.remove(records[0].id)))
+            case 5 if records:
+                placements.lost(records[0].id, 0, "as asked")
+            case _:
+                pass
+        for _ in range(chance.randrange(8)):
+            await asyncio.sleep(0)
+        _ = machines.view(model)
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    for one in outcomes:
+        assert isinstance(one, ExoNodeError | asyncio.CancelledError) or not isinstance(
+            one, BaseException
+        ), repr(one)
+    while restoring := [r.restoring for r in placements.records if r.restoring is not None]:
+        _ = await asyncio.wait(restoring)
+    promises = promised(placements.records)
+    ready = {r.card.id for r in placements.records if r.status == "ready"}
+    assert {model for of_node in promises.values() for model in of_node} == ready
+    for record in placements.records:
+        if record.status == "ready":
+            await placements.remove(record.id)
+    assert not any(promised(placements.records).values())
+    await placements.close()
 
 
 def test_a_model_takes_what_it_was_promised_or_what_it_uses() -> None:

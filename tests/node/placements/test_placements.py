@@ -86,42 +86,33 @@ class _Roomy(_Facts):
         return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
 
 
-def test_requests_that_come_together_share_one_load() -> None:
-    async def scenario() -> None:
-        stages = _Stages()
-        placements = Placements(stages, _Facts(), LOCAL.placements)
-        records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
-        assert {record.id for record in records} == {records[0].id}
-        assert stages.loaded == {records[0].id}
-
-    asyncio.run(scenario())
+async def test_requests_that_come_together_share_one_load() -> None:
+    stages = _Stages()
+    placements = Placements(stages, _Facts(), LOCAL.placements)
+    records = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
+    assert {record.id for record in records} == {records[0].id}
+    assert stages.loaded == {records[0].id}
 
 
-def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
-    async def scenario() -> None:
-        stages = _Stages()
-        placements = Placements(stages, _Facts(), LOCAL.placements)
-        records = await asyncio.gather(*(placements.place(DEMO, PlanOptions()) for _ in range(4)))
-        assert len({record.id for record in records}) == 4
-        assert stages.most == 1
-        assert [record.id for record in placements.records] == list(stages.loaded)
-        assert (await placements.ensure(DEMO)).id in stages.loaded
-
-    asyncio.run(scenario())
+async def test_placing_a_model_several_times_at_once_leaves_one_of_it() -> None:
+    stages = _Stages()
+    placements = Placements(stages, _Facts(), LOCAL.placements)
+    records = await asyncio.gather(*(placements.place(DEMO, PlanOptions()) for _ in range(4)))
+    assert len({record.id for record in records}) == 4
+    assert stages.most == 1
+    assert [record.id for record in placements.records] == list(stages.loaded)
+    assert (await placements.ensure(DEMO)).id in stages.loaded
 
 
 @pytest.mark.parametrize(("spares", "context"), [(0, 262_144), (1, DEFAULT_CONTEXT)])
-def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
+async def test_a_context_is_lengthened_unless_replicas_need_room_for_it(
     spares: int, context: int
 ) -> None:
-    async def scenario() -> None:
-        stages = _Stages()
-        placements = Placements(stages, _Roomy(), LOCAL.placements)
-        record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
-        assert record.plan.context_length == record.specs[0].context_length == context
-        assert not record.moved
-
-    asyncio.run(scenario())
+    stages = _Stages()
+    placements = Placements(stages, _Roomy(), LOCAL.placements)
+    record = await placements.place(ModelId("Qwen/Qwen3.6-35B-A3B"), PlanOptions(), spares)
+    assert record.plan.context_length == record.specs[0].context_length == context
+    assert not record.moved
 
 
 def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFixture) -> None:

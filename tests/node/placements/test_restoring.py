@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,17 +122,14 @@ class Cluster:
         return node
 
 
-Scenario = Callable[[Cluster, Placements, EventLog], Awaitable[None]]
-
-
-def play(scenario: Scenario, timing: PlacementTiming = AT_ONCE, **made: Any) -> None:
-    async def run() -> None:
-        cluster, events = Cluster(**made), EventLog()
-        placements = Placements(cluster, cluster, timing, events)
-        await scenario(cluster, placements, events)
-        await placements.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def playing(
+    timing: PlacementTiming = AT_ONCE, desired: DesiredPlacements | None = None, **made: Any
+) -> AsyncGenerator[tuple[Cluster, Placements, EventLog]]:
+    cluster, events = Cluster(**made), EventLog()
+    placements = Placements(cluster, cluster, timing, events, desired)
+    yield cluster, placements, events
+    await placements.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -151,8 +149,8 @@ def kinds(events: EventLog) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: int) -> None:
-    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+async def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: int) -> None:
+    async with playing() as (cluster, placements, events):
         record = await with_spares(placements)
         spares = {spare.stage: spare.node for spare in record.spares}
         lost = cluster.lose(record, stage)
@@ -169,11 +167,9 @@ def test_a_spare_takes_the_place_of_a_lost_stage_and_is_replaced_itself(stage: i
         assert cluster.calls[1].startswith(f"load {stage} on ")
         assert {"stage_lost", "replanned"} <= set(kinds(events))
 
-    play(scenario)
 
-
-def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE)
         before = [stage.node for stage in record.stages]
         lost = cluster.lose(record, 1)
@@ -184,13 +180,11 @@ def test_without_a_spare_only_the_lost_stage_is_loaded_anew() -> None:
         assert cluster.calls[0] == f"kill 1 on {lost[0]}", "what hangs holds memory"
         assert [s.node for s in record.stages] == [before[0], D, before[2]]
 
-    play(scenario)
 
-
-def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_too() -> None:
+async def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_too() -> None:
     """The membership may show a dead node as alive for a while, with most memory left."""
 
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE)
         cluster.silent = {D}
         lost = cluster.lose(record, 1)
@@ -203,11 +197,9 @@ def test_a_stage_is_loaded_elsewhere_where_the_node_that_it_would_go_to_is_gone_
         assert record.status == "ready"
         assert record.stages[1].node not in cluster.silent
 
-    play(scenario)
 
-
-def test_the_only_other_machine_dies_and_the_head_takes_its_stage() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_the_only_other_machine_dies_and_the_head_takes_its_stage() -> None:
+    async with playing(nodes=[A, B]) as (cluster, placements, _):
         record = await placements.place(DEMO, PlanOptions(min_nodes=2, max_nodes=2))
         gone = record.stages[1].node
         cluster.silent.add(gone)  # and it still counts as alive, with all its memory free
@@ -216,21 +208,17 @@ def test_the_only_other_machine_dies_and_the_head_takes_its_stage() -> None:
         assert await placements.ensure(DEMO) is record
         assert {stage.node for stage in record.stages} == {record.stages[0].node}
 
-    play(scenario, nodes=[A, B])
 
-
-def test_a_model_is_planned_anew_without_a_node_that_is_found_to_be_gone() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_model_is_planned_anew_without_a_node_that_is_found_to_be_gone() -> None:
+    async with playing() as (cluster, placements, _):
         cluster.silent = {A, B}
         record = await placements.ensure(DEMO)
         assert record.status == "ready"
         assert {stage.node for stage in record.stages} <= {C, D}
 
-    play(scenario)
 
-
-def test_a_node_that_died_takes_all_its_stages_and_spares_with_it() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_node_that_died_takes_all_its_stages_and_spares_with_it() -> None:
+    async with playing() as (cluster, placements, _):
         record = await with_spares(placements)
         gone = record.stages[2].node
         cluster.nodes.remove(gone)
@@ -240,11 +228,9 @@ def test_a_node_that_died_takes_all_its_stages_and_spares_with_it() -> None:
         assert gone not in {stage.node for stage in record.stages}
         assert gone not in {spare.node for spare in record.spares}
 
-    play(scenario)
 
-
-def test_a_spare_that_is_gone_too_is_passed_over() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_spare_that_is_gone_too_is_passed_over() -> None:
+    async with playing() as (cluster, placements, _):
         record = await with_spares(placements)
         spare = next(s.node for s in record.spares if s.stage == 1)
         cluster.up.discard((spare, 1))
@@ -253,13 +239,11 @@ def test_a_spare_that_is_gone_too_is_passed_over() -> None:
         assert await placements.ensure(DEMO) is record
         assert (record.stages[1].node, 1) in cluster.up
 
-    play(scenario)
 
-
-def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
+async def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
     """Here the loads of a third stage fail everywhere: two nodes are left, and fewer stages."""
 
-    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+    async with playing() as (cluster, placements, events):
         record = await placements.place(DEMO, THREE)
         gone = record.stages[1].node
         cluster.nodes = [node for node in cluster.nodes if node not in (gone, D)]
@@ -273,11 +257,9 @@ def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
         assert again is not record
         assert len(again.stages) == 2, "as many as are left, of the three that were asked for"
 
-    play(scenario)
 
-
-def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_the_count() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+async def test_after_three_failures_in_a_row_it_is_degraded_unless_an_answer_was_good() -> None:
+    async with playing() as (cluster, placements, events):
         record = await placements.place(DEMO, PlanOptions())
         for good in (True, True, False, False):
             _ = cluster.lose(record, 0)
@@ -293,11 +275,9 @@ def test_after_three_failures_in_a_row_it_is_degraded_and_a_good_answer_resets_t
         assert kinds(events).count("degraded") == 1
         assert (await placements.place(DEMO, PlanOptions())).status == "ready"
 
-    play(scenario)
 
-
-def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned() -> None:
+    async with playing() as (cluster, placements, _):
         record = await with_spares(placements)
         for stage in (1, 2):
             _ = cluster.lose(record, stage)
@@ -307,13 +287,11 @@ def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned() -> N
         moved = f"since then stage 1 moved to {one}, stage 2 moved to {two} (loss 2)"
         assert record.moved == moved
 
-    play(scenario)
 
-
-def test_losses_that_spares_make_up_for_count_a_third() -> None:
+async def test_losses_that_spares_make_up_for_count_a_third() -> None:
     """Nine in a row without a good answer between them, where nothing had to be loaded."""
 
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+    async with playing() as (cluster, placements, _):
         record = await with_spares(placements)
         for number in range(9):
             assert record.status == "ready", f"after {number}"
@@ -323,10 +301,8 @@ def test_losses_that_spares_make_up_for_count_a_third() -> None:
             await until(lambda: record.restoring is None)
         assert record.status == "degraded"
 
-    play(scenario)
 
-
-def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
+async def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paused: list[ModelId] = []
@@ -337,7 +313,7 @@ def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
 
     monkeypatch.setattr(failures.RestartBackoff, "pause_s", pause_s)
 
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+    async with playing() as (cluster, placements, _):
         for spares in (1, 0):
             assert paused == []
             record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=spares)
@@ -349,11 +325,13 @@ def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
                 assert await placements.ensure(DEMO) is record
         assert paused == [DEMO, DEMO]
 
-    play(scenario)
 
-
-def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, events: EventLog) -> None:
+async def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None:
+    async with playing(replace(AT_ONCE, settle_after_s=0.0), nodes=[A, B]) as (
+        cluster,
+        placements,
+        events,
+    ):
         record = await placements.place(DEMO, PlanOptions(min_nodes=2))
         gone = cluster.lose(record, 1)
         cluster.nodes.remove(gone)
@@ -377,8 +355,6 @@ def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None
         placements.tend()
         assert await placements.ensure(DEMO) is again, "it has lost nothing"
 
-    play(scenario, replace(AT_ONCE, settle_after_s=0.0), nodes=[A, B])
-
 
 def test_a_placement_that_moved_is_placed_anew_only_for_much_more_speed() -> None:
     def seconds(fast: float) -> str:
@@ -394,10 +370,10 @@ def test_a_placement_that_moved_is_placed_anew_only_for_much_more_speed() -> Non
     assert "ms a token are expected there" in seconds(2e11)
 
 
-def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
+async def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
     """A node that was stopped comes back with a runner whose place another one took."""
 
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+    async with playing() as (cluster, placements, _):
         record = await with_spares(placements)
         held = [(node, str(record.id), stage) for node, stage in sorted(cluster.up)]
         strange = [(B, "p-old", 0), (C, str(record.id), 7)]
@@ -407,11 +383,13 @@ def test_stages_that_nobody_uses_are_unloaded_and_no_others() -> None:
         assert set(cluster.calls) == {"unload 0 on b", "unload 7 on c"}
         assert len(cluster.up) == 6
 
-    play(scenario)
 
-
-def test_spares_are_loaded_once_the_interrupted_answer_speaks_again() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_spares_are_loaded_once_the_interrupted_answer_speaks_again() -> None:
+    async with playing(replace(AT_ONCE, answers_return_s=0.02, refill_poll_s=0.001)) as (
+        cluster,
+        placements,
+        _,
+    ):
         record = await with_spares(placements)
         gone = cluster.lose(record, 1)
         cluster.calls.clear()
@@ -424,21 +402,17 @@ def test_spares_are_loaded_once_the_interrupted_answer_speaks_again() -> None:
         record.activity.spoke_at = time.monotonic()
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
 
-    play(scenario, replace(AT_ONCE, answers_return_s=0.02, refill_poll_s=0.001))
 
-
-def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
-    async def scenario(_c: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_spares_that_no_node_has_room_for_are_missing_with_a_reason() -> None:
+    async with playing(nodes=[A]) as (_, placements, _):
         record = await placements.place(DEMO, PlanOptions(), spares=1)
         await until(lambda: bool(record.spares_missing))
         assert record.status == "ready"
         assert "no live node has room" in record.spares_missing
 
-    play(scenario, nodes=[A])
 
-
-def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE)
         node = record.stages[1].node
         cluster.nodes.remove(node)  # it takes nothing new, and its runner still answers
@@ -449,11 +423,9 @@ def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
         loads = [call for call in cluster.calls if call.startswith("load")]
         assert loads == ["load 1 on d"], "once, and before the stage changes over"
 
-    play(scenario)
 
-
-def test_moves_off_leaving_nodes_are_no_failures() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_moves_off_leaving_nodes_are_no_failures() -> None:
+    async with playing(nodes=[NodeId(name) for name in "abcdef"]) as (cluster, placements, _):
         record = await placements.place(DEMO, PlanOptions(max_nodes=1))
         for _ in range(failures.MAX_FAILURES + 1):
             node = record.stages[0].node
@@ -463,11 +435,9 @@ def test_moves_off_leaving_nodes_are_no_failures() -> None:
             await until(lambda: record.status in ("ready", "degraded"))
             assert record.status == "ready"
 
-    play(scenario, nodes=[NodeId(name) for name in "abcdef"])
 
-
-def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
+    async with playing(nodes=[A]) as (cluster, placements, _):
         record = await placements.place(DEMO, PlanOptions())
         node = record.stages[0].node
         cluster.nodes.clear()
@@ -475,11 +445,9 @@ def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
         await until(lambda: bool(record.spares_missing))
         assert (record.status, record.stages[0].node) == ("ready", node)
 
-    play(scenario, nodes=[A])
 
-
-def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
+    async with playing(replace(AT_ONCE, refill_every_s=0.0)) as (cluster, placements, _):
         cluster.broken = {D}
         record = await placements.place(DEMO, THREE, spares=1)
         await until(lambda: [spare.status for spare in record.spares] == ["failed"])
@@ -491,8 +459,6 @@ def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
         placements.tend()
         assert cluster.calls == [], "nothing is missing"
 
-    play(scenario, replace(AT_ONCE, refill_every_s=0.0))
-
 
 # ---------------------------------------------------------------------------- spares that follow
 
@@ -503,18 +469,16 @@ def pairs(record: LoadedPlacement) -> list[tuple[NodeId, NodeId]]:
     return [(stage.node, firsts[i]) for i, stage in enumerate(record.stages)]
 
 
-def test_every_stage_sends_its_first_spare_copies() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_every_stage_sends_its_first_spare_copies() -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE, spares=2)
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
         await until(lambda: len(cluster.followed) == 3)
         assert sorted(cluster.followed) == sorted(pairs(record))
 
-    play(scenario)
 
-
-def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE, spares=2)
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
         await until(lambda: len(cluster.followed) == 3)
@@ -526,11 +490,9 @@ def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None
         await until(lambda: bool(cluster.followed))
         assert cluster.followed[0] == (record.stages[1].node, second)
 
-    play(scenario)
 
-
-def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
+    async with playing() as (cluster, placements, _):
         cluster.why_not = "caches of kind X cannot be copied"
         record = await with_spares(placements)
         await until(lambda: all(spare.why_not for spare in record.spares))
@@ -538,11 +500,9 @@ def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
         await asyncio.sleep(0)
         assert len(cluster.followed) == 3
 
-    play(scenario)
 
-
-def test_a_spare_that_could_not_be_told_is_told_again() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_a_spare_that_could_not_be_told_is_told_again() -> None:
+    async with playing(replace(AT_ONCE, refill_every_s=0.0)) as (cluster, placements, _):
         record = await with_spares(placements)
         await until(lambda: all(spare.leader for spare in record.spares))
         record.spares[1].leader = None
@@ -550,41 +510,27 @@ def test_a_spare_that_could_not_be_told_is_told_again() -> None:
         await until(lambda: record.spares[1].leader is record.endpoints[1])
         assert len(cluster.followed) == 4
 
-    play(scenario, replace(AT_ONCE, refill_every_s=0.0))
 
-
-def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
-    async def scenario(cluster: Cluster, placements: Placements, _e: EventLog) -> None:
+async def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
+    async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=1)
         await until(lambda: [s.status for s in record.spares] == ["ready"])
         [spare] = record.spares
         await until(lambda: spare.leader is record.endpoints[0])
         assert cluster.followed == [(record.endpoints[0].node, spare.node)]
 
-    play(scenario)
-
 
 # ------------------------------------------------------------------------------ another head
 
 
-def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
-    wishes = DesiredPlacements()
-
-    async def old(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
-        placements = Placements(cluster, cluster, AT_ONCE, desired=wishes)
-        _ = await placements.place(DEMO, THREE, spares=1)
-        await placements.close()
-
-    async def new(cluster: Cluster, _p: Placements, _e: EventLog) -> None:
-        learnt = DesiredPlacements()
-        learnt.learn(wishes.told())
-        placements = Placements(cluster, cluster, AT_ONCE, desired=learnt)
-        record = await placements.ensure(DEMO)
+async def test_another_head_places_the_model_as_the_old_one_was_asked_to() -> None:
+    wishes, learnt = DesiredPlacements(), DesiredPlacements()
+    async with playing(desired=wishes) as (_, old, _):
+        _ = await old.place(DEMO, THREE, spares=1)
+    learnt.learn(wishes.told())
+    async with playing(desired=learnt) as (_, new, _):
+        record = await new.ensure(DEMO)
         assert len(record.stages) == 3
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
-        await placements.remove(record.id)
-        assert len((await placements.ensure(DEMO)).stages) == 1, "removed, and so forgotten"
-        await placements.close()
-
-    play(old)
-    play(new)
+        await new.remove(record.id)
+        assert len((await new.ensure(DEMO)).stages) == 1, "removed, and so forgotten"

@@ -89,47 +89,40 @@ def test_a_client_that_goes_away_is_a_cancellation(tmp_path: Path) -> None:
         asyncio.run(_during_an_answer(tmp_path, "client"))
 
 
-def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Path) -> None:
+async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Path) -> None:
     """Two answers on one runner that hangs: the first one's restoring drops the way to it."""
-
-    async def scenario() -> None:
-        key, identity = load_or_create_cluster_key(tmp_path), load_or_create_identity(tmp_path)
-        server, silent = grpc.aio.server(), _Silent()
-        peer_pb2_grpc.add_RunnerServicer_to_server(silent, server)
-        credentials = server_credentials(runner_credentials(identity.node, key))
-        port = server.add_secure_port("127.0.0.1:0", credentials)
-        await server.start()
-        channels = Channels(node_credentials(identity, key))
-        client = RunnerClient(channels)
-        endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
-        pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
-        _ = await asyncio.wait_for(silent.heard.wait(), 30)
-        await client.forget(endpoint)
-        with pytest.raises(PeerLost):
-            _ = await pinging
-        await channels.close()
-        await server.stop(grace=None)
-
-    asyncio.run(scenario())
+    key, identity = load_or_create_cluster_key(tmp_path), load_or_create_identity(tmp_path)
+    server, silent = grpc.aio.server(), _Silent()
+    peer_pb2_grpc.add_RunnerServicer_to_server(silent, server)
+    credentials = server_credentials(runner_credentials(identity.node, key))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    channels = Channels(node_credentials(identity, key))
+    client = RunnerClient(channels)
+    endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
+    pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
+    _ = await asyncio.wait_for(silent.heard.wait(), 30)
+    await client.forget(endpoint)
+    with pytest.raises(PeerLost):
+        _ = await pinging
+    await channels.close()
+    await server.stop(grace=None)
 
 
-def test_a_load_whose_caller_is_gone_leaves_no_task_behind() -> None:
-    async def story() -> None:
-        events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
-        load = asyncio.create_task(asyncio.sleep(60))
+async def test_a_load_whose_caller_is_gone_leaves_no_task_behind() -> None:
+    events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
+    load = asyncio.create_task(asyncio.sleep(60))
 
-        async def follow() -> None:
-            async for _ in control_server._until_done(load, events):  # pyright: ignore[reportPrivateUsage]
-                pass
+    async def follow() -> None:
+        async for _ in control_server._until_done(load, events):  # pyright: ignore[reportPrivateUsage]
+            pass
 
-        before = asyncio.all_tasks()
-        caller = asyncio.create_task(follow())
-        await asyncio.sleep(0.05)
-        assert len(asyncio.all_tasks() - before) == 2
-        _ = caller.cancel()
-        _ = await asyncio.gather(caller, return_exceptions=True)
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == before
-        _ = load.cancel()
-
-    asyncio.run(story())
+    before = asyncio.all_tasks()
+    caller = asyncio.create_task(follow())
+    await asyncio.sleep(0.05)
+    assert len(asyncio.all_tasks() - before) == 2
+    _ = caller.cancel()
+    _ = await asyncio.gather(caller, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    _ = load.cancel()

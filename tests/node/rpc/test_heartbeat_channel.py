@@ -44,36 +44,33 @@ def _http() -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("exo_node.v1.Control", {"Http": handler})
 
 
-def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        identity = load_or_create_identity(tmp_path)
-        credentials = node_credentials(identity, load_or_create_cluster_key(tmp_path))
-        server = grpc.aio.server(options=[("grpc.max_concurrent_streams", STREAMS)])
-        peer_pb2_grpc.add_MembershipServicer_to_server(_Membership(), server)
-        server.add_generic_rpc_handlers((_http(),))
-        port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
-        await server.start()
-        channels = Channels(credentials)
-        client, address = ControlClient(channels, LAN.cluster), f"127.0.0.1:{port}"
+async def test_heartbeats_pass_streams_that_wait_for_one_another(tmp_path: Path) -> None:
+    identity = load_or_create_identity(tmp_path)
+    credentials = node_credentials(identity, load_or_create_cluster_key(tmp_path))
+    server = grpc.aio.server(options=[("grpc.max_concurrent_streams", STREAMS)])
+    peer_pb2_grpc.add_MembershipServicer_to_server(_Membership(), server)
+    server.add_generic_rpc_handlers((_http(),))
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
+    await server.start()
+    channels = Channels(credentials)
+    client, address = ControlClient(channels, LAN.cluster), f"127.0.0.1:{port}"
 
-        async def follow() -> None:
-            async for _ in client.http(address, identity.node, pb.HttpRequest()):
-                pass
+    async def follow() -> None:
+        async for _ in client.http(address, identity.node, pb.HttpRequest()):
+            pass
 
-        streams = [asyncio.create_task(follow()) for _ in range(3 * STREAMS)]
-        await asyncio.sleep(0.5)
-        try:
-            beat = await client.exchange(address, identity.node, pb.Heartbeat(protocol=7))
-            assert beat.protocol == 7
-        finally:
-            for stream in streams:
-                _ = stream.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                _ = await asyncio.gather(*streams, return_exceptions=True)
-            await channels.close()
-            await server.stop(grace=None)
-
-    asyncio.run(scenario())
+    streams = [asyncio.create_task(follow()) for _ in range(3 * STREAMS)]
+    await asyncio.sleep(0.5)
+    try:
+        beat = await client.exchange(address, identity.node, pb.Heartbeat(protocol=7))
+        assert beat.protocol == 7
+    finally:
+        for stream in streams:
+            _ = stream.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            _ = await asyncio.gather(*streams, return_exceptions=True)
+        await channels.close()
+        await server.stop(grace=None)
 
 
 def test_a_connection_carries_every_request_that_http_may_forward() -> None:
