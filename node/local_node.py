@@ -39,7 +39,9 @@ class LocalNode:
         self.version = installed_version("exo-node")
         self.keyring = Keyring.load(settings)
         self.switches = Switches.of(settings)
-        self.library = ModelLibrary(models_folders(settings), offline=settings.offline)
+        self.library = ModelLibrary(
+            models_folders(settings), offline=settings.offline, cards=settings.cards_dir
+        )
         interfaces = own_interfaces()
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""

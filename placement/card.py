@@ -263,9 +263,8 @@ class ModelCard(BaseModel):
 
     def as_variant(self, variant: Variant) -> "ModelCard":
         """The card of one of `variants`: the same model in another format."""
-        size = variant.weight_bytes or self.weight_bytes * (2 * variant.bits + 1) // (
-            _SIXTEENTHS_PER_BYTE * (1 if self.fp8 else _BYTES[self.dtype])
-        )
+        stored = _SIXTEENTHS_PER_BYTE if self.fp8 else self._sixteenths[1]
+        size = variant.weight_bytes or self.weight_bytes * (2 * variant.bits + 1) // stored
         changes = {
             "id": variant.repository,
             "repository": variant.repository,

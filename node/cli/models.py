@@ -96,7 +96,9 @@ def this_machine(
     hardware = detect_hardware(
         settings.installed_distributions(), wanted.memory_limit, settings.visible_gpus()
     )
-    library = ModelLibrary(settings.models_folders(wanted), offline=wanted.offline)
+    library = ModelLibrary(
+        settings.models_folders(wanted), offline=wanted.offline, cards=wanted.cards_dir
+    )
     return wanted, library, view_of(hardware)
 
 

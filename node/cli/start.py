@@ -21,6 +21,7 @@ VARIABLES: Final = (
     "card's K), EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
     "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_PREFIX_CACHE_ENABLED=0 (read every prompt in full), "
     "EXO_BATCHING_ENABLED=0 (decode every request alone), "
+    "EXO_CARDS_DIR (a folder of your own cards), "
     "EXO_LOAD_TIMEOUT (seconds without progress in a load), "
     "EXO_KERNELS=mlx (no kernels of our own), EXO_TIMING=local (shorter waits, where all nodes are "
     "on one machine)."

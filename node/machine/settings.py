@@ -63,6 +63,10 @@ def _default_data_dir() -> Path:
     return platformdirs.user_data_path("exo-node", appauthor=False)
 
 
+def _default_cards_dir() -> Path:
+    return platformdirs.user_config_path("exo-node", appauthor=False) / "cards"
+
+
 Port = Annotated[int, BeforeValidator(as_port)]
 Host = Annotated[str, BeforeValidator(as_host)]
 DataDir = Annotated[Path, BeforeValidator(as_path)]
@@ -91,6 +95,7 @@ class Settings(BaseModel):
     grpc_port: Port = DEFAULT_GRPC_PORT
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
     data_dir: DataDir = Field(default_factory=_default_data_dir)
+    cards_dir: DataDir = Field(default_factory=_default_cards_dir)
     models_dirs: Annotated[tuple[Path, ...], BeforeValidator(as_folders)] = ()
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
     cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
@@ -152,6 +157,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "grpc_port": _Source("EXO_GRPC_PORT", "--grpc-port"),
     "interface": _Source("EXO_INTERFACE", "--interface"),
     "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
+    "cards_dir": _Source("EXO_CARDS_DIR"),
     "models_dirs": _Source("EXO_MODELS_DIR", "--models-dir"),
     "peers": _Source("EXO_PEER", "--peer"),
     "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),

@@ -8,4 +8,5 @@ on_this_machine.py: lists of models without a running node
 places.py: where models lie on this machine
 pulling.py: models brought and deleted by a command
 recommending.py: which models to propose
+user_cards.py: a person's own cards
 """

@@ -22,6 +22,7 @@ from ...shard.checkpoint.download import Progress, download
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.hub_cache import locate
 from .places import Place, Source, Stamp, from_cache, in_cache, in_folders, stamp
+from .user_cards import UserCards
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +45,30 @@ class KnownModel:
 class ModelLibrary:
     """Reads cards and headers; blocking methods are called through `asyncio.to_thread`."""
 
-    def __init__(self, folders: Sequence[Path] = (), *, offline: bool) -> None:
+    def __init__(
+        self, folders: Sequence[Path] = (), *, offline: bool, cards: Path | None = None
+    ) -> None:
+        """`cards`: a person's folder of cards, which win over those that ship."""
+        self._user = UserCards(cards)
         self._roots = tuple(folders)
         self._offline = offline
-        self._packaged = packaged_cards()
-        self._variants = {
+        self._shipping = packaged_cards()
+        self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
+        self._cards: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
+        self._broken: dict[ModelId, ExoNodeError] = {}
+
+    @property
+    def _packaged(self) -> Mapping[ModelId, ModelCard]:
+        """What ships, as a person's cards have changed and added to it."""
+        return self._user.over(self._shipping)
+
+    @property
+    def _variants(self) -> Mapping[ModelId, ModelCard]:
+        return {
             ModelId(variant.repository): card.as_variant(variant)
             for card in self._packaged.values()
             for variant in card.variants
         }
-        self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
-        self._cards: dict[Place, tuple[Stamp, KnownModel | ExoNodeError]] = {}
-        self._broken: dict[ModelId, ExoNodeError] = {}
 
     def scan(self) -> Mapping[ModelId, KnownModel]:
         """Every model on this disk, by id; one that cannot be used is named in `broken`. Blocks.
@@ -74,7 +87,9 @@ class ModelLibrary:
                 case fault:
                     broken[place.id] = fault
         self._cards = {place: kept for place, kept in self._cards.items() if place in places}
-        self._broken = broken
+        self._broken = broken | {
+            ModelId(name): fault for name, fault in self._user.faults().items()
+        }
         return known
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
@@ -149,7 +164,7 @@ class ModelLibrary:
 
     def _read(self, place: Place) -> KnownModel | ExoNodeError:
         """A place's model or what is wrong with it, read again where a file of it has changed."""
-        now = stamp(place.folder)
+        now = (stamp(place.folder), self._user.facts_of(place.id))
         kept = self._cards.get(place)
         if kept is None or kept[0] != now:
             try:
@@ -169,6 +184,7 @@ class ModelLibrary:
         config = read_config(folder)
         card_file = folder / CARD_FILE
         given = dict(read_card_file(card_file)) if card_file.exists() else {}
+        given |= self._user.facts_of(place.id)
         size = sum(
             path.stat().st_size
             for path in folder.rglob("*.safetensors")

@@ -65,7 +65,9 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
 
 def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
     """An id wins over a folder of the same name, unless `name` can only be a path."""
-    library = ModelLibrary(models_folders(settings), offline=settings.offline)
+    library = ModelLibrary(
+        models_folders(settings), offline=settings.offline, cards=settings.cards_dir
+    )
     folder = Path(name).expanduser()
     if not name.startswith(_PATH_STARTS):
         try:
@@ -80,7 +82,7 @@ def _find(name: str, settings: Settings) -> tuple[KnownModel, ModelLibrary]:
             "`exo-node models` lists",
             param="model",
         )
-    beside = ModelLibrary((folder.parent,), offline=settings.offline)
+    beside = ModelLibrary((folder.parent,), offline=settings.offline, cards=settings.cards_dir)
     return beside.get(ModelId(folder.name)), beside
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.placement.card import derive_card
+from exo_node.placement.card import ModelCard, derive_card
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import nearest_ids, packaged_cards, read_card_file
@@ -14,21 +14,22 @@ DEMO = ROOT / "shard" / "models" / "demo"
 KNOWN = [ModelId(name) for name in ("demo", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "llama")]
 
 
-def test_eight_cards_ship_and_each_declares_its_head() -> None:
+def test_nine_cards_ship_and_each_declares_its_head() -> None:
     drafts = {
         card.id: (card.native_mtp.default_k, card.native_mtp.max_k)
         for card in packaged_cards().values()
         if card.native_mtp is not None
     }
-    mixtures = {
+    others = {
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "Qwen/Qwen3.5-35B-A3B",
         "Qwen/Qwen3.6-35B-A3B",
         "deepseek-ai/DeepSeek-V3",
+        "mlx-community/Qwen3.5-9B-OptiQ-4bit",
         "zai-org/GLM-4.5-Air",
         "zai-org/GLM-4.6",
     }
-    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3)} | dict.fromkeys(mixtures, (1, 3))
+    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3)} | dict.fromkeys(others, (1, 3))
 
 
 def test_a_card_is_keyed_by_its_id_and_filed_under_it() -> None:
@@ -129,3 +130,24 @@ def test_no_more_ids_than_asked_and_an_endless_name_is_cut() -> None:
     assert len(nearest_ids("qwen", KNOWN, n=1)) == 1
     assert nearest_ids("q" * 10_000_000, KNOWN) == []
     assert nearest_ids("q" * 300 + "demo", KNOWN) == []
+
+
+def test_the_committed_schema_is_the_cards() -> None:
+    """`python -c "import json; from exo_node.placement.card import ModelCard;
+    print(json.dumps(ModelCard.model_json_schema(), indent=1))" > docs/card.schema.json`"""
+    committed = json.loads((ROOT / "docs" / "card.schema.json").read_text())
+    assert committed == json.loads(json.dumps(ModelCard.model_json_schema()))
+
+
+def test_published_quantisations_are_smaller_than_their_original_and_named_once() -> None:
+    cards = packaged_cards()
+    names = [variant.repository for card in cards.values() for variant in card.variants]
+    assert len(names) == len(set(names)) and not set(names) & set(cards)
+    for card in cards.values():
+        plain = [v.weight_bytes for v in card.variants if v.bits < (card.quantization or 16)]
+        assert all(size is None or size < card.weight_bytes for size in plain)
+        for variant in card.variants:
+            made = card.as_variant(variant)
+            assert (made.id, made.quantization) == (variant.repository, variant.bits)
+            assert (made.native_mtp is not None) == variant.head
+            assert 0.3 < made.weight_bytes * 16 / card.weight_bytes / variant.bits < 5
