@@ -1593,6 +1593,8 @@ class StageSpec(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -1645,6 +1647,10 @@ class StageSpec(_message.Message):
     """as `hidden_size`"""
     kernels: _builtins.str
     """"auto": ours where they are right and pay; "mlx": MLX's. As `path`"""
+    prefix_disk_bytes: _builtins.int
+    """for first turns that were read, on disk; 0: none. As `path`"""
+    prefix_folder: _builtins.str
+    """where those are. As `path`"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -1683,10 +1689,12 @@ class StageSpec(_message.Message):
         hidden_size: _builtins.int = ...,
         vocabulary: _builtins.int = ...,
         kernels: _builtins.str = ...,
+        prefix_disk_bytes: _builtins.int = ...,
+        prefix_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

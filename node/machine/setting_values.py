@@ -186,14 +186,23 @@ def as_switch(value: str | bool) -> bool:
 
 def as_memory(value: str | int) -> int:
     """Bytes from 12884901888, 12GB (decimal) or 12GiB (binary)."""
+    size = _as_bytes(value)
+    if size < _MIN_MEMORY:
+        raise ValueError(f"{value!r} is {size} bytes, too little for any model; give e.g. 12GB")
+    return size
+
+
+def as_disk(value: str | int) -> int:
+    """Bytes, as memory; 0 is none."""
+    return _as_bytes(value)
+
+
+def _as_bytes(value: str | int) -> int:
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(value).strip())
     unit = _BYTES.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{value!r} is no size; give bytes, or a size such as 12GB or 12GiB")
-    size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size < _MIN_MEMORY:
-        raise ValueError(f"{value!r} is {size} bytes, too little for any model; give e.g. 12GB")
-    return size
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def as_choice(choices: tuple[str, ...]) -> Callable[[str], str]:

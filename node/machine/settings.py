@@ -18,6 +18,7 @@ from ...placement.errors import InvalidSettings
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
+    as_disk,
     as_file,
     as_folders,
     as_host,
@@ -120,6 +121,7 @@ class Settings(BaseModel):
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
     prefix_cache_enabled: Switch = True
+    prefix_cache_disk: Annotated[int, BeforeValidator(as_disk)] = 0
     batching_enabled: Switch = True
 
 
@@ -177,6 +179,7 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "native_mtp_adaptive": _Source("EXO_NATIVE_MTP_ADAPTIVE"),
     "native_mtp_strict": _Source("EXO_NATIVE_MTP_STRICT"),
     "prefix_cache_enabled": _Source("EXO_PREFIX_CACHE_ENABLED"),
+    "prefix_cache_disk": _Source("EXO_PREFIX_CACHE_DISK"),
     "batching_enabled": _Source("EXO_BATCHING_ENABLED"),
     "load_timeout": _Source("EXO_LOAD_TIMEOUT"),
     "kernels": _Source("EXO_KERNELS"),

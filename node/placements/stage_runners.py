@@ -45,6 +45,7 @@ class LocalStages:
         )
         own = on_this_machine(spec, folder, self._settings)
         own.profile_folder = str(self._settings.data_dir / "profiles")
+        own.prefix_folder = str(self._settings.data_dir / "prefixes")
         checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
         return await self._profiling.load(
             own, checkpoint.fingerprint, lambda: self._supervisor.load(own, progress)

@@ -14,6 +14,7 @@ live.py: the attempts that run
 local.py: the Verifier of a model that is here whole
 options.py: what a stage's specification says of its engine
 prefix_cache.py: the state behind prompts that were read, for prompts that begin alike
+prefix_disk.py: prefixes on disk, for the next process
 probing.py: what is measured before the first request
 request.py: what the engine is asked
 request_limits.py: what a request may ask of a model

@@ -17,6 +17,7 @@ from .attempts import Attempt, Kept
 from .local import LocalVerifier, Target
 from .options import EngineOptions
 from .prefix_cache import PrefixCache
+from .prefix_disk import PrefixDisk
 from .request import EngineRequest
 
 
@@ -42,6 +43,7 @@ class Earlier:
         link: Link | None,
         sender: StateSender | None,
         copies: StateStore | None,
+        disk: PrefixDisk | None,
         clock: Callable[[], float],
     ) -> None:
         self._stage = stage
@@ -54,6 +56,7 @@ class Earlier:
         self._clock = clock
         self._kept: dict[str, Kept] = {}
         budget = options.prefix_cache_bytes if link is None else 0
+        self._disk = disk
         self.prefixes = PrefixCache(budget, stage.make_caches)
 
     def begin(
@@ -115,7 +118,15 @@ class Earlier:
         if not self.prefixes.enabled:
             return None
         self.prefixes.shrink(live_bytes())
-        found = self.prefixes.find(request.prompt, self._ends(request), drafts=request.k > 0)
+        prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
+        found = self.prefixes.find(prompt, ends, drafts=drafts)
+        beyond = found.position if found else 0
+        stored = self._disk and self._disk.find(prompt, ends, beyond, drafts=drafts)
+        if stored:
+            rows, caches = stored.position, stored.caches
+            self.prefixes.keep(prompt, ends, rows, caches, stored.drafter, self._turn_ends)
+            self.prefixes.shrink(live_bytes())
+            found = self.prefixes.find(prompt, ends, drafts=drafts)
         if found is None:
             return None
         return RequestState(found.caches, position=found.position, drafter=found.drafter)
@@ -130,6 +141,8 @@ class Earlier:
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
         caches = attempt.verifier.state.caches
         self.prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
+        if self._disk is not None:
+            self._disk.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
         self.prefixes.shrink(live_bytes())
 
     def _copied(self, request: EngineRequest) -> RequestState | None:

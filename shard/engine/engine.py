@@ -32,6 +32,7 @@ from .events import Delta, Done, EngineEvent
 from .live import LiveAttempts, Measured
 from .local import FamilyTarget, Target, WholeTarget
 from .options import EngineOptions
+from .prefix_disk import PrefixDisk
 from .probing import (
     Subject,
     probe_batch_identity,
@@ -65,6 +66,7 @@ class TextEngine:
         state_sender: StateSender | None = None,
         copies: StateStore | None = None,
         kernels: tuple[str, ...] = (),
+        prefix_disk: PrefixDisk | None = None,
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
@@ -72,6 +74,7 @@ class TextEngine:
         `state_sender`: what a spare of this stage is sent.
         `copies`: what this one, a spare, was sent.
         `kernels`: those of our own under the model, for the stats.
+        `prefix_disk`: where prefixes outlive this engine.
         """
         self._codec = codec
         self._stage = stage
@@ -92,7 +95,7 @@ class TextEngine:
         self._prompts = self._new_prompts()
         keeps = link is None and options.prefix_cache_bytes > 0
         turn_ends = codec.end_tokens if keeps else frozenset[int]()
-        self._earlier = self._new_earlier(turn_ends, link, copies)
+        self._earlier = self._new_earlier(turn_ends, link, copies, prefix_disk)
         self._live = LiveAttempts(
             self.drafting,
             self._earlier,
@@ -108,7 +111,11 @@ class TextEngine:
         """Measured by `probe`; "off" where no answers are decoded together."""
 
     def _new_earlier(
-        self, turn_ends: frozenset[int], link: Link | None, copies: StateStore | None
+        self,
+        turn_ends: frozenset[int],
+        link: Link | None,
+        copies: StateStore | None,
+        disk: PrefixDisk | None,
     ) -> Earlier:
         return Earlier(
             self._stage,
@@ -118,6 +125,7 @@ class TextEngine:
             link=link,
             sender=self._state_sender,
             copies=copies,
+            disk=disk,
             clock=self._clock,
         )
 

@@ -153,6 +153,29 @@ def test_a_second_turn_reads_only_what_is_new_and_its_ids_are_those_of_a_node_th
     assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
 
 
+def test_a_long_system_prompt_is_read_once_in_the_life_of_several_nodes(tmp_path: Path) -> None:
+    system = "Once upon a time a little dog lived in a house with a garden. " * 24
+    turns = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "Tell me a story."},
+    ]
+    answers: list[Any] = []
+    for _ in range(2):
+        with node(
+            tmp_path, "--no-mdns", "--dtype", "float32", env={"EXO_PREFIX_CACHE_DISK": "100MB"}
+        ) as running:
+            answers.append(running.chat("", messages=turns, max_tokens=16, return_token_ids=True))
+            eventually(lambda: any((tmp_path / "prefixes").glob("*/*.safetensors")), 120)
+            _ = running.stop()
+    cold, warm = (each["choices"][0] for each in answers)
+    assert warm["token_ids"] == cold["token_ids"]
+    cached = [each["generation_stats"]["cached_tokens"] for each in answers]
+    assert cached[0] == 0 and cached[1] > 256
+    drafts = ("proposed_draft_tokens", "accepted_draft_tokens")
+    mine, theirs = (each["generation_stats"] for each in answers)
+    assert [mine[name] for name in drafts] == [theirs[name] for name in drafts]
+
+
 def test_answers_at_once_share_their_steps_and_are_the_oracles(demo: Node) -> None:
     def ask(number: int) -> Any:
         row = ORACLE[number % len(ORACLE)]

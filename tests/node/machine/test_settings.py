@@ -79,6 +79,8 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_NATIVE_MTP_STRICT", "off", "native_mtp_strict", 0),
         ("EXO_NATIVE_MTP_STRICT", "8", "native_mtp_strict", 8),
         ("EXO_PREFIX_CACHE_ENABLED", "0", "prefix_cache_enabled", False),
+        ("EXO_PREFIX_CACHE_DISK", "0", "prefix_cache_disk", 0),
+        ("EXO_PREFIX_CACHE_DISK", "1.5GB", "prefix_cache_disk", 1_500_000_000),
         ("EXO_BATCHING_ENABLED", "0", "batching_enabled", False),
         ("EXO_LOAD_TIMEOUT", "3600", "load_timeout", 3600),
         ("EXO_TIMING", "Local", "timing", "local"),

@@ -49,10 +49,13 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         listen=["0.0.0.0", "8.8.8.8"],
         path="/etc",
         profile_folder="/tmp",
+        prefix_folder="/tmp",
+        prefix_disk_bytes=1 << 40,
         memory_limit_bytes=1,
     )
     _ = asyncio.run(stages.load(foreign, lambda _: None))
     (spec,) = supervisor.loaded
     assert list(spec.listen) == ["127.0.0.2"]
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
+    assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 0)
     assert spec.memory_limit_bytes == 0

@@ -22,7 +22,7 @@ from exo_node.node.runners.supervisor import Supervisor
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
 
-OWN = ("placement", "profile_folder", "listen", "measure_layers")
+OWN = ("placement", "profile_folder", "prefix_folder", "listen", "measure_layers")
 """What names one load, and where it listens and keeps its measurements: no answer depends on it."""
 
 

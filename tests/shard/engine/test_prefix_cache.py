@@ -4,16 +4,28 @@ A small model whose numbers depend on how many rows a forward has: a prefix that
 forwards than the cold prompt would show.
 """
 
-import functools
 import random
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request
+from engines import answer, load_quietly, request
 from models import DEMO
+from prefixes import (
+    ALIEN,
+    CHUNK,
+    FIRST,
+    OTHER,
+    ROOM,
+    SECOND,
+    SYSTEM,
+    TOKENS,
+    cold,
+    engine,
+    told,
+    turn,
+)
 from shims import by_rows, perturb
 from small import small_spec
 from zoo import VOCABULARY, tiny_config
@@ -25,60 +37,8 @@ from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.text.codec import TextCodec
-
-CHUNK = 160
-ROOM = 256 << 20
-END = 4095
-"""The tokenizer's end token."""
-TOKENS = 6
-GREEDY = Sampling()
-
-
-@functools.cache
-def hybrid() -> Loaded:
-    loaded = load_quietly(small_spec(native_mtp=True))
-    model: Any = loaded.model.model
-    assert perturb(model, by_rows, size=0.1) > 4
-    return loaded
-
-
-def engine(loaded: Loaded | None = None, room: int = ROOM, **changes: Any) -> TextEngine:
-    wanted = small_spec(
-        native_mtp=True, prefill_chunk=CHUNK, **({"prefix_cache_bytes": room} | changes)
-    )
-    return engine_of(loaded or hybrid(), wanted)
-
-
-@functools.cache
-def _cold(prompt: tuple[int, ...], k: int, tokens: int, sampling: Sampling) -> tuple[object, ...]:
-    return told(answer(engine(), request(prompt, k, tokens, sampling=sampling)))
-
-
-def cold(
-    prompt: Sequence[int], k: int, tokens: int = TOKENS, sampling: Sampling = GREEDY
-) -> tuple[object, ...]:
-    """The answer of an engine that never read anything before."""
-    return _cold(tuple(prompt), k, tokens, sampling)
-
-
-def turn(rows: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), END]
-
-
-def told(got: Answer) -> tuple[object, ...]:
-    drafts = [(r.drafted, r.accepted, r.forward) for r in got.rounds]
-    return got.ids, drafts
-
-
-SYSTEM = turn(300, 1)
-FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
-SECOND = [*SYSTEM, *turn(40, 2), 7, 8, *turn(30, 3), *turn(150, 4), 7, 8]
-OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
-ALIEN = [*turn(300, 6), *SECOND[300:]]
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])

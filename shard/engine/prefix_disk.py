@@ -1,0 +1,278 @@
+"""Prefixes on disk: what a prompt's first turn left, for the next process.
+
+One file for each prefix, in a folder for everything that decides its bits. A file that is not what
+it was when it was written is deleted and not used. Files tell what was asked as the caches of a
+running model do: they are readable by the node's user only, and nothing is written unless
+EXO_PREFIX_CACHE_DISK is set.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from ...mtp.drafters import DrafterState
+from ...mtp.rollback import TapedCache
+from ..checkpoint.files import draft
+from .cache_parts import Rows, has_rows, joined, rows_of
+from .prefix_cache import Prefix
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = "1"
+"""Another one where files of before would be misread."""
+MIN_ROWS: Final = 256
+"""A shorter first turn is read again as fast as a file."""
+_SUFFIX: Final = ".safetensors"
+_DRAFTER: Final = "drafter"
+_KINDS: Final = (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache, TapedCache)
+"""Caches whose state is numbers and arrays; a list of caches is not."""
+
+
+class PrefixDisk:
+    """All methods run on the compute thread; files are written by a thread of their own."""
+
+    def __init__(
+        self, root: Path, key: str, budget: int, make_caches: Callable[[], list[Any]]
+    ) -> None:
+        """`key` names all that decides a prefix's bits but its ids; `budget`: bytes of all files
+        below `root`. `make_caches`: one request's, empty.
+        """
+        self._root = root
+        self._folder = root / hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:32]
+        self._budget = budget
+        self._make_caches = make_caches
+        self._names = {path.stem for path in self._folder.glob(f"*{_SUFFIX}")}
+        self._writer = ThreadPoolExecutor(1, "prefix-disk")
+        self._writing: Future[None] | None = None
+        self._off = False
+
+    def find(
+        self, prompt: Sequence[int], ends: Sequence[int], beyond: int, *, drafts: bool
+    ) -> Prefix | None:
+        """The longest one of more than `beyond` rows; `ends` and `drafts` as `PrefixCache.find`."""
+        if not self._names:
+            return None
+        known = [(end, name) for end, name in _names(prompt, ends[:-1]) if name in self._names]
+        for end, name in reversed(known):
+            if end <= beyond:
+                break
+            found = self._read(name, end)
+            if found is not None and (found.drafter is not None or not drafts):
+                return found
+        return None
+
+    def keep(
+        self,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        rows: int,
+        caches: Sequence[Any],
+        drafter: DrafterState | None,
+        turn_ends: frozenset[int],
+    ) -> None:
+        """Writes what is behind the prompt's first turn, once; as `PrefixCache.keep`.
+
+        While one file is written no other one is begun.
+        """
+        first_turn = next((end for end in ends if prompt[end - 1] in turn_ends), 0)
+        if rows != first_turn or rows < MIN_ROWS or self._off:
+            return
+        if self._writing is not None and not self._writing.done():
+            return
+        if any(type(cache) not in _KINDS for cache in caches):
+            return
+        (*_, (_, name)) = _names(prompt, [end for end in ends if end <= rows])
+        path = self._folder / f"{name}{_SUFFIX}"
+        if name in self._names and (drafter is None or _has_drafter(path)):
+            return
+        tensors, metadata = _described(caches, drafter, rows)
+        if sum(each.nbytes for each in tensors.values()) > self._budget:
+            return
+        mx.eval(list(tensors.values()))
+        self._writing = self._writer.submit(self._write, path, tensors, metadata)
+        self._names.add(name)
+
+    def settle(self) -> None:
+        """Waits until what was kept is on disk."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
+        from safetensors.numpy import save
+
+        views = _views(tensors)
+        metadata["sha256"] = _digest(views)
+        data = save(views, metadata)
+        try:
+            for folder in (self._root, self._folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            _make_room(self._root, self._budget - len(data))
+            with draft(path, data) as written:
+                written.replace(path)
+        except OSError as fault:
+            # Answers do not depend on it; trying again at every prompt would only fill the log.
+            self._off = True
+            log.warning("prefixes are not written to disk any more: %s", fault.strerror)
+
+    def _read(self, name: str, rows: int) -> Prefix | None:
+        path = self._folder / f"{name}{_SUFFIX}"
+        try:
+            prefix = _loaded(path, self._make_caches(), rows)
+            os.utime(path)  # the least recently used goes first
+        except FileNotFoundError:
+            prefix = None  # another runner of this model made room
+        # MLX raises RuntimeError for a file that it cannot read.
+        except (OSError, RuntimeError, ValueError, KeyError) as fault:
+            log.warning("a prefix on disk cannot be used and is deleted: %s", fault)
+            path.unlink(missing_ok=True)
+            prefix = None
+        if prefix is None:
+            self._names.discard(name)
+        return prefix
+
+
+def _names(prompt: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Of the rows up to each end: a name that tells the ids and by which forwards they are read."""
+    digest = hashlib.sha256()
+    for begin, end in pairwise((0, *ends)):
+        digest.update(array("Q", [end, *prompt[begin:end]]).tobytes())
+        yield end, digest.copy().hexdigest()[:40]
+
+
+def _described(
+    caches: Sequence[Any], drafter: DrafterState | None, rows: int
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The arrays of a prefix by name, lazy, and what is needed to read them."""
+    tensors: dict[str, mx.array] = {}
+    layers = [_layer(cache, rows, f"{number}.", tensors) for number, cache in enumerate(caches)]
+    described: dict[str, Any] = {"rows": rows, "layers": layers, "drafter": None}
+    if drafter is not None:
+        cache = _layer(drafter.cache, drafter.rows, f"{_DRAFTER}.cache.", tensors)
+        described["drafter"] = {"rows": drafter.rows, "cache": cache}
+        hiddens = {"read": drafter.read, "pending": drafter.pending, "ahead": drafter.ahead}
+        tensors |= {f"{_DRAFTER}.{n}": each for n, each in hiddens.items() if each is not None}
+    bfloat16 = [name for name, each in tensors.items() if each.dtype == mx.bfloat16]
+    for name in tensors:
+        tensors[name] = mx.contiguous(tensors[name])
+    for name in bfloat16:  # which NumPy does not have
+        tensors[name] = tensors[name].view(mx.uint16)
+    return tensors, {"prefix": json.dumps(described | {"bfloat16": bfloat16})}
+
+
+def _layer(cache: Any, rows: int, begin: str, tensors: dict[str, mx.array]) -> Any:
+    """Adds a cache's arrays to `tensors`; returns the rest of it, as JSON has it."""
+    if not has_rows(cache):
+        return _plain(cache.state, begin, tensors)
+    if cache.keys is None or not rows:
+        return {"room": 0, "arrays": []}
+    kept = rows_of(cache, 0, rows)
+    names = [f"{begin}{index}" for index in range(len(kept.arrays))]
+    tensors |= dict(zip(names, kept.arrays, strict=True))
+    return {"room": kept.room, "arrays": names}
+
+
+def _plain(state: Any, begin: str, tensors: dict[str, mx.array]) -> Any:
+    """A state with the names of its arrays in their places."""
+    if isinstance(state, mx.array):
+        name = f"{begin}{len(tensors)}"
+        tensors[name] = state
+        return {"array": name}
+    if isinstance(state, (list, tuple)):
+        return [_plain(each, begin, tensors) for each in cast("Sequence[Any]", state)]
+    assert state is None or isinstance(state, (int, float, str)), type(state)
+    return state
+
+
+def _with_arrays(plain: Any, tensors: Mapping[str, mx.array]) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(plain, dict):
+        return tensors[cast("dict[str, str]", plain)["array"]]
+    if isinstance(plain, list):
+        return [_with_arrays(each, tensors) for each in cast("list[Any]", plain)]
+    return plain
+
+
+def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
+    """Raises what a file that is none of ours may raise, ValueError with a reason of our own."""
+    if not path.exists():
+        raise FileNotFoundError
+    tensors, metadata = cast(
+        "tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True)
+    )
+    mx.eval(list(tensors.values()))
+    if metadata["sha256"] != _digest(_views(tensors)):
+        raise ValueError("its bytes are not those that were written")
+    described = json.loads(metadata["prefix"])
+    if described["rows"] != rows or len(described["layers"]) != len(caches):
+        raise ValueError("it is of another model")
+    for name in described["bfloat16"]:
+        tensors[name] = tensors[name].view(mx.bfloat16)
+    layers = zip(caches, described["layers"], strict=True)
+    filled = [_filled(cache, layer, tensors) for cache, layer in layers]
+    if (drafter := described["drafter"]) is None:
+        return Prefix(filled, rows, None)
+    cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
+    hiddens = (tensors.get(f"{_DRAFTER}.{name}") for name in ("read", "pending", "ahead"))
+    return Prefix(filled, rows, DrafterState(cache, drafter["rows"], *hiddens))
+
+
+def _filled(cache: Any, plain: Any, tensors: Mapping[str, mx.array]) -> Any:
+    """`cache`, which is empty, or one like it, as it was described."""
+    if not has_rows(cache):
+        cache.state = _with_arrays(plain, tensors)
+        return cache
+    if not plain["arrays"]:
+        return cache
+    form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
+    # With as much room as it had, since kernels may be chosen by it.
+    return joined([Rows(tuple(tensors[n] for n in plain["arrays"]), plain["room"], form)])
+
+
+def _views(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
+    """NumPy's, of arrays that are evaluated."""
+    import numpy as np
+
+    return {name: np.asarray(memoryview(cast("Any", each))) for name, each in tensors.items()}
+
+
+def _digest(views: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(views):
+        digest.update(f"{name} {views[name].shape};".encode())
+        digest.update(views[name].data)
+    return digest.hexdigest()
+
+
+def _has_drafter(path: Path) -> bool:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(path), framework="np") as file:
+            return json.loads(file.metadata()["prefix"])["drafter"] is not None
+    # The library raises its own error, an Exception, for a file that is none.
+    except Exception as fault:
+        log.info("a prefix on disk is written anew: %s", fault)
+        return False
+
+
+def _make_room(root: Path, room: int) -> None:
+    """Deletes the least recently used files below `root` until `room` bytes hold the rest."""
+    # A process that was killed leaves halves of files, whose names go on behind the suffix.
+    held = [(path, path.stat()) for path in root.glob(f"*/*{_SUFFIX}*")]
+    found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in held]
+    size = sum(each for _, each, _ in found)
+    for _, bytes_, path in sorted(found):
+        if size <= room:
+            return
+        path.unlink(missing_ok=True)
+        size -= bytes_

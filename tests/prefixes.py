@@ -1,0 +1,65 @@
+"""Prompts that begin alike, and answers to them by engines that read nothing before."""
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from engines import Answer, answer, engine_of, load_quietly, request
+from shims import by_rows, perturb
+from small import small_spec
+
+from exo_node.mtp.types import Sampling
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.model.load import Loaded
+
+CHUNK = 160
+ROOM = 256 << 20
+END = 4095
+"""The tokenizer's end token."""
+TOKENS = 6
+GREEDY = Sampling()
+
+
+@functools.cache
+def hybrid() -> Loaded:
+    loaded = load_quietly(small_spec(native_mtp=True))
+    model: Any = loaded.model.model
+    assert perturb(model, by_rows, size=0.1) > 4
+    return loaded
+
+
+def engine(loaded: Loaded | None = None, room: int = ROOM, **changes: Any) -> TextEngine:
+    wanted = small_spec(
+        native_mtp=True, prefill_chunk=CHUNK, **({"prefix_cache_bytes": room} | changes)
+    )
+    return engine_of(loaded or hybrid(), wanted)
+
+
+@functools.cache
+def _cold(prompt: tuple[int, ...], k: int, tokens: int, sampling: Sampling) -> tuple[object, ...]:
+    return told(answer(engine(), request(prompt, k, tokens, sampling=sampling)))
+
+
+def cold(
+    prompt: Sequence[int], k: int, tokens: int = TOKENS, sampling: Sampling = GREEDY
+) -> tuple[object, ...]:
+    """The answer of an engine that never read anything before."""
+    return _cold(tuple(prompt), k, tokens, sampling)
+
+
+def turn(rows: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [*(draw.randrange(3, 4000) for _ in range(rows - 1)), END]
+
+
+def told(got: Answer) -> tuple[object, ...]:
+    drafts = [(r.drafted, r.accepted, r.forward) for r in got.rounds]
+    return got.ids, drafts
+
+
+SYSTEM = turn(300, 1)
+FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
+SECOND = [*SYSTEM, *turn(40, 2), 7, 8, *turn(30, 3), *turn(150, 4), 7, 8]
+OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
+ALIEN = [*turn(300, 6), *SECOND[300:]]
