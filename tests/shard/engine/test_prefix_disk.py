@@ -3,7 +3,7 @@
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,31 +80,24 @@ def test_another_model_or_another_beginning_finds_nothing(tmp_path: Path) -> Non
     assert asked(opened(tmp_path), short, 1) == asked(opened(tmp_path), short, 1) == 0
 
 
-def _flip(data: bytearray) -> bytearray:
-    data[-100] ^= 4
-    return data
+SPOILS: dict[str, Callable[[bytes], bytes]] = {
+    "a bit": lambda data: data[:-100] + bytes([data[-100] ^ 4]) + data[-99:],
+    "its end": lambda data: data[:-7],
+    "half of it": lambda data: data[: len(data) // 2],
+    "no safetensors": lambda _: b"\xff" * 5000,
+    "empty": lambda _: b"",
+    "another number of rows": lambda data: data.replace(b'\\"rows\\": 300', b'\\"rows\\": 301'),
+}
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        _flip,
-        lambda data: data[:-7],
-        lambda data: data[: len(data) // 2],
-        lambda _: bytearray(b"\xff" * 5000),
-        lambda _: bytearray(),
-        lambda data: data.replace(b'"rows\\\\":300', b'"rows\\\\":301').replace(
-            b'\\"rows\\": 300', b'\\"rows\\": 301'
-        ),
-    ],
-)
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_file_that_changed_is_deleted_and_the_prompt_is_read(
-    spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spoil: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _ = asked(opened(tmp_path), FIRST, 1)
     [only] = files(tmp_path)
     before = only.read_bytes()
-    after = bytes(spoil(bytearray(before)))
+    after = spoil(before)
     assert after != before
     _ = only.write_bytes(after)
     disk = opened(tmp_path)
@@ -193,7 +186,7 @@ def test_other_kinds_of_cache_come_back_bit_for_bit(
     caches, ends = stage.make_caches(), [160, 300, 340]
     for begin, end in ((0, 160), (160, 300)):
         _ = model(mx.array([ids[begin:end]]), cache=caches)
-        mx.eval(cache_arrays(caches))
+        mx.eval(*cache_arrays(caches))
     disk = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
     disk.keep(ids, ends, 300, caches, None, frozenset({VOCABULARY - 1}))
     disk.settle()
