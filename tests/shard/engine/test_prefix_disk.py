@@ -186,7 +186,7 @@ def test_other_kinds_of_cache_come_back_bit_for_bit(
     caches, ends = stage.make_caches(), [160, 300, 340]
     for begin, end in ((0, 160), (160, 300)):
         _ = model(mx.array([ids[begin:end]]), cache=caches)
-        mx.eval(*cache_arrays(caches))
+        mx.eval(*cache_arrays(caches))  # pyright: ignore[reportUnknownMemberType]
     disk = PrefixDisk(tmp_path, kind, 64 * MIB, stage.make_caches)
     disk.keep(ids, ends, 300, caches, None, frozenset({VOCABULARY - 1}))
     disk.settle()
