@@ -73,7 +73,7 @@ def good_answer(running: Node) -> bool:
         (b"\xff\xfe", None),
         (b"[]", None),
         ({**chat_body("x"), "messages": []}, "messages"),
-        ({**chat_body("x"), "max_tokens": -1}, "max_tokens"),
+        ({**chat_body("x"), "max_tokens": -2}, "max_tokens"),
         ({**chat_body("x"), "temperature": 9}, "temperature"),
         ({**chat_body("x"), "model": "good", "num_draft_tokens": 3}, "num_draft_tokens"),
         ({**chat_body("x"), "model": "good", "num_draft_tokens": -1}, "num_draft_tokens"),

@@ -90,10 +90,9 @@ def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) ->
         *chunks, done = list(events)
     assert done == "[DONE]"
     last = chunks[-1]
-    assert last["choices"] == []
     assert last["generation_stats"]["drafter_kind"] == "native_mtp"
     assert last["usage"]["completion_tokens"] == len(STORY["greedy_ids"])
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    choices = [chunk["choices"][0] for chunk in chunks]  # of each: plain clients ask no further
     assert choices[0]["delta"]["role"] == "assistant"
     assert choices[-1]["finish_reason"] == "stop"
     assert "".join(c["delta"].get("content") or "" for c in choices) == STORY["text"]
