@@ -3,11 +3,13 @@
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import kept_profiles
 import mlx.core as mx
 import pytest
+from loops import TestLoop
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
 
@@ -34,9 +36,9 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
+def anyio_backend() -> tuple[str, dict[str, Any]]:
     """`async def` tests run on asyncio, as the node does."""
-    return "asyncio"
+    return "asyncio", {"loop_factory": TestLoop}
 
 
 LONGEST_FIRST = (

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import TapedCache
-from ..checkpoint.files import draft
+from ..checkpoint.files import write_atomic
 from .cache_parts import Rows, has_rows, joined, rows_of
 from .prefix_cache import Prefix
 
@@ -117,8 +117,7 @@ class PrefixDisk:
             for folder in (self._root, self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
             _make_room(self._root, self._budget - len(data))
-            with draft(path, data) as written:
-                written.replace(path)
+            write_atomic(path, data)
         except OSError as fault:
             # Answers do not depend on it; trying again at every prompt would only fill the log.
             self._off = True

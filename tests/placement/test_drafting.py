@@ -1,9 +1,8 @@
-import tomllib
 from itertools import product
 
 import pytest
 
-from exo_node.placement.card import ModelCard, NativeMtp, parse_card
+from exo_node.placement.card import ModelCard, parse_card
 from exo_node.placement.drafting import (
     Drafting,
     EnabledState,
@@ -11,7 +10,6 @@ from exo_node.placement.drafting import (
     choose_drafting,
     opted_out_reason,
     split_reason,
-    undeclared_reason,
 )
 from exo_node.placement.errors import InvalidRequest
 
@@ -47,9 +45,9 @@ def test_the_head_drafts_the_cards_k_or_the_requests(asked: int | None, k: int) 
 @pytest.mark.parametrize(
     ("card", "stages", "head", "enabled", "asked", "says", "remedy"),
     [
-        (UNDECLARED, 1, SILENT, ON, None, "does not declare", "exo-card.toml"),
-        (UNDECLARED, 1, SILENT, ON, 0, "does not declare", "exo-card.toml"),
-        (UNDECLARED, 1, SILENT, ON, 99, "num_draft_tokens = 99 had no effect", "exo-card.toml"),
+        (UNDECLARED, 1, SILENT, ON, None, "does not declare", "models graft"),
+        (UNDECLARED, 1, SILENT, ON, 0, "does not declare", "models graft"),
+        (UNDECLARED, 1, SILENT, ON, 99, "num_draft_tokens = 99 had no effect", "models graft"),
         (DECLARED, 1, MISSING, ON, None, "no mtp.* tensors were found", "exo-node pull"),
         (DECLARED, 1, SILENT, ON, None, "is not loaded", "load the model again"),
         (DECLARED, 1, LOADED, BY_VARIABLE, None, "off by EXO_NATIVE_MTP_ENABLED=0", "set EXO_"),
@@ -57,7 +55,7 @@ def test_the_head_drafts_the_cards_k_or_the_requests(asked: int | None, k: int) 
         (DECLARED, 2, LOADED, ON, None, "has 2 stages", "place it on one node"),
         (DECLARED, 1, LOADED, ON, 0, "num_draft_tokens = 0", "leave it out or ask for 1 to 3"),
         # Of several reasons the most lasting is told.
-        (UNDECLARED, 2, SILENT, BY_PAGE, 0, "does not declare", "native_mtp = {"),
+        (UNDECLARED, 2, SILENT, BY_PAGE, 0, "does not declare", "models graft"),
         (DECLARED, 2, MISSING, BY_PAGE, 0, "turned off", "turn it on"),
         (DECLARED, 2, MISSING, ON, 0, "stages", "place it on one node"),
         (DECLARED, 1, MISSING, ON, 0, "tensors were found", "exo-node pull"),
@@ -78,7 +76,7 @@ def test_every_no_says_why_and_what_to_do(
     assert remedy in drafting.reason
 
 
-REMEDIES = ("exo-card.toml", "load", "set EXO", "turn it on", "place it", "leave it out")
+REMEDIES = ("exo-node models graft", "load", "set EXO", "turn it on", "place it", "leave it out")
 
 
 def test_no_combination_drafts_beyond_its_rules_or_declines_without_a_remedy() -> None:
@@ -96,12 +94,6 @@ def test_no_combination_drafts_beyond_its_rules_or_declines_without_a_remedy() -
         assert (drafting.k > 0) is may
         if not may:
             assert any(remedy in drafting.reason for remedy in REMEDIES), drafting.reason
-
-
-def test_the_lines_to_add_are_a_valid_declaration() -> None:
-    reason = undeclared_reason(UNDECLARED.id)
-    lines = tomllib.loads(reason[reason.index("native_mtp = {") :])
-    assert NativeMtp.model_validate(lines["native_mtp"]) == NativeMtp(default_k=1, max_k=3)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -85,7 +85,7 @@ def test_nobody_is_told_to_wait_for_memory_that_no_node_has() -> None:
 def test_why_a_card_does_not_draft_fits_on_one_line() -> None:
     reason = undeclared_reason(ModelId("mine"))
     assert "\n" not in reason
-    assert "`exo-node models` says what they lack" in reason
+    assert "`exo-node models graft` adds it" in reason
 
 
 def _handshake_fault(detail: str) -> ExoNodeError:

@@ -35,7 +35,7 @@ CONSTANTS = {
     "node/placements/planner_view.py": {"NO_TIME_S"},
     "node/runners/load_watch.py": {"SLOWEST_BYTES_S"},
     # Buckets of histograms.
-    "node/chat/metrics.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
+    "node/chat/metric_families.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
     "node/trust/local_token.py": {"TICKET_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
@@ -48,6 +48,9 @@ CONSTANTS = {
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
     "node/cli/bench_cluster.py": {"_MEASURE_LIMIT_S"},
     "node/cli/child.py": {"END_S"},
+    "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
+    # What browsers are told.
+    "node/api/origins.py": {"_PREFLIGHT_S"},
 }
 """Times that stay with their module, by the rule in timing.py's docstring. Keep it short."""
 

@@ -147,7 +147,7 @@ def test_a_full_disk_costs_no_answer_and_is_told_once(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(prefix_disk, "draft", full)
+    monkeypatch.setattr(prefix_disk, "write_atomic", full)
     disk = opened(tmp_path)
     with caplog.at_level(logging.WARNING):
         for seed in (41, 42, 43):
