@@ -253,13 +253,12 @@ def _digest(views: Mapping[str, Any]) -> str:
 
 
 def _has_drafter(path: Path) -> bool:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="np") as file:
             return json.loads(file.metadata()["prefix"])["drafter"] is not None
-    # The library raises its own error, an Exception, for a file that is none.
-    except Exception as fault:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:
         log.info("a prefix on disk is written anew: %s", fault)
         return False
 

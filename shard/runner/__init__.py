@@ -2,6 +2,7 @@
 
 generator_service.py: the gRPC service that generates
 generator_wire.py: requests, events and stats as messages
+kept_files.py: files of this machine that outlive a runner
 main.py: the child process
 next_stage.py: the stream to the next stage
 refusal.py: calls that end with an error of the tree

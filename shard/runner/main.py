@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -34,10 +33,8 @@ from ...proto.bound_server import BoundNumbers
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
-from ..engine.draft_profile import Profile, ProfileKey
 from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
-from ..engine.prefix_disk import PrefixDisk
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
@@ -49,6 +46,7 @@ from ..pipeline.state_store import StateStore
 from ..pipeline.streams import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
+from .kept_files import prefix_disk_of, profile_of
 from .next_stage import NextStage
 from .ring_service import RingService
 from .runner_service import RunnerService
@@ -226,42 +224,15 @@ class Runner:
             EngineOptions.of(self._spec),
             head=loaded.head,
             link=ring,
-            profile=self._profile(loaded) if loaded.head is not None else None,
+            profile=profile_of(self._spec, loaded) if loaded.head is not None else None,
             state_sender=state_sender,
             copies=copies,
             kernels=used(loaded.kernels),
-            prefix_disk=self._prefix_disk(loaded),
+            prefix_disk=prefix_disk_of(self._spec, loaded),
         )
         self._report(pb.LoadProgress(step="warming up"))
         engine.probe()
         return engine
-
-    def _profile(self, loaded: Loaded) -> Profile:
-        key = self._profile_key(loaded)
-        return Profile.open(self._spec.profile_folder, key, time.perf_counter)
-
-    def _prefix_disk(self, loaded: Loaded) -> PrefixDisk | None:
-        spec = self._spec
-        if not (spec.prefix_disk_bytes and spec.prefix_folder and spec.prefix_cache_bytes):
-            return None
-        # A fingerprint knows no weights: files that changed since are others.
-        files = sorted(Path(spec.path).glob("*.safetensors"))
-        seen = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-        key = repr((self._profile_key(loaded), spec.mtp_hidden, seen))
-        caches = loaded.model.make_caches
-        return PrefixDisk(Path(spec.prefix_folder), key, spec.prefix_disk_bytes, caches)
-
-    def _profile_key(self, loaded: Loaded) -> ProfileKey:
-        info = cast("dict[str, object]", mx.device_info())
-        bits = self._spec.kv_bits
-        return ProfileKey(
-            device=str(info.get("device_name", mx.default_device())),
-            checkpoint=loaded.fingerprint,
-            dtype=self._spec.dtype + (f", caches of {bits} bits" if bits else ""),
-            mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
-            fixed_rows=self._spec.fixed_rows,
-            draft_vocabulary=self._spec.draft_vocabulary,
-        )
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
         """On every address that the node announces, the usual one first; each has its own port."""
