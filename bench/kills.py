@@ -1,7 +1,7 @@
 """Random kills under answers of three stages with warm spares: are all tokens there, and how late?
 
     python bench/kills.py [--kills 200] [--seed 1] [--only NUMBER] [--spares 1]
-    python bench/kills.py --heads 100 [--tokens 256] [--seed 1] [--json FILE]
+    python bench/kills.py --heads 100 [--shape pipeline] [--tokens 256] [--seed 1] [--json FILE]
     python bench/kills.py --pairs 20 [--tokens 256] [--json FILE]
 
 `--heads` kills, stops or hangs the head under four answers of other nodes, `--pairs` kills the
@@ -38,6 +38,7 @@ def main() -> int:
     _ = parser.add_argument("--only", type=int, help="the number of one trial, to repeat it")
     _ = parser.add_argument("--spares", type=int, default=1, help="warm runners of each stage")
     _ = parser.add_argument("--heads", type=int, default=0, help="blows against the head")
+    _ = parser.add_argument("--shape", choices=head_trials.SHAPES, help="of all placements then")
     _ = parser.add_argument("--pairs", type=int, default=0, help="losses of one of two machines")
     _ = parser.add_argument("--tokens", type=int, default=256, help="of each answer then")
     _ = parser.add_argument("--json", type=Path, help="where their outcomes are written")
@@ -69,7 +70,8 @@ def _heads(options: argparse.Namespace) -> int:
         laboratory(Path(scratch), spares=options.spares) as lab,
     ):
         expected = head_trials.undisturbed(lab, options.tokens)
-        for blow in head_trials.blows(options.seed, options.heads, options.tokens):
+        shapes = [options.shape] if options.shape else head_trials.SHAPES
+        for blow in head_trials.blows(options.seed, options.heads, options.tokens, shapes):
             outcome = head_trials.strike(lab, blow, options.tokens, expected)
             outcomes.append(outcome)
             _write(options.json, [each.describe() for each in outcomes])

@@ -3,7 +3,7 @@
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -53,11 +53,11 @@ class Outcome:
         return asdict(self)
 
 
-def blows(seed: int, count: int, tokens: int) -> Iterator[Blow]:
-    """Shapes in two halves, since changing the shape is a load; all else at random."""
+def blows(seed: int, count: int, tokens: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[Blow]:
+    """One shape after the other, since changing the shape is a load; all else at random."""
     for number in range(count):
         chance = random.Random(f"heads {seed}/{number}")
-        shape = SHAPES[2 * number // count]
+        shape = shapes[len(shapes) * number // count]
         yield Blow(
             f"{seed}/{number}",
             shape,
