@@ -927,6 +927,11 @@ class GeneratorStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_unary(
+                '/exo_node.v1.Generator/Encode',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.EncodeReply.FromString,
+                _registered_method=True)
 
 
 class GeneratorServicer:
@@ -949,6 +954,13 @@ class GeneratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Encode(self, request, context):
+        """What a prompt or a text is in ids, or ids in text; nothing is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -961,6 +973,11 @@ def add_GeneratorServicer_to_server(servicer, server):
                     servicer.Park,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.SerializeToString,
+            ),
+            'Encode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.EncodeRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.EncodeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1020,6 +1037,33 @@ class Generator:
             '/exo_node.v1.Generator/Park',
             exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.Generator/Encode',
+            exo__node_dot_proto_dot_peer__pb2.EncodeRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.EncodeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -258,6 +258,8 @@ class GeneratorStub:
     """The call of that attempt is about to be cancelled, and another attempt follows: its state is
     kept for the length of a lease.
     """
+    Encode: _aio.UnaryUnaryMultiCallable[_peer_pb2.EncodeRequest, _peer_pb2.EncodeReply]
+    """What a prompt or a text is in ids, or ids in text; nothing is computed."""
 
 class GeneratorServicer(metaclass=_abc_1.ABCMeta):
     """----------------------------------------------------------------- generator
@@ -281,5 +283,13 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         """The call of that attempt is about to be cancelled, and another attempt follows: its state is
         kept for the length of a lease.
         """
+
+    @_abc_1.abstractmethod
+    def Encode(
+        self,
+        request: _peer_pb2.EncodeRequest,
+        context: _aio.ServicerContext[_peer_pb2.EncodeRequest, _abc.Awaitable[_peer_pb2.EncodeReply]],
+    ) -> _abc.Awaitable[_peer_pb2.EncodeReply]:
+        """What a prompt or a text is in ids, or ids in text; nothing is computed."""
 
 def add_GeneratorServicer_to_server(servicer: GeneratorServicer, server: _aio.Server) -> None: ...

@@ -19,4 +19,5 @@ server.py: the HTTP server
 session_api.py: the login link of the dashboard
 sse.py: server-sent events
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
+tool_schema.py: tools and the options of a chat template, as a request declares them
 """

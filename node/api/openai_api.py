@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, assert_never
 
 from starlette.requests import Request
@@ -14,12 +14,14 @@ from ...mtp.types import Penalties, Sampling
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
+    Called,
     Chat,
     Event,
     Finished,
     GenerationRequest,
     Loading,
     PrefillProgress,
+    Reasoned,
     Resuming,
     Started,
     TextDelta,
@@ -75,9 +77,16 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
+        tools=body.declared,
+        options=body.template_options,
         top_logprobs=body.wanted_logprobs,
         background=body.background,
     )
+
+
+def call_id(request: RequestId, number: int) -> str:
+    """Nine letters and digits, since some templates refuse any other id of a call."""
+    return f"{request.removeprefix('req_')[:7]}{number:02x}"
 
 
 def _or(given: Number | None, otherwise: Number) -> Number:
@@ -122,14 +131,14 @@ class _Answer:
             "created": int(time.time()),
             "model": body.model,
         }
+        self._request_id = request_id
         self._prompt_ids: tuple[int, ...] = ()
         self._has_begun = False
+        self._calls = 0
 
     async def whole(self, events: Events) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        texts: list[str] = []
-        ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
+        said = _Said()
         async for event in events:
             match event:
                 case None | Loading() | Resuming() | PrefillProgress():
@@ -137,27 +146,29 @@ class _Answer:
                 case Started(prompt_ids):
                     self._prompt_ids = prompt_ids
                 case TextDelta():
-                    texts.append(event.text)
-                    ids.extend(event.token_ids)
-                    logprobs.extend(event.logprobs)
+                    said.texts.append(event.text)
+                    said.ids.extend(event.token_ids)
+                    said.logprobs.extend(event.logprobs)
+                case Reasoned(text):
+                    said.reasoning.append(text)
+                case Called():
+                    said.calls.append(self._call(event))
                 case Finished():
-                    return self._body("".join(texts), ids, logprobs, event)
+                    return self._body(said, event)
                 case _:
                     assert_never(event)
         raise _unfinished()
 
-    def _body(
-        self, text: str, ids: list[int], logprobs: list[TokenLogprob], end: Finished
-    ) -> dict[str, Any]:
+    def _body(self, said: "_Said", end: Finished) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": _logprobs(logprobs) if self._with_logprobs else None,
-            "finish_reason": end.reason,
+            "message": said.message(),
+            "logprobs": _logprobs(said.logprobs) if self._with_logprobs else None,
+            "finish_reason": self._reason(end),
         }
         body = {**self._head, "object": "chat.completion", "choices": [choice], **_statistics(end)}
         if self._with_ids:
-            choice["token_ids"] = ids
+            choice["token_ids"] = said.ids
             body["prompt_token_ids"] = self._prompt_ids
         return body
 
@@ -193,10 +204,26 @@ class _Answer:
                 return self._beginning()
             case TextDelta():
                 return self._spoken(event)
+            case Reasoned(text):
+                delta: dict[str, Any] = {"reasoning_content": text}
+                return [*self._beginning(), self._chunk(delta, TextDelta("", ()), None)]
+            case Called():
+                index = self._calls
+                delta = {"tool_calls": [{"index": index, **self._call(event)}]}
+                return [*self._beginning(), self._chunk(delta, TextDelta("", ()), None)]
             case Finished():
                 return [*self._beginning(), *self._end(event)]
             case _:
                 assert_never(event)
+
+    def _call(self, called: Called) -> dict[str, Any]:
+        name = call_id(self._request_id, self._calls)
+        self._calls += 1
+        function = {"name": called.name, "arguments": called.arguments}
+        return {"id": name, "type": "function", "function": function}
+
+    def _reason(self, end: Finished) -> str:
+        return "tool_calls" if self._calls and end.reason == "stop" else end.reason
 
     def _spoken(self, delta: TextDelta) -> list[bytes]:
         tells = delta.text or delta.logprobs or (delta.token_ids and self._with_ids)
@@ -215,7 +242,7 @@ class _Answer:
 
     def _chunk(
         self,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         spoken: TextDelta,
         finish_reason: str | None,
         **extra: Any,
@@ -234,10 +261,29 @@ class _Answer:
     def _end(self, end: Finished) -> list[bytes]:
         told, nothing = _statistics(end), TextDelta("", ())
         if not self._usage_apart:
-            return [self._chunk({}, nothing, end.reason, **told), DONE]
+            return [self._chunk({}, nothing, self._reason(end), **told), DONE]
         head = {**self._head, "object": "chat.completion.chunk"}
         last = data({**head, "choices": [], **told})
-        return [self._chunk({}, nothing, end.reason), last, DONE]
+        return [self._chunk({}, nothing, self._reason(end)), last, DONE]
+
+
+@dataclass(slots=True)
+class _Said:
+    """The parts of an answer that is not streamed."""
+
+    texts: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+
+    def message(self) -> dict[str, Any]:
+        text = "".join(self.texts)
+        content = None if self.calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
 def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:

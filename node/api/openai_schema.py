@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from ...placement.errors import InvalidRequest
 from .body_schema import StrictBody
 from .strict_json import brief, decode, encode
+from .tool_schema import MAX_TOOLS, Effort, TemplateKwargs, Tool
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -40,12 +41,9 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "n_probs": (0,),
     "prediction": (),
     "prompt_cache_options": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "tfs_z": (1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -197,6 +195,16 @@ class Message(StrictBody):
         return message
 
 
+def _choice(value: Any) -> Any:
+    """Nothing makes a model call: what asks for that would be a promise without a keeper."""
+    if value in ("none", "auto", None):
+        return value
+    raise PydanticCustomError(
+        "unsupported_parameter",
+        'is not supported by this node but for "auto" and "none": it cannot make a model call',
+    )
+
+
 class StreamOptions(StrictBody):
     """`include_usage` true asks for a last chunk without choices; without it the usage comes with
     the chunk that has the finish reason, since plain clients read `choices[0]` of every chunk.
@@ -267,6 +275,11 @@ class ChatBody(StrictBody):
     draft_policy: Literal["adaptive", "fixed"] | None = None
     """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
     return_token_ids: bool | None = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_choice)] = None
+    reasoning_effort: Effort | None = None
+    """Goes to the template's own variable; "none" switches reasoning off, others switch it on."""
+    chat_template_kwargs: TemplateKwargs | None = None
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
     """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
@@ -300,6 +313,19 @@ class ChatBody(StrictBody):
     def wanted_logprobs(self) -> int | None:
         """How many of the most likely tokens come with each emitted one; None: nothing at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def declared(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call, as chat templates take them."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool.function.for_template() for tool in self.tools or ())
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        kwargs = self.chat_template_kwargs.given() if self.chat_template_kwargs else {}
+        told: dict[str, Any] = {"kwargs": kwargs} if kwargs else {}
+        return told | ({"effort": self.reasoning_effort} if self.reasoning_effort else {})
 
     @property
     def background(self) -> bool:

@@ -10,4 +10,5 @@ requests.py: the internal chat request and its events
 resuming.py: the log of an answer, from which it goes on elsewhere
 scrape.py: metrics of what is summed or known elsewhere
 totals.py: sums of final stats, by model
+wire.py: a request as the message that its runner gets
 """

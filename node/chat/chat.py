@@ -7,12 +7,10 @@ node is lost, the head among them, the answer goes on from there.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
-from ...mtp.types import Sampling
 from ...placement.errors import ExoNodeError, PeerLost, StateLost
 from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
@@ -22,11 +20,13 @@ from .claim import Claim, Heads
 from .final_stats import stats_to_json
 from .metrics import AnswerMeter, Metrics
 from .requests import (
+    Called,
     Event,
     Finished,
     GenerationRequest,
     Loading,
     PrefillProgress,
+    Reasoned,
     Resuming,
     Started,
     TextDelta,
@@ -34,6 +34,7 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .totals import Totals
+from .wire import to_wire
 
 
 class Runners(Protocol):
@@ -264,7 +265,7 @@ def _wire(
 ) -> pb.GenerateRequest:
     """The request to the runner; what an earlier attempt drafted, later ones draft too."""
     if earlier is None:
-        return _to_wire(request, placed)
+        return to_wire(request, placed)
     wire = pb.GenerateRequest()
     wire.CopyFrom(earlier)
     wire.placement = placed.placement
@@ -286,9 +287,11 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
             yield Resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
         case "delta":
             yield _delta(event.delta)
+            yield from _pieces(event.delta.pieces)
         case "finished":
             if event.finished.text:
                 yield TextDelta(event.finished.text, ())
+            yield from _pieces(event.finished.pieces)
             yield _finished(event.finished, placed, answer)
         case None:
             raise PeerLost("the generator sent an event of a kind this node does not know")
@@ -300,6 +303,19 @@ def _delta(delta: pb.Delta) -> TextDelta:
         for one in delta.logprobs
     )
     return TextDelta(delta.text, tuple(delta.round.tokens), logprobs)
+
+
+def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
+    for piece in pieces:
+        match piece.WhichOneof("piece"):
+            case "text":
+                yield TextDelta(piece.text, ())
+            case "reasoning":
+                yield Reasoned(piece.reasoning)
+            case "call":
+                yield Called(piece.call.name, piece.call.arguments)
+            case None:
+                raise PeerLost("the generator sent a piece of a kind this node does not know")
 
 
 def _likely(one: pb.TokenLogprob) -> TokenLogprob:
@@ -327,45 +343,3 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
         accepted_draft_tokens=stats["accepted_draft_tokens"],
         stats=stats,
     )
-
-
-def _to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
-    s = _sampling(request, placed)
-    sampling = pb.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        xtc_probability=s.xtc_probability,
-        xtc_threshold=s.xtc_threshold,
-        seed=s.seed,
-        repetition_penalty=s.penalties.repetition,
-        presence_penalty=s.penalties.presence,
-        frequency_penalty=s.penalties.frequency,
-        penalty_context=s.penalties.context_size,
-        logit_bias=dict(s.penalties.logit_bias),
-    )
-    return pb.GenerateRequest(
-        placement=placed.placement,
-        request=request.id,
-        attempt=1,
-        messages=pb.Messages(json=json.dumps([dict(m) for m in request.messages])),
-        sampling=sampling,
-        max_tokens=request.max_tokens or 0,
-        stop=request.stop,
-        num_draft_tokens=placed.num_draft_tokens,
-        adaptive_draft=placed.adaptive_draft,
-        drafting_reason=placed.drafting_reason,
-        async_draft_eval=placed.async_draft_eval,
-        ignore_eos=request.ignore_eos,
-        background=request.background,
-        top_logprobs=request.top_logprobs,
-    )
-
-
-def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
-    """The card's defaults under the fields that the request gave."""
-    card = {name: value for name, value in placed.sampling.items() if name not in request.given}
-    if "top_k" in card:
-        return replace(request.sampling, **{**card, "top_k": int(card["top_k"])})
-    return replace(request.sampling, **card)

@@ -1,7 +1,7 @@
 """One internal request and the events of its answer, whatever dialect the client speaks."""
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...mtp.types import FinishReason, Sampling
@@ -31,6 +31,14 @@ class GenerationRequest:
     ignore_eos: bool = False
     background: bool = False
     given: frozenset[str] = frozenset()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """As chat templates take them: `{"type": "function", "function": …}`."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the chat template; see `shard/text/template.py`."""
+    text: str | None = None
+    """A whole prompt in place of messages; its answer has no parts."""
+    ids: tuple[int, ...] | None = None
+    """A whole prompt in ids, as `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,21 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoned:
+    """New text of the model's reasoning, which is no part of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A whole call of one of the request's tools; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The end: `stats` is the `generation_stats` object of the API, JSON-ready."""
 
@@ -102,7 +125,7 @@ class Finished:
     stats: Mapping[str, Any]
 
 
-Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Finished
+Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Reasoned | Called | Finished
 
 
 class Chat(Protocol):

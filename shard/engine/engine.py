@@ -28,7 +28,7 @@ from .batching import Batching
 from .draft_profile import Profile, ProfileKey
 from .drafting import Drafting
 from .earlier import Earlier
-from .events import Delta, Done, EngineEvent
+from .events import Delta, Done, EngineEvent, Retold
 from .live import LiveAttempts, Measured
 from .local import FamilyTarget, Target, WholeTarget
 from .options import EngineOptions
@@ -87,6 +87,7 @@ class TextEngine:
         self._profile = profile or Profile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
+        self.answer_format = codec.answer_format
         fed = None if head is None else head.hidden_kind
         family = family_of(stage.model, fed) if link is None else None
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
@@ -318,5 +319,6 @@ def _with_text(
             yield Delta(step, text.take())
             continue
         if isinstance(step, Rebuilt):
-            _ = text.take()  # of the rounds that the earlier attempt handed out
+            yield Retold(step.done, step.total, text.take())
+            continue
         yield step

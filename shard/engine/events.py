@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...mtp.steps import Prefilled, Rebuilt
+from ...mtp.steps import Prefilled
 from ...mtp.types import FinishReason, GenerationStats, Round
 
 
@@ -25,4 +25,13 @@ class Done:
     batch_identity: str = "off"
 
 
-EngineEvent = Prefilled | Rebuilt | Delta | Done
+@dataclass(frozen=True, slots=True)
+class Retold:
+    """Rounds of an earlier attempt were rebuilt; `text` is what it handed out of them."""
+
+    done: int
+    total: int
+    text: str
+
+
+EngineEvent = Prefilled | Retold | Delta | Done

@@ -1,5 +1,6 @@
 """The runner: the child process of a node that holds one stage.
 
+answer_pieces.py: an answer's text as content, reasoning and calls of tools
 generator_service.py: the gRPC service that generates
 generator_wire.py: requests, events and stats as messages
 kept_files.py: files of this machine that outlive a runner

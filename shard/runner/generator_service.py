@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread, Run
 from ..engine.engine import TextEngine
-from ..engine.events import EngineEvent
+from ..engine.events import Delta, Done, EngineEvent, Retold
 from ..engine.request import EngineRequest
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
+from ..text.channels import AnswerFormat
+from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
+from ..text.tool_calls import Call
+from .answer_pieces import AnswerPieces
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
 from .refusal import Context, refuse
 
@@ -53,15 +57,49 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         def put(item: EngineEvent | BaseException | None) -> None:
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
+        pieces = self._pieces(request, asked)
         steps = self._engine.generate(asked)
         run = self._compute.drive(steps, put, put, background=asked.background)
         try:
             async for event in _drain(events, run):
-                yield event_to_wire(event, self._engine.token_bytes, self._expected.kv_bits)
+                told = await _told(event, pieces)
+                yield event_to_wire(event, told, self._engine.token_bytes, self._expected.kv_bits)
         except ExoNodeError as fault:
             await refuse(context, fault)
         finally:
             run.cancel()
+
+    def _pieces(self, request: pb.GenerateRequest, asked: EngineRequest) -> AnswerPieces:
+        tools = tools_from_json(request.tools)
+
+        async def parse(text: str) -> Sequence[Call] | None:
+            return await self._prompts.calls(text, tools)
+
+        # An answer to a bare text has no parts: its prompt may be within anything.
+        form = AnswerFormat() if request.bare else self._engine.answer_format
+        return AnswerPieces(form, asked.prompt, parse if tools else None)
+
+    async def Encode(self, request: pb.EncodeRequest, context: "Context") -> pb.EncodeReply:
+        """Ids without an answer: what a prompt would be, or a text."""
+        length = self._expected.context_length
+        try:
+            match request.WhichOneof("what"):
+                case "messages":
+                    ids = await self._prompts.encode(_chat(request.messages, request.tools), length)
+                case "text":
+                    ids = await self._prompts.encode_text(request.text, length)
+                case "token_ids":
+                    if any(t >= self._expected.vocabulary for t in request.token_ids.ids):
+                        raise InvalidRequest(
+                            f"tokens are 0 to {self._expected.vocabulary - 1}", param="tokens"
+                        )
+                    text = await self._prompts.decode(request.token_ids.ids)
+                    return pb.EncodeReply(text=text)
+                case _:
+                    raise InvalidRequest("there is nothing to encode", param="prompt")
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+        return pb.EncodeReply(ids=ids, context_length=length)
 
     async def Park(self, request: pb.ParkRequest, context: "Context") -> pb.ParkReply:
         self._engine.park(request.request, int(request.attempt))
@@ -72,7 +110,11 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         match request.WhichOneof("prompt"):
             case "messages":
                 prompt = await self._prompts.encode(
-                    request.messages.json, self._expected.context_length
+                    _chat(request.messages, request.tools), self._expected.context_length
+                )
+            case "text":
+                prompt = await self._prompts.encode_text(
+                    request.text, self._expected.context_length
                 )
             case "token_ids":
                 prompt = list(request.token_ids.ids)
@@ -103,6 +145,23 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
         )
+
+
+def _chat(messages: pb.Messages, tools: str) -> str:
+    return chat_json(messages.json, tools, messages.options)
+
+
+async def _told(event: EngineEvent, pieces: AnswerPieces) -> list[pb.Piece]:
+    match event:
+        case Delta(_, text):
+            return await pieces.said(text)
+        case Retold(_, _, text):
+            _ = await pieces.said(text)  # handed out by the attempt before
+            return []
+        case Done(reason, text):
+            return await pieces.finish(text, stopped=reason == "stop")
+        case _:
+            return []
 
 
 def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:

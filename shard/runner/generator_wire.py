@@ -1,24 +1,28 @@
 """The engine's requests and events as messages of peer.proto."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...mtp.steps import Prefilled, Rebuilt
+from ...mtp.steps import Prefilled
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
-from ..engine.events import Delta, Done, EngineEvent
+from ..engine.events import Delta, Done, EngineEvent, Retold
 
 if TYPE_CHECKING:
     from ..text.token_bytes import TokenBytes
 
 
-def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes", kv_bits: int) -> pb.GenerateEvent:
-    """What the node sees of one event of the engine."""
+def event_to_wire(
+    event: EngineEvent, pieces: Sequence[pb.Piece], token_bytes: "TokenBytes", kv_bits: int
+) -> pb.GenerateEvent:
+    """What the node sees of one event of the engine, with its text in `pieces`."""
+    text, rest = _first_text(pieces)
     match event:
         case Prefilled(done, total):
             return pb.GenerateEvent(prefill=pb.Prefill(done=done, total=total))
-        case Rebuilt(done, total):
+        case Retold(done, total):
             return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=done, total=total))
-        case Delta(round_, text):
+        case Delta(round_):
             made = round_.forward
             forward = pb.Forward(position=made.position, rows=made.rows, batch=made.batch)
             wire = pb.Round(
@@ -28,10 +32,18 @@ def event_to_wire(event: EngineEvent, token_bytes: "TokenBytes", kv_bits: int) -
                 forward=forward,
             )
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
-            return pb.GenerateEvent(delta=pb.Delta(round=wire, text=text, logprobs=logprobs))
-        case Done(reason, text, stats, identity, batch_identity):
+            delta = pb.Delta(round=wire, text=text, logprobs=logprobs, pieces=rest)
+            return pb.GenerateEvent(delta=delta)
+        case Done(reason, _, stats, identity, batch_identity):
             told = stats_to_wire(stats, identity, batch_identity, kv_bits)
-            return pb.GenerateEvent(finished=pb.Finished(reason=reason, stats=told, text=text))
+            finished = pb.Finished(reason=reason, stats=told, text=text, pieces=rest)
+            return pb.GenerateEvent(finished=finished)
+
+
+def _first_text(pieces: Sequence[pb.Piece]) -> tuple[str, Sequence[pb.Piece]]:
+    if pieces and pieces[0].WhichOneof("piece") == "text":
+        return pieces[0].text, pieces[1:]
+    return "", pieces
 
 
 def _logprob(entry: TokenLogprobs, token_bytes: "TokenBytes") -> pb.TokenLogprob:

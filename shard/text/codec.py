@@ -1,13 +1,10 @@
 """Chat messages to ids, ids to text as it grows, and where an answer ends."""
 
-import json
 import re
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
@@ -15,23 +12,16 @@ from ...mtp.types import FinishReason
 from ...placement.errors import InvalidCheckpoint, InvalidRequest
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, shown, size_of
+from .answer_format import format_of
+from .control_tokens import ControlTokens
 from .messages import too_long
+from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
+from .tool_calls import Call, parse_calls, parser_of
 
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
 _PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
-_TEMPLATE_FAULTS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What an expression in a template can raise: nearly all that one in Python can."""
 
 
 class TextCodec:
@@ -39,7 +29,10 @@ class TextCodec:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
-        self._control = _ControlTokens(tokenizer)
+        self._control = ControlTokens(tokenizer)
+        self._template = ChatTemplate(tokenizer)
+        self._parser = parser_of(tokenizer)
+        self.answer_format = format_of(tokenizer)
         self.token_bytes = token_bytes(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -74,111 +67,55 @@ class TextCodec:
         return self._longest_token
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], limit: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: TemplateOptions | None = None,
     ) -> list[int]:
         """Ids of the rendered chat, up to where the assistant's answer begins.
 
-        An assistant's message that comes last is the beginning of the answer, which continues it.
         Control tokens come from the template only: where the messages spell one, it is text.
         Raises InvalidRequest where the template refuses these messages, and ContextLengthExceeded
         where it makes more than `limit` bytes of them.
         """
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequest(
-                "this model has no chat template; use a model that was trained for chat",
-                param="model",
-            )
-        mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
-        broken = [self._control.broken(message, mark) for message in messages]
-        end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
-        if end:
-            broken[-1]["content"] += end
+        parts = self._template.render(messages, tools, options or TemplateOptions())
+        return self._encoded(parts, limit)
+
+    def encode_text(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a text that is a whole prompt: what spells a control token is one.
+
+        Raises ContextLengthExceeded as `encode_chat`.
+        """
+        return self._encoded([text], limit, first=True)
+
+    def _encoded(
+        self, parts: Sequence[str], limit: int | None, *, first: bool = False
+    ) -> list[int]:
+        """`first`: behind the token that the model wants at the beginning."""
+        if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
+            raise too_long(size, limit)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                broken, add_generation_prompt=not end, tokenize=False
-            )
-            if end:
-                text = _until(text, end)
-            parts = text.split(mark)
-            if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
-                raise too_long(size, limit)
-            pieces = [self._tokenizer.encode(part, add_special_tokens=False) for part in parts]
-        except _TEMPLATE_FAULTS as fault:
+            pieces = [self._tokenizer.encode(part, add_special_tokens=first) for part in parts]
+        except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {fault}", param="messages"
+                f"the model's tokenizer refuses these messages: {type(fault).__name__}",
+                param="messages",
             ) from fault
         return [int(token) for piece in pieces for token in piece]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, control tokens included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
+        """The calls of tools in a text that the model marked as such; None: it holds none."""
+        return parse_calls(self._parser, text, tools)
 
     def stream(self, stop: Sequence[str], *, ignore_end: bool) -> "TextStream":
         """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""
         ends = frozenset[int]() if ignore_end else self.end_tokens
         return TextStream(self._tokenizer, ends, tuple(stop))
-
-
-def _is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the answer: a call of tools is whole."""
-    last = messages[-1] if messages else {}
-    return (
-        last.get("role") == "assistant"
-        and isinstance(last.get("content"), str)
-        and not last.get("tool_calls")
-    )
-
-
-def _until(text: str, end: str) -> str:
-    """What stands before `end`. Raises InvalidRequest where the template lost or repeated it."""
-    before, *after = text.split(end)
-    if len(after) != 1:
-        raise InvalidRequest(
-            "the model's chat template cannot continue an assistant's message; end with a message "
-            "of another role",
-            param="messages",
-        )
-    return before
-
-
-class _ControlTokens:
-    """The tokens that give a chat its structure, and how to keep messages from spelling them.
-
-    A tokenizer takes `<|im_end|>` for the end of a turn wherever it stands, so whoever may write
-    one message could write others. A mark behind the first character of each, at which the rendered
-    text is cut before it is tokenised, leaves text without these tokens exactly as it was.
-    """
-
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        added = list(tokenizer.added_tokens_decoder.values())
-        special = {token.content for token in added if token.special}
-        # Some publishers do not flag theirs as special: then the template is what names them.
-        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
-        named = {token.content for token in added if token.content in template}
-        self._special = _beginnings(special)
-        self._all = _beginnings(special | {name for name in named if not name.isspace()})
-
-    def broken(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        """The message with a mark inside each control token that one of its strings spells.
-
-        Of an answer, only the special ones: templates look for `</think>` and the like there.
-        """
-        tokens = self._special if message.get("role") == "assistant" else self._all
-        return _substituted(dict(message), tokens, rf"\g<0>{mark}")
-
-
-def _beginnings(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first character of each occurrence, also where two overlap."""
-    parts = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in tokens if len(t) > 1]
-    return re.compile("|".join(sorted(parts)) or r"(?!)")
-
-
-def _substituted(value: Any, pattern: re.Pattern[str], replacement: str) -> Any:
-    match value:
-        case str():
-            return pattern.sub(replacement, value)
-        case dict():
-            return {k: _substituted(v, pattern, replacement) for k, v in value.items()}
-        case list():
-            return [_substituted(item, pattern, replacement) for item in value]
-        case _:
-            return value
 
 
 class TextStream:

@@ -6,6 +6,7 @@ out on stdout, each a kind and a length before its body. It ends with its stdin,
 request that takes more than its limits.
 """
 
+import json
 import logging
 import os
 import queue
@@ -19,16 +20,17 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from .bare_mlx_lm import bare_mlx_lm
-from .messages import messages_from_json
+from .messages import chat_from_json
 
 if TYPE_CHECKING:
     from .codec import TextCodec
 
 HEAD = struct.Struct(">cI")
-OPEN, ENCODE = b"o", b"e"
-"""To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and messages."""
-STARTED, OPENED, IDS, FAULT = b"s", b"r", b"i", b"f"
-"""From it: imports are done; bytes of the longest token; 32-bit ids; an error."""
+OPEN, ENCODE, ENCODE_TEXT, DECODE, CALLS = b"o", b"e", b"t", b"d", b"c"
+"""To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and a chat, or a
+text; 32-bit ids; JSON of a text that may hold calls and of the tools that they may call."""
+STARTED, OPENED, IDS, TEXT, FAULT = b"s", b"r", b"i", b"x", b"f"
+"""From it: imports are done; bytes of the longest token; 32-bit ids; text or JSON; an error."""
 CPU_BACKSTOP_S = 5
 """Of one request. The runner ends this process earlier, unless it hangs itself."""
 
@@ -62,15 +64,14 @@ def main() -> NoReturn:
     _limit_memory(int(sys.argv[1]))
     _say(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
-        _, body = frames.get()
+        kind, body = frames.get()
         _limit_time()
-        _say(_answer(codec, int.from_bytes(body[:8], "big"), body[8:].decode()))
+        _say(_answer(codec, kind, body))
 
 
-def _answer(codec: "TextCodec", limit: int, messages: str) -> bytes:
+def _answer(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     try:
-        ids = codec.encode_chat(messages_from_json(messages), limit)
-        return frame(IDS, array("I", ids).tobytes())
+        return _done(codec, kind, body)
     except ExoNodeError as fault:
         return frame(FAULT, fault_body(fault))
     except MemoryError:
@@ -79,6 +80,24 @@ def _answer(codec: "TextCodec", limit: int, messages: str) -> bytes:
     except Exception as fault:
         told = f"the model's tokenizer or chat template failed ({type(fault).__name__})"
         return frame(FAULT, fault_body(InvalidRequest(told, param="messages")))
+
+
+def _done(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
+    if kind == CALLS:
+        asked = json.loads(body)
+        calls = codec.calls(asked["text"], asked["tools"])
+        told = None if calls is None else [[call.name, call.arguments] for call in calls]
+        return frame(TEXT, json.dumps(told).encode())
+    if kind == DECODE:
+        return frame(TEXT, codec.decode(array("I", body).tolist()).encode(errors="replace"))
+    limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()
+    if kind == ENCODE_TEXT:
+        return frame(IDS, array("I", codec.encode_text(text, limit)).tobytes())
+    from .template import options_of  # imports jinja2, as the codec does
+
+    chat = chat_from_json(text)
+    ids = codec.encode_chat(chat.messages, limit, chat.tools, options_of(chat.options))
+    return frame(IDS, array("I", ids).tobytes())
 
 
 def over_memory() -> ExoNodeError:

@@ -1,20 +1,67 @@
 """A chat's messages as the wire has them: read, and measured before anything else is done."""
 
 import json
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from ...placement.errors import ContextLengthExceeded, InvalidRequest
 
 
 def messages_from_json(text: str) -> list[dict[str, Any]]:
     """The `Messages` message of the wire. Raises InvalidRequest."""
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise InvalidRequest(f"messages is not JSON: {fault}", param="messages") from fault
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise InvalidRequest("messages must be a list of objects", param="messages")
+    messages = _loaded(text)
+    _check_objects("messages", messages)
     return messages
+
+
+def _loaded(text: str, name: str = "messages") -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise InvalidRequest(f"{name} is not JSON: {fault}", param=name) from fault
+
+
+def _check_objects(name: str, value: object) -> None:
+    if not isinstance(value, list) or not all(isinstance(m, dict) for m in cast(list[Any], value)):
+        raise InvalidRequest(f"{name} must be a list of objects", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat, the tools that it may call, and options of `template.TemplateOptions`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def chat_json(messages: str, tools: str, options: str) -> str:
+    """One text of what the wire has apart; messages alone stay as they are."""
+    if not tools and not options:
+        return messages
+    return f'{{"messages":{messages},"tools":{tools or "[]"},"options":{options or "{}"}}}'
+
+
+def chat_from_json(text: str) -> ChatPrompt:
+    """What `chat_json` made. Raises InvalidRequest."""
+    if not text.startswith('{"messages":'):
+        return ChatPrompt(messages_from_json(text))
+    value = cast(dict[str, Any], _loaded(text))
+    prompt = ChatPrompt(value["messages"], value.get("tools", []), value.get("options", {}))
+    for name, found in (("messages", prompt.messages), ("tools", prompt.tools)):
+        _check_objects(name, found)
+    return prompt
+
+
+def tools_from_json(text: str) -> list[dict[str, Any]]:
+    """The `tools` of the wire, each a function with a name. Raises InvalidRequest."""
+    tools: list[dict[str, Any]] = _loaded(text, "tools") if text else []
+    _check_objects("tools", tools)
+    for tool in tools:
+        function: Any = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest("tools must be functions with a name", param="tools")
+    return tools
 
 
 def check_length(text: str, limit: int) -> None:
@@ -24,7 +71,8 @@ def check_length(text: str, limit: int) -> None:
     """
     if len(text) <= limit:
         return
-    size, rest = 0, list[Any](messages_from_json(text))
+    prompt = chat_from_json(text)
+    size, rest = 0, list[Any]((*prompt.messages, *prompt.tools))
     while rest:
         match rest.pop():
             case str() as one:

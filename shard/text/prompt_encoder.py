@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import struct
 import sys
 from array import array
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +17,22 @@ from typing import Any, Final
 import psutil
 
 from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
-from .helper import ENCODE, FAULT, HEAD, IDS, OPEN, OPENED, frame, over_memory
-from .messages import check_length
+from .helper import (
+    CALLS,
+    DECODE,
+    ENCODE,
+    ENCODE_TEXT,
+    FAULT,
+    HEAD,
+    IDS,
+    OPEN,
+    OPENED,
+    Frame,
+    frame,
+    over_memory,
+)
+from .messages import check_length, too_long
+from .tool_calls import Call
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +86,51 @@ class PromptEncoder:
         return [pid for helper in (self._short, self._long) if (pid := helper.pid)]
 
     async def encode(self, messages: str, context_length: int) -> list[int]:
-        """The messages are JSON. Cancelling it ends the work soon.
+        """`messages` is the JSON of `messages.chat_json`. Cancelling it ends the work soon.
 
         Raises ContextLengthExceeded for text that the context could not hold whatever its tokens,
         and InvalidRequest for what the template, the tokenizer or a limit refuses.
         """
+        limit = await self._limit(context_length)
+        await asyncio.to_thread(check_length, messages, limit)
+        return await self._ids(ENCODE, messages, limit)
+
+    async def encode_text(self, text: str, context_length: int) -> list[int]:
+        """Of a whole prompt, without a template; as `encode`."""
+        limit = await self._limit(context_length)
+        if (size := len(text.encode(errors="replace"))) > limit:
+            raise too_long(size, limit)
+        return await self._ids(ENCODE_TEXT, text, limit)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids. Raises InvalidRequest."""
+        _, body = await self._short.ask(DECODE, array("I", ids).tobytes())
+        return body.decode()
+
+    async def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
+        """The calls of tools in a text; None where it holds none, or a limit ended the search."""
+        asked = json.dumps({"text": text, "tools": list(tools)}).encode()
+        try:
+            _, body = await self._helper(len(asked)).ask(CALLS, asked)
+        except InvalidRequest as fault:
+            log.warning("what looked like a call of a tool is passed on as text: %s", fault.code)
+            return None
+        found = json.loads(body)
+        return None if found is None else [Call(name, arguments) for name, arguments in found]
+
+    async def _limit(self, context_length: int) -> int:
         if not self._longest_token:
             self._longest_token = await self._short.longest_token()
-        limit = context_length * self._longest_token
-        await asyncio.to_thread(check_length, messages, limit)
-        helper = self._long if len(messages) > LONG_BYTES else self._short
-        return await helper.encode(messages, limit)
+        return context_length * self._longest_token
+
+    def _helper(self, size: int) -> "_Helper":
+        return self._long if size > LONG_BYTES else self._short
+
+    async def _ids(self, kind: bytes, text: str, limit: int) -> list[int]:
+        body = limit.to_bytes(8, "big") + text.encode()
+        answer, ids = await self._helper(len(text)).ask(kind, body)
+        assert answer == IDS
+        return array("I", ids).tolist()
 
     async def close(self) -> None:
         _ = self._folder.cancel()
@@ -95,7 +145,7 @@ class _Helper:
         self._limits = limits
         self._turn = asyncio.Lock()
         self._starting: asyncio.Task[_Child] | None = None
-        self._runs: set[asyncio.Task[list[int]]] = set()
+        self._runs: set[asyncio.Task[Frame]] = set()
 
     def start(self) -> "asyncio.Task[_Child]":
         if self._starting is None or _is_over(self._starting):
@@ -113,9 +163,10 @@ class _Helper:
     async def longest_token(self) -> int:
         return (await asyncio.shield(self.start())).longest_token
 
-    async def encode(self, messages: str, limit: int) -> list[int]:
+    async def ask(self, kind: bytes, body: bytes) -> Frame:
+        """The helper's answer. Raises what it refuses, and InvalidRequest for a limit."""
         left = asyncio.Event()
-        run = asyncio.create_task(self._in_turn(messages, limit, left))
+        run = asyncio.create_task(self._in_turn(kind, body, left))
         self._runs.add(run)
         run.add_done_callback(self._ended)
         try:
@@ -123,17 +174,17 @@ class _Helper:
         finally:
             left.set()
 
-    def _ended(self, run: "asyncio.Task[list[int]]") -> None:
+    def _ended(self, run: "asyncio.Task[Frame]") -> None:
         self._runs.discard(run)
         _seen(run)
 
-    async def _in_turn(self, messages: str, limit: int, left: asyncio.Event) -> list[int]:
+    async def _in_turn(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
         async with self._turn:
             if left.is_set():
                 raise asyncio.CancelledError
             child = await asyncio.shield(self.start())
             try:
-                return await child.encode(messages, limit, left)
+                return await child.ask(kind, body, left)
             finally:
                 if child.is_over:
                     _ = self.start()
@@ -228,8 +279,8 @@ class _Child:
         kind, size = HEAD.unpack(await self.process.stdout.readexactly(HEAD.size))
         return kind, await self.process.stdout.readexactly(size)
 
-    async def encode(self, messages: str, limit: int, left: asyncio.Event) -> list[int]:
-        self.send(frame(ENCODE, limit.to_bytes(8, "big") + messages.encode()))
+    async def ask(self, asked: bytes, what: bytes, left: asyncio.Event) -> Frame:
+        self.send(frame(asked, what))
         answer = asyncio.create_task(self.receive())
         try:
             refusal = await self._until_done(answer, left)
@@ -249,8 +300,7 @@ class _Child:
                 await self.end()
         if kind == FAULT:
             raise _told(body)
-        assert kind == IDS
-        return array("I", body).tolist()
+        return kind, body
 
     async def _until_done(
         self, answer: "asyncio.Task[tuple[bytes, bytes]]", left: asyncio.Event

@@ -84,7 +84,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": ("shard/checkpoint/download.py", "shard/checkpoint/hub_cache.py"),
     "httpx2": ("shard/checkpoint/download.py", "shard/checkpoint/fetch.py"),
-    "jinja2": ("shard/text/codec.py",),
+    "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "ssl": ("node/join/*",),
     "matplotlib": ("shard/bench/plot.py",),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,11 @@ from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
+    Called,
     Finished,
     Loading,
     PrefillProgress,
+    Reasoned,
     Started,
     TextDelta,
     TokenLogprob,
@@ -122,6 +125,75 @@ def test_the_usage_has_a_chunk_of_its_own_where_it_was_asked_for(node: Node) -> 
     assert (last["choices"], last["usage"], last["generation_stats"]) == ([], USAGE, STATS)
     assert spoken[-1]["choices"][0]["finish_reason"] == "stop"
     assert frames(reply)[-1] == "data: [DONE]"
+
+
+THOUGHT = (
+    Started((7,)),
+    TextDelta("", (10,)),
+    Reasoned("hm"),
+    Reasoned("m"),
+    TextDelta("I look.", (11,)),
+    Called("weather", '{"city": "Ulm"}'),
+    Called("weather", '{"city": "Bonn"}'),
+    FINISHED,
+)
+
+
+def test_reasoning_and_calls_stand_apart_from_the_content(node: Node) -> None:
+    node.chat.scripts["demo"] = says(*THOUGHT)
+    (choice,) = node.chat_reply().json["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("I look.", "hmm")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Ulm"}'},
+        {"name": "weather", "arguments": '{"city": "Bonn"}'},
+    ]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2 and all(re.fullmatch("[a-z0-9]{9}", each) for each in ids)
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
+    node.chat.scripts["demo"] = says(Started((7,)), Called("f", "{}"), FINISHED)
+    (choice,) = node.chat_reply().json["choices"]
+    assert choice["message"]["content"] is None
+    node.chat.scripts["demo"] = says(
+        Started((7,)), Called("f", "{}"), replace(FINISHED, reason="length")
+    )
+    assert node.chat_reply().json["choices"][0]["finish_reason"] == "length"
+
+
+def test_reasoning_and_calls_are_streamed_in_their_order(node: Node) -> None:
+    node.chat.scripts["demo"] = says(*THOUGHT)
+    found = [chunk["choices"][0] for chunk in chunks(node.chat_reply(stream=True))]
+    deltas = [choice["delta"] for choice in found]
+    assert deltas[:4] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "hm"},
+        {"reasoning_content": "m"},
+        {"content": "I look."},
+    ]
+    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert [call["index"] for (call,) in calls] == [0, 1]
+    assert [call["function"]["arguments"] for (call,) in calls] == [
+        '{"city": "Ulm"}',
+        '{"city": "Bonn"}',
+    ]
+    assert found[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
+    function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    node.chat_reply(
+        tools=tools, reasoning_effort="none", chat_template_kwargs={"enable_thinking": False}
+    )
+    node.chat_reply(tools=tools, tool_choice="none")
+    first, second = node.chat.requests
+    told = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    assert first.tools == ({"type": "function", "function": told},)
+    assert first.options == {"kwargs": {"enable_thinking": False}, "effort": "none"}
+    assert (second.tools, second.options) == ((), {})
 
 
 def test_token_ids_come_on_request_in_the_body(node: Node) -> None:

@@ -111,6 +111,7 @@ def test_a_request_may_go_behind_the_others(fields: dict[str, Any], background: 
         {"tool_choice": "none", "modalities": ["text"]},
         {"response_format": {"type": "text"}},
         {"stream_options": {"include_obfuscation": False}},
+        {"reasoning_effort": "none", "chat_template_kwargs": {}},
         {"seed": -1, "max_tokens": -1, "max_completion_tokens": -1, "top_p": 0},
         {"keep_alive": "5m"},
         {"keep_alive": -1, "cache_prompt": True, "prompt_cache_retention": "24h"},
@@ -153,11 +154,11 @@ def test_null_counts_as_not_given(name: str) -> None:
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"prediction": {}}, "prediction"),
@@ -165,7 +166,6 @@ UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
     ({"chat_template": "x"}, "chat_template"),
-    ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
     ({"guided_regex": "(a+)+$"}, "guided_regex"),
     ({"best_of": 10**6}, "best_of"),
     ({"ignore_eos": True}, "ignore_eos"),
@@ -195,6 +195,14 @@ def test_an_unknown_field_is_answered_with_the_nearest_known_one() -> None:
 
 
 INVALID: list[tuple[dict[str, object], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 1}}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking"),
     ({"model": ""}, "model"),
     ({"model": "m" * 10240}, "model"),
     ({"model": 5}, "model"),

@@ -1,0 +1,67 @@
+"""A request as the message that its runner gets."""
+
+import json
+from dataclasses import replace
+
+from ...mtp.types import Sampling
+from ...proto import peer_pb2 as pb
+from .requests import GenerationRequest
+
+
+def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
+    s = _sampling(request, placed)
+    sampling = pb.Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        xtc_probability=s.xtc_probability,
+        xtc_threshold=s.xtc_threshold,
+        seed=s.seed,
+        repetition_penalty=s.penalties.repetition,
+        presence_penalty=s.penalties.presence,
+        frequency_penalty=s.penalties.frequency,
+        penalty_context=s.penalties.context_size,
+        logit_bias=dict(s.penalties.logit_bias),
+    )
+    wire = pb.GenerateRequest(
+        placement=placed.placement,
+        request=request.id,
+        attempt=1,
+        tools=tools_json(request),
+        bare=request.text is not None or request.ids is not None,
+        sampling=sampling,
+        max_tokens=request.max_tokens or 0,
+        stop=request.stop,
+        num_draft_tokens=placed.num_draft_tokens,
+        adaptive_draft=placed.adaptive_draft,
+        drafting_reason=placed.drafting_reason,
+        async_draft_eval=placed.async_draft_eval,
+        ignore_eos=request.ignore_eos,
+        background=request.background,
+        top_logprobs=request.top_logprobs,
+    )
+    if request.ids is not None:
+        wire.token_ids.ids.extend(request.ids)
+    elif request.text is not None:
+        wire.text = request.text
+    else:
+        wire.messages.CopyFrom(messages_to_wire(request))
+    return wire
+
+
+def messages_to_wire(request: GenerationRequest) -> pb.Messages:
+    options = json.dumps(dict(request.options)) if request.options else ""
+    return pb.Messages(json=json.dumps([dict(m) for m in request.messages]), options=options)
+
+
+def tools_json(request: GenerationRequest) -> str:
+    return json.dumps([dict(tool) for tool in request.tools]) if request.tools else ""
+
+
+def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
+    """The card's defaults under the fields that the request gave."""
+    card = {name: value for name, value in placed.sampling.items() if name not in request.given}
+    if "top_k" in card:
+        return replace(request.sampling, **{**card, "top_k": int(card["top_k"])})
+    return replace(request.sampling, **card)

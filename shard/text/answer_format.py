@@ -1,0 +1,80 @@
+"""The format of a checkpoint's answers, from its tokenizer's own vocabulary and template."""
+
+from typing import Any, Final
+
+from .channels import AnswerFormat, Edge, State
+
+_STATES: Final[dict[str, State]] = {"normal": "content", "reasoning": "reasoning", "tool": "call"}
+"""mlx-lm's names; all others are headers."""
+
+HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+"""Tokens of OpenAI's Harmony format, as its specification names them."""
+_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
+
+DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
+"""What DeepSeek's models put round their calls."""
+
+
+def format_of(tokenizer: Any) -> AnswerFormat:
+    """`tokenizer` is mlx-lm's wrapper."""
+    if is_harmony(tokenizer):
+        return _harmony(tokenizer)
+    edges: dict[State, list[Edge]] = {}
+    for state, found in tokenizer.response_transitions.items():
+        edges[_state(state)] = [(marker, _state(to)) for marker, to in found]
+    edges.setdefault("content", [])
+    if tokenizer.has_thinking:
+        edges["content"].append((tokenizer.think_start, "reasoning"))
+        edges.setdefault("reasoning", []).append((tokenizer.think_end, "content"))
+    start, end = call_markers(tokenizer)
+    if start:
+        for state in ("content", "reasoning"):
+            if state in edges and not any(to == "call" for _, to in edges[state]):
+                edges[state].append((start, "call"))
+        edges["call"] = [(end, "content")] if end else []
+    for marker in tokenizer.structural_markers:
+        edges["content"].append((marker, "content"))
+    return AnswerFormat(
+        edges,
+        starts=tuple(tokenizer.think_start_tokens or ()),
+        ends=tuple(tokenizer.think_end_tokens or ()),
+        initial=_state(tokenizer.response_initial_state or "normal"),
+    )
+
+
+def call_markers(tokenizer: Any) -> tuple[str, str]:
+    """What stands round a call; empty where the model is not known to make any."""
+    if tokenizer.has_tool_calling:
+        return tokenizer.tool_call_start, tokenizer.tool_call_end or ""
+    return DEEPSEEK if is_deepseek(tokenizer) else ("", "")
+
+
+def is_deepseek(tokenizer: Any) -> bool:
+    vocabulary = tokenizer.get_vocab()
+    return all(token in vocabulary for token in DEEPSEEK)
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    vocabulary = tokenizer.get_vocab()
+    return all(token in vocabulary for token in HARMONY)
+
+
+def _state(name: str) -> State:
+    return _STATES.get(name, "header")
+
+
+def _harmony(tokenizer: Any) -> AnswerFormat:
+    vocabulary = tokenizer.get_vocab()
+    over: list[Edge] = [(each, "header") for each in (_END, _CALL, _RETURN, _START, _CHANNEL)]
+    edges: dict[State, list[Edge]] = {"header": [(_MESSAGE, "content")]}
+    for state in ("content", "reasoning", "call"):
+        edges[state] = list(over)
+    # A prompt that ends within a message's text is one whose last answer is continued.
+    starts, ends = (vocabulary[_MESSAGE],), (vocabulary[_START],)
+    return AnswerFormat(edges, starts, ends, "content", "header", _harmony_state)
+
+
+def _harmony_state(header: str) -> State:
+    if "to=functions." in header:
+        return "call"
+    return "reasoning" if "analysis" in header else "content"
