@@ -8,6 +8,7 @@ from typing import Any
 
 from exo_node.node.api.plan_request import PlacementBody, PlanBody
 from exo_node.node.chat.requests import (
+    Encoded,
     Event,
     Finished,
     GenerationRequest,
@@ -102,6 +103,16 @@ class FakeChat:
         self.events = 0
         self.began.clear()
         self.closed.clear()
+
+    async def encode(self, request: GenerationRequest) -> Encoded:
+        """An id for each character."""
+        if request.model not in self.scripts:
+            raise ModelNotFound(f"there is no model '{request.model}'", param="model")
+        self.requests.append(request)
+        if request.ids is not None:
+            return Encoded((), "".join(map(chr, request.ids)), 4096)
+        text = request.text or "".join(str(m["content"]) for m in request.messages)
+        return Encoded(tuple(map(ord, text)), "", 4096)
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         events = self._events(request)

@@ -96,10 +96,6 @@ def error_object(fault: HttpFault) -> dict[str, Any]:
     }
 
 
-def error_response(fault: HttpFault) -> JsonResponse:
-    return JsonResponse(error_object(fault), fault.status, headers=dict(fault.headers))
-
-
 def unnamed_fault(status: int, path: str, paths: Iterable[str] = ()) -> HttpFault:
     """The fault of a bare status, as a router raises it; `paths` are those that are served."""
     match status:

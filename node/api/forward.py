@@ -11,9 +11,10 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
+from .dialects import ANSWERING, MODELS_OF_OLLAMA
 from .join_api import JOIN_PREFIX
 
-LOCAL = ("/v1/cluster", "/v1/chat/completions", "/v1/mtp/stats")
+LOCAL = ("/v1/cluster", "/v1/mtp/stats", *ANSWERING)
 """What every node answers for itself, under /v1."""
 _OWN_SCOPE = ("scope", "node")
 """In the query: what this node itself knows is asked for, not what the head does."""
@@ -120,7 +121,9 @@ class _Passage:
 
 def _is_local(scope: Scope) -> bool:
     path: str = scope.get("path", "")
-    if scope["type"] != "http" or not path.startswith("/v1/") or path in LOCAL:
+    if scope["type"] != "http" or path in LOCAL:
+        return True
+    if not path.startswith("/v1/") and path not in MODELS_OF_OLLAMA:
         return True
     if path.startswith(f"{JOIN_PREFIX}/"):
         return True

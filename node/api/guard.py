@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...placement.errors import ExoNodeError
 from ..machine.log import request_scope
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
-from .errors import HttpFault, error_object, error_response, fault_of, internal_fault
+from .dialects import ANSWERING, OLLAMA, fault_frame, fault_response
+from .errors import HttpFault, fault_of, internal_fault
 from .origins import Origins
 from .session_api import SESSION_PATH
-from .sse import data
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT")
 _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready")
 _STATIC_PREFIX: Final = "/static/"
-_ANYBODYS_PATHS: Final = ("/v1/chat/completions", "/v1/cluster/profile", SESSION_PATH)
+_ANYBODYS_PATHS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
 """What every user of the machine may POST to where there is no API key."""
 
 
@@ -91,7 +91,7 @@ class Guard:
             or self._refused_key(scope["path"], headers)
             or self._refused_token(scope, headers)
             or _refused_framing(headers)
-            or self._refused_body(scope["method"], headers)
+            or self._refused_body(scope, headers)
         )
 
     def _refused_host(self, scope: Scope, headers: Headers) -> HttpFault | None:
@@ -137,7 +137,8 @@ class Guard:
         trusted = self._is_trusted(headers)
         scope.setdefault("state", {})["trusted"] = trusted
         reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
-        if trusted or reads or scope["path"] in _ANYBODYS_PATHS:
+        path: str = scope["path"]
+        if trusted or reads or path in _ANYBODYS_PATHS or path.startswith(OLLAMA):
             return None
         message = (
             "this is for the node's own user: use the `exo-node` command, open the dashboard by "
@@ -151,11 +152,13 @@ class Guard:
             return True  # an API key was shown, or the paths that need none change nothing
         return self.token.is_shown(v.encode("latin-1") for v in headers.getlist(TOKEN_HEADER))
 
-    def _refused_body(self, method: str, headers: Headers) -> HttpFault | None:
-        if method not in _METHODS_WITH_BODY:
+    def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
+        if scope["method"] not in _METHODS_WITH_BODY:
             return None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
+        # Ollama's own clients send none, or that of a form; Origin and Host are checked all the
+        # same, and what Ollama's paths do changes nothing but a chat.
+        if media_type != "application/json" and not scope["path"].startswith(OLLAMA):
             message = "send the body as JSON, with 'Content-Type: application/json'"
             return HttpFault(415, "unsupported_media_type", message, "Content-Type")
         # The server has checked that Content-Length is a number.
@@ -223,7 +226,7 @@ class _Exchange:
             if fault is None:
                 await self._guard.app(self._scope, self._next, self._answer)
             else:
-                await error_response(fault)(self._scope, self._receive, self._answer)
+                await self._refuse(fault)
         except _Disconnected:
             self._status = 499
         except ExoNodeError as error:
@@ -293,7 +296,7 @@ class _Exchange:
 
     def _add_headers(self, headers: MutableHeaders) -> None:
         media_type = headers.get("content-type", "").partition(";")[0]
-        self._streams_events = media_type == "text/event-stream"
+        self._streams_events = media_type in ("text/event-stream", "application/x-ndjson")
         headers["x-request-id"] = self.id
         headers["X-Content-Type-Options"] = "nosniff"
         headers["Cross-Origin-Resource-Policy"] = "same-origin"
@@ -302,12 +305,16 @@ class _Exchange:
             headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
         self._guard.origins.mark(self._headers, headers)
 
+    async def _refuse(self, fault: HttpFault) -> None:
+        response = fault_response(fault, self._scope["path"])
+        await response(self._scope, self._receive, self._answer)
+
     async def _end_with(self, fault: HttpFault) -> None:
         """Ends the exchange, in the form that its state still allows."""
         if self._status == 0:
-            await error_response(fault)(self._scope, self._receive, self._answer)
+            await self._refuse(fault)
         elif self._streams_events and not self._complete:
-            body = data(error_object(fault))
+            body = fault_frame(fault, self._scope["path"])
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
         elif not self._complete:
             raise ConnectionError(f"{self.id} ended in the middle of its answer")

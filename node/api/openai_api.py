@@ -1,21 +1,16 @@
 """`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
 
 import time
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar, assert_never
+from collections.abc import Iterable
+from typing import Any, Final, assert_never
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...mtp.types import Penalties, Sampling
-from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
     Called,
-    Chat,
     Event,
     Finished,
     GenerationRequest,
@@ -27,52 +22,24 @@ from ..chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from .answering import Answering, Said
 from .body_schema import read_body
-from .errors import JsonResponse, error_object, fault_of
 from .openai_schema import ChatBody
-from .sse import DONE, EventStream, attended, comment, data
-
-_SAMPLING_FIELDS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "seed",
-)
-
-_LEAST_TOP_P: Final = 1e-9
+from .sse import DONE, comment, data
 
 _LEAST_LOGPROB: Final = -9999.0
 """OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
 
-Number = TypeVar("Number", int, float)
-
-Events = AsyncGenerator[Event | None]
-"""None is a spell of silence."""
-
 
 def generation_request(body: ChatBody, request_id: RequestId) -> GenerationRequest:
-    off = Penalties()
-    penalties = Penalties(
-        repetition=_or(body.repetition_penalty, off.repetition),
-        presence=_or(body.presence_penalty, off.presence),
-        frequency=_or(body.frequency_penalty, off.frequency),
-        context_size=_or(body.repetition_context_size, off.context_size),
-        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
-    )
-    fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
-    given = {name: value for name, value in fields.items() if value is not None}
-    if given.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
-        given["top_p"] = _LEAST_TOP_P
+    sampling, given = body.sampling()
     newer, older = body.max_completion_tokens, body.max_tokens
     return GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
         messages=tuple(message.for_template() for message in body.messages),
-        sampling=replace(Sampling(temperature=1.0, penalties=penalties), **given),
-        given=frozenset(given),
+        sampling=sampling,
+        given=given,
         max_tokens=older if newer is None else newer,
         stop=tuple(body.stop or ()),
         num_draft_tokens=body.num_draft_tokens,
@@ -89,33 +56,20 @@ def call_id(request: RequestId, number: int) -> str:
     return f"{request.removeprefix('req_')[:7]}{number:02x}"
 
 
-def _or(given: Number | None, otherwise: Number) -> Number:
-    return otherwise if given is None else given
-
-
 class ChatCompletions:
-    """The endpoint over a `Chat`. `keep_alive_s` is the longest silence on a stream."""
+    """The endpoint."""
 
-    def __init__(self, chat: Chat, keep_alive_s: float) -> None:
-        self._chat = chat
-        self._keep_alive_s = keep_alive_s
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
 
     def routes(self) -> list[Route]:
         return [Route("/v1/chat/completions", self.complete, methods=["POST"])]
 
     async def complete(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        request_id = RequestId(request.state.request_id)
-        generation = generation_request(body, request_id)
-        events = attended(self._chat.stream(generation), request.receive, self._keep_alive_s)
-        answer = _Answer(body, generation.id)
-        if not body.stream:
-            async with aclosing(events):
-                return JsonResponse(await answer.whole(events))
-        # A refusal, or the end of a model's loading, decides the status: it is waited for, but not
-        # past the first silence, in which a client could take the node for dead.
-        first = await anext(events, None)
-        return EventStream(answer.frames(first, events))
+        asked = generation_request(body, RequestId(request.state.request_id))
+        shape = _Answer(body, asked.id)
+        return await self._answering.respond(request, asked, shape, stream=bool(body.stream))
 
 
 class _Answer:
@@ -136,60 +90,25 @@ class _Answer:
         self._has_begun = False
         self._calls = 0
 
-    async def whole(self, events: Events) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        said = _Said()
-        async for event in events:
-            match event:
-                case None | Loading() | Resuming() | PrefillProgress():
-                    pass
-                case Started(prompt_ids):
-                    self._prompt_ids = prompt_ids
-                case TextDelta():
-                    said.texts.append(event.text)
-                    said.ids.extend(event.token_ids)
-                    said.logprobs.extend(event.logprobs)
-                case Reasoned(text):
-                    said.reasoning.append(text)
-                case Called():
-                    said.calls.append(self._call(event))
-                case Finished():
-                    return self._body(said, event)
-                case _:
-                    assert_never(event)
-        raise _unfinished()
-
-    def _body(self, said: "_Said", end: Finished) -> dict[str, Any]:
+    def whole(self, said: Said, end: Finished) -> dict[str, Any]:
+        calls = [self._call(call) for call in said.calls]
+        content = None if calls and not said.text else said.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.thought
         choice: dict[str, Any] = {
             "index": 0,
-            "message": said.message(),
+            "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": _logprobs(said.logprobs) if self._with_logprobs else None,
             "finish_reason": self._reason(end),
         }
-        body = {**self._head, "object": "chat.completion", "choices": [choice], **_statistics(end)}
+        body = {**self._head, "object": "chat.completion", "choices": [choice], **statistics(end)}
         if self._with_ids:
             choice["token_ids"] = said.ids
-            body["prompt_token_ids"] = self._prompt_ids
+            body["prompt_token_ids"] = said.prompt_ids
         return body
 
-    async def frames(self, first: Event | None, events: Events) -> AsyncGenerator[bytes]:
-        """The frames of a stream; an ExoNodeError becomes its last one, in place of `[DONE]`."""
-        async with aclosing(events):
-            try:
-                for frame in self._of(first):
-                    yield frame
-                if isinstance(first, Finished):
-                    return
-                async for event in events:
-                    for frame in self._of(event):
-                        yield frame
-                    if isinstance(event, Finished):
-                        return
-                raise _unfinished()
-            except ExoNodeError as error:
-                yield data(error_object(fault_of(error)))
-
-    def _of(self, event: Event | None) -> list[bytes]:
+    def of(self, event: Event | None) -> list[bytes]:
         match event:
             case None:
                 return [comment("keep-alive")]
@@ -259,31 +178,12 @@ class _Answer:
         return data({**head, "choices": [choice], **extra})
 
     def _end(self, end: Finished) -> list[bytes]:
-        told, nothing = _statistics(end), TextDelta("", ())
+        told, nothing = statistics(end), TextDelta("", ())
         if not self._usage_apart:
             return [self._chunk({}, nothing, self._reason(end), **told), DONE]
         head = {**self._head, "object": "chat.completion.chunk"}
         last = data({**head, "choices": [], **told})
         return [self._chunk({}, nothing, self._reason(end)), last, DONE]
-
-
-@dataclass(slots=True)
-class _Said:
-    """The parts of an answer that is not streamed."""
-
-    texts: list[str] = field(default_factory=list[str])
-    reasoning: list[str] = field(default_factory=list[str])
-    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-
-    def message(self) -> dict[str, Any]:
-        text = "".join(self.texts)
-        content = None if self.calls and not text else text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
-        return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
 def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
@@ -299,7 +199,7 @@ def _token(one: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def _statistics(end: Finished) -> dict[str, Any]:
+def statistics(end: Finished) -> dict[str, Any]:
     return {
         "usage": {
             "prompt_tokens": end.prompt_tokens,
@@ -310,7 +210,3 @@ def _statistics(end: Finished) -> dict[str, Any]:
         },
         "generation_stats": dict(end.stats),
     }
-
-
-def _unfinished() -> ExoNodeError:
-    return ExoNodeError("the answer ended without its final event; please report this")

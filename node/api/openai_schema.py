@@ -14,13 +14,11 @@ from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
 from .body_schema import StrictBody
+from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
 from .tool_schema import MAX_TOOLS, Effort, TemplateKwargs, Tool
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-_UINT32: Final = 2**32 - 1
-_UINT64: Final = 2**64 - 1
 
 # Fields that this node does not implement, and the values that ask for nothing.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -71,16 +69,22 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     )
 
 
-def _without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` less those that ask for nothing; raises for those that ask for something."""
-    for name, neutral in NEUTRAL.items():
+def without_neutral(
+    fields: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]] | None = None
+) -> dict[str, Any]:
+    """`fields` less those that ask for nothing; raises for those that ask for something.
+
+    `more` are neutral for one endpoint only.
+    """
+    nothing = {**NEUTRAL, **(more or {})}
+    for name, neutral in nothing.items():
         value = fields.get(name)
         if value is not None and not _is_neutral(value, neutral):
             wanted = (
                 f"leave it out or send {encode(neutral[0]).decode()}" if neutral else "leave it out"
             )
             raise _unsupported(name, f"is not supported by this node; {wanted}")
-    return {name: value for name, value in fields.items() if name not in NEUTRAL}
+    return {name: value for name, value in fields.items() if name not in nothing}
 
 
 def _unsupported(at: str, sentence: str) -> PydanticCustomError:
@@ -223,66 +227,22 @@ class StreamOptions(StrictBody):
         return value
 
 
-TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-"""A token's id, which JSON has as the text of a key."""
-
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _none_of_minus_one(value: Any) -> Any:
-    return None if isinstance(value, int) and value == -1 else value
-
-
-MaxTokens = Annotated[
-    Annotated[int, Field(ge=1, le=_UINT32)] | None, BeforeValidator(_none_of_minus_one)
-]
-
-
-class ChatBody(StrictBody):
+class ChatBody(SamplingBody):
     """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
+    max_completion_tokens: MaxTokens = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens = None
-    max_completion_tokens: MaxTokens = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
-    xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
-    seed: Annotated[
-        Annotated[int, Field(ge=0, le=_UINT64)] | None, BeforeValidator(_none_of_minus_one)
-    ] = None
-    stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
-    repetition_context_size: Annotated[int | None, Field(ge=1, le=4096)] = None
-    """Tokens that all three penalties look at, the prompt's among them; mlx-lm's 20 by default."""
-    logit_bias: Annotated[
-        dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
-    ] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
-    draft_policy: Literal["adaptive", "fixed"] | None = None
-    """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
     return_token_ids: bool | None = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_choice)] = None
     reasoning_effort: Effort | None = None
     """Goes to the template's own variable; "none" switches reasoning off, others switch it on."""
     chat_template_kwargs: TemplateKwargs | None = None
-    priority: Literal["interactive", "batch"] | None = None
-    service_tier: str | None = None
-    """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -298,7 +258,7 @@ class ChatBody(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return _without_neutral(fields)
+        return without_neutral(fields)
 
     @model_validator(mode="after")
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
@@ -326,10 +286,6 @@ class ChatBody(StrictBody):
         kwargs = self.chat_template_kwargs.given() if self.chat_template_kwargs else {}
         told: dict[str, Any] = {"kwargs": kwargs} if kwargs else {}
         return told | ({"effort": self.reasoning_effort} if self.reasoning_effort else {})
-
-    @property
-    def background(self) -> bool:
-        return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
 
     @classmethod
     def known_fields(cls) -> list[str]:

@@ -20,11 +20,16 @@ from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import ServingTiming
 from ..trust.local_token import LocalToken
+from .answering import Answering
+from .completions_api import Completions
 from .connection_limits import ConnectionLimits, LimitedConnection
-from .errors import error_response, fault_of, internal_fault, unnamed_fault
+from .dialects import fault_response
+from .errors import fault_of, internal_fault, unnamed_fault
 from .events_api import EventsApi
 from .guard import Guard
 from .join_api import JoinApi
+from .messages_api import Messages
+from .ollama_api import Ollama
 from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
 from .origins import Origins
@@ -62,8 +67,12 @@ def build_app(
     `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
     has no endpoints.
     """
+    answering = Answering(chat, timing.keep_alive_s)
     routes = [
-        *ChatCompletions(chat, timing.keep_alive_s).routes(),
+        *ChatCompletions(answering).routes(),
+        *Completions(answering).routes(),
+        *Messages(answering).routes(),
+        *Ollama(answering, operations).routes(),
         *OperationsApi(operations).routes(),
         *(_events_routes(events, timing) if events is not None else ()),
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
@@ -75,7 +84,8 @@ def build_app(
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(unnamed_fault(error.status_code, request.url.path[:256], paths))
+        path = request.url.path
+        response = fault_response(unnamed_fault(error.status_code, path[:256], paths), path)
         response.headers.update(error.headers or {})
         return response
 
@@ -120,9 +130,9 @@ def _static_routes(static: StaticFiles) -> list[Route]:
     ]
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ExoNodeError)
-    return error_response(fault_of(error))
+    return fault_response(fault_of(error), request.url.path)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -132,7 +142,7 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_defect(request: Request, _: Exception) -> Response:
     """Starlette raises the error again afterwards, and the guard logs it."""
-    return error_response(internal_fault(request.state.request_id))
+    return fault_response(internal_fault(request.state.request_id), request.url.path)
 
 
 class _Server(uvicorn.Server):

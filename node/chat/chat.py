@@ -21,6 +21,7 @@ from .final_stats import stats_to_json
 from .metrics import AnswerMeter, Metrics
 from .requests import (
     Called,
+    Encoded,
     Event,
     Finished,
     GenerationRequest,
@@ -34,7 +35,7 @@ from .requests import (
 )
 from .resuming import AnswerLog
 from .totals import Totals
-from .wire import to_wire
+from .wire import encode_to_wire, to_wire
 
 
 class Runners(Protocol):
@@ -44,6 +45,10 @@ class Runners(Protocol):
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         """Raises PeerLost, and what the runner refuses. Closing it cancels the generation."""
+        ...
+
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        """Raises PeerLost, and what the runner refuses."""
         ...
 
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
@@ -96,6 +101,19 @@ class ChatService:
                             yield event
         finally:
             await claim.close()
+
+    async def encode(self, request: GenerationRequest) -> Encoded:
+        claim = Claim(self._heads, request, self.timing)
+        try:
+            async with aclosing(claim.acquire()) as acquired:
+                async for news in acquired:
+                    if isinstance(news, pb.Placed):
+                        generator = self._runners.near(endpoints_of(news)[0])
+                        found = await self._runners.encode(generator, encode_to_wire(request))
+                        return Encoded(tuple(found.ids), found.text, found.context_length)
+        finally:
+            await claim.close()
+        raise PeerLost("the head gave no placement")
 
     @property
     def runners(self) -> Runners:

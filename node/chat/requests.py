@@ -128,6 +128,15 @@ class Finished:
 Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Reasoned | Called | Finished
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt's ids, or the text of one that was given in ids."""
+
+    ids: tuple[int, ...]
+    text: str
+    context_length: int
+
+
 class Chat(Protocol):
     """What the HTTP layer needs of the node's chat service."""
 
@@ -136,4 +145,8 @@ class Chat(Protocol):
 
         Raises ExoNodeError of the kinds that `placement.errors` lists, before or between events.
         """
+        ...
+
+    async def encode(self, request: GenerationRequest) -> Encoded:
+        """What the model would be given; it is loaded where it must be. Raises as `stream`."""
         ...

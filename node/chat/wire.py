@@ -50,6 +50,14 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
     return wire
 
 
+def encode_to_wire(request: GenerationRequest) -> pb.EncodeRequest:
+    if request.ids is not None:
+        return pb.EncodeRequest(token_ids=pb.TokenIds(ids=request.ids))
+    if request.text is not None:
+        return pb.EncodeRequest(text=request.text)
+    return pb.EncodeRequest(messages=messages_to_wire(request), tools=tools_json(request))
+
+
 def messages_to_wire(request: GenerationRequest) -> pb.Messages:
     options = json.dumps(dict(request.options)) if request.options else ""
     return pb.Messages(json=json.dumps([dict(m) for m in request.messages]), options=options)

@@ -121,6 +121,9 @@ class ClusterStages:
         """See `chat.Runners`."""
         return self._runners.generate(endpoint, request)
 
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        return await self._runners.encode(endpoint, request)
+
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
         await self._runners.park(endpoint, request, attempt)
 

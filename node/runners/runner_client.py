@@ -28,6 +28,8 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
 
 
 PARK_TIMEOUT_S = 1.0
+ENCODE_TIMEOUT_S = 60.0
+"""More than the limits on a prompt's own time let it take."""
 
 
 class RunnerClient:
@@ -85,6 +87,12 @@ class RunnerClient:
         async with aclosing(stream(stub.Generate(request), where)) as events:
             async for event in events:
                 yield event
+
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        """See `chat.Runners`."""
+        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
+        call = stub.Encode(request, timeout=ENCODE_TIMEOUT_S)
+        return await reply(call, f"the generator's runner on {endpoint.node}")
 
     async def forget(self, endpoint: Endpoint) -> None:
         """Closes the channel to a runner that is gone; its port may be another's soon."""

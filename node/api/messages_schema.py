@@ -1,0 +1,190 @@
+"""The body of Anthropic's `POST /v1/messages`, and what it is to the node's own request."""
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, model_validator
+
+from ...placement.errors import InvalidRequest, UnsupportedParameter
+from .tolerant_body import TolerantBody
+from .tool_schema import MAX_TOOLS
+
+_UINT32: Final = 2**32 - 1
+_IMAGE: Final = "[an image was here; this node reads text only]"
+
+
+class Block(TolerantBody):
+    """One part of a message; which fields it has follows from its type."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: Annotated[str | None, Field(max_length=256)] = None
+    name: Annotated[str | None, Field(max_length=256)] = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Annotated[str | None, Field(max_length=256)] = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    """Where a cache should end; every turn is cached anyway."""
+    citations: list[Any] | None = None
+
+
+class AnthropicMessage(TolerantBody):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(TolerantBody):
+    """`type` other than `custom` is a tool that Anthropic's own servers run."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        schema = self.input_schema or {"type": "object", "properties": {}}
+        told = {"name": self.name, "description": self.description or "", "parameters": schema}
+        return {"type": "function", "function": told}
+
+
+class ToolChoice(TolerantBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(TolerantBody):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+
+
+class OutputConfig(TolerantBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class MessagesBody(TolerantBody):
+    """`max_tokens` may be missing: `count_tokens` has none, and the context has an end."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    system: str | list[Block] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]] | None, Field(max_length=16)
+    ] = None
+    tools: Annotated[list[AnthropicTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _calls_are_free(self) -> "MessagesBody":
+        choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool"):
+            raise UnsupportedParameter(
+                f"'tool_choice' {choice.type!r} is not supported: this node cannot make a model "
+                "call a tool; send auto",
+                param="tool_choice",
+            )
+        return self
+
+    def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
+        """The messages as chat templates take them; types of blocks that are dropped go to
+        `ignored`."""
+        messages: list[dict[str, Any]] = []
+        if (system := _text(self.system or "", "system", ignored)) != "":
+            messages.append({"role": "system", "content": system})
+        for number, message in enumerate(self.messages):
+            messages += _turns(message, f"messages[{number}]", ignored)
+        return messages
+
+    def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return ()
+        own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
+        ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
+        return tuple(tool.for_template() for tool in own)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """A client that says nothing of thinking leaves it to the model."""
+        thinking, config = self.thinking, self.output_config
+        told: dict[str, Any] = {}
+        if thinking is not None:
+            told["effort"] = "none" if thinking.type == "disabled" else "high"
+            if thinking.budget_tokens:
+                told["budget"] = thinking.budget_tokens
+        if config is not None and config.effort and told.get("effort") != "none":
+            told["effort"] = config.effort
+        return told | ({"lenient": True} if told else {})
+
+
+def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[str, Any]]:
+    """A user's message may hold results of tools, each of which is a turn of its own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if message.role == "assistant":
+        return [_assistant(message.content, at, ignored)]
+    turns: list[dict[str, Any]] = []
+    rest: list[Block] = []
+    for block in message.content:
+        if block.type == "tool_result":
+            turns.append(_result(block, at, ignored))
+        else:
+            rest.append(block)
+    if rest or not turns:
+        turns.append({"role": message.role, "content": _text(rest, at, ignored)})
+    return turns
+
+
+def _result(block: Block, at: str, ignored: list[str]) -> dict[str, Any]:
+    if not block.tool_use_id:
+        raise InvalidRequest(f"a tool_result in '{at}' has no tool_use_id", param=at)
+    text = _text(block.content or "", at, ignored)
+    content = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+
+
+def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, Any]:
+    thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    calls = [
+        {
+            "id": block.id or "",
+            "type": "function",
+            "function": {"name": block.name or "", "arguments": block.input or {}},
+        }
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    others = [block for block in blocks if block.type not in ("thinking", "tool_use")]
+    turn: dict[str, Any] = {"role": "assistant", "content": _text(others, at, ignored)}
+    turn |= {"reasoning_content": thoughts} if thoughts else {}
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
+def _text(content: str | list[Block], at: str, ignored: list[str]) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content:
+        if block.type == "text":
+            texts.append(block.text or "")
+            continue
+        ignored.append(f"a block of type {block.type}")
+        if block.type == "image":
+            texts.append(_IMAGE)
+    return "\n".join(text for text in texts if text)
+
+
+def as_json(arguments: str) -> dict[str, Any]:
+    return json.loads(arguments)

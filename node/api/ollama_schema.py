@@ -1,0 +1,174 @@
+"""The bodies of Ollama's API, and what they are to the node's own request."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ...mtp.types import Penalties, Sampling
+from ...placement.errors import UnsupportedParameter
+from ...placement.ids import ModelId
+from .tolerant_body import TolerantBody
+from .tool_schema import MAX_TOOLS, Tool
+
+_UINT32: Final = 2**32 - 1
+_LATEST: Final = ":latest"
+Think = bool | Literal["low", "medium", "high", "max"]
+
+
+def _plain_name(value: Any) -> Any:
+    """Ollama's clients write `name:latest` where nobody gave a tag."""
+    return value.removesuffix(_LATEST) if isinstance(value, str) else value
+
+
+ModelName = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_plain_name)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class OllamaOptions(TolerantBody):
+    """`draft_num_predict` is the K of native MTP. Negative counts have no limit."""
+
+    temperature: Annotated[float | None, Field(ge=0, le=10)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: int | None = None
+    num_predict: Annotated[int | None, Field(ge=-2, le=_UINT32)] = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]] | None,
+        Field(max_length=16),
+        BeforeValidator(_as_list),
+    ] = None
+    repeat_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repeat_last_n: Annotated[int | None, Field(ge=-1, le=4096)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    draft_num_predict: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        """With the names of what was given; 0 as `top_p` is the likeliest token."""
+        off = Penalties()
+        given: dict[str, Any] = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if (value := getattr(self, name)) is not None
+        }
+        if given.get("top_p") == 0:
+            given["top_p"] = 1e-9
+        if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
+            given["seed"] = self.seed
+        penalties = Penalties(
+            repetition=self.repeat_penalty or off.repetition,
+            presence=self.presence_penalty or off.presence,
+            frequency=self.frequency_penalty or off.frequency,
+            context_size=max(1, self.repeat_last_n or off.context_size),
+        )
+        temperature = given.pop("temperature", 1.0)
+        names = frozenset(given) | (
+            {"temperature"} if self.temperature is not None else frozenset[str]()
+        )
+        return Sampling(temperature=temperature, penalties=penalties, **given), names
+
+
+class OllamaFunction(TolerantBody):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: dict[str, Any]
+
+
+class OllamaCall(TolerantBody):
+    id: str | None = None
+    type: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(TolerantBody):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=128)] = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.thinking:
+            told["reasoning_content"] = self.thinking
+        if self.tool_name:
+            told["name"] = self.tool_name
+        if self.role == "tool":
+            told["tool_call_id"] = self.tool_call_id or ""
+        if self.tool_calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id or "",
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return told
+
+
+class _Asked(TolerantBody):
+    """What `chat` and `generate` share."""
+
+    model: ModelName
+    stream: bool | None = None
+    think: Think | None = None
+    format: str | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    keep_alive: int | float | str | None = None
+    """Models stay loaded until somebody unloads them."""
+
+    @property
+    def id(self) -> ModelId:
+        return ModelId(self.model)
+
+    def check(self) -> None:
+        if self.format:
+            raise UnsupportedParameter(
+                "'format' is not supported: this node cannot enforce it; leave it out",
+                param="format",
+            )
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Ollama's efforts are OpenAI's; true and false switch thinking."""
+        match self.think:
+            case None:
+                return {}
+            case bool():
+                return {"effort": "high" if self.think else "none", "lenient": True}
+            case effort:
+                return {"effort": effort, "lenient": True}
+
+
+class OllamaChatBody(_Asked):
+    messages: Annotated[list[OllamaMessage], Field(max_length=1024)] = Field(
+        default_factory=list[OllamaMessage]
+    )
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+
+
+class OllamaGenerateBody(_Asked):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise UnsupportedParameter("'suffix' is not supported; leave it out", param="suffix")
+
+    def messages(self) -> list[dict[str, Any]]:
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        return [*told, {"role": "user", "content": self.prompt}]
+
+
+class ShowBody(TolerantBody):
+    model: ModelName | None = None
+    name: ModelName | None = None
+    verbose: bool | None = None

@@ -1,0 +1,97 @@
+"""The fields of OpenAI's dialect that say how an answer is drawn, and what they are to the node."""
+
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from ...mtp.types import Penalties, Sampling
+from .body_schema import StrictBody
+
+_UINT32: Final = 2**32 - 1
+_UINT64: Final = 2**64 - 1
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "seed",
+)
+_LEAST_TOP_P: Final = 1e-9
+
+Number = TypeVar("Number", int, float)
+
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""A token's id, which JSON has as the text of a key."""
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _none_of_minus_one(value: Any) -> Any:
+    return None if isinstance(value, int) and value == -1 else value
+
+
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1, le=_UINT32)] | None, BeforeValidator(_none_of_minus_one)
+]
+
+
+class SamplingBody(StrictBody):
+    """Bounds are OpenAI's, mlx-lm's or the wire's."""
+
+    max_tokens: MaxTokens = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
+    seed: Annotated[
+        Annotated[int, Field(ge=0, le=_UINT64)] | None, BeforeValidator(_none_of_minus_one)
+    ] = None
+    stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repetition_context_size: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Tokens that all three penalties look at, the prompt's among them; mlx-lm's 20 by default."""
+    logit_bias: Annotated[
+        dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
+    ] = None
+    num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    draft_policy: Literal["adaptive", "fixed"] | None = None
+    """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
+    priority: Literal["interactive", "batch"] | None = None
+    service_tier: str | None = None
+    """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
+
+    @property
+    def background(self) -> bool:
+        return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
+
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        """With the names of the fields that were given: the others are the card's to say."""
+        off = Penalties()
+        penalties = Penalties(
+            repetition=_or(self.repetition_penalty, off.repetition),
+            presence=_or(self.presence_penalty, off.presence),
+            frequency=_or(self.frequency_penalty, off.frequency),
+            context_size=_or(self.repetition_context_size, off.context_size),
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+        )
+        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given: dict[str, Any] = {name: v for name, v in fields.items() if v is not None}
+        if given.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
+            given["top_p"] = _LEAST_TOP_P
+        sampling = replace(Sampling(temperature=1.0, penalties=penalties), **given)
+        return sampling, frozenset(given)
+
+
+def _or(given: Number | None, otherwise: Number) -> Number:
+    return otherwise if given is None else given
