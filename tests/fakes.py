@@ -280,6 +280,9 @@ class FakeGenerators(FakeStages):
         if not self.ends:
             _ = await asyncio.Event().wait()
 
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        return pb.EncodeReply(ids=map(ord, request.text), context_length=64)
+
     async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
         pass
 

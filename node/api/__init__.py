@@ -1,23 +1,34 @@
 """HTTP: the chat API, the operations API, events, and what is refused before a handler runs.
 
+answering.py: one internal request to an HTTP answer, in the shape of any dialect
 body_schema.py: checks of a JSON body, with the nearest field's name in the error
+completions_api.py: completions, tokenize and detokenize: text and ids without a template
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
+dialects.py: which dialect a path speaks, and how each shows an error
 drain.py: a node that stops: nothing new, and time for what runs
 errors.py: the error tree as HTTP answers
 events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
 guard.py: Host, Origin, key, body size: what is refused before a handler runs
 join_api.py: waiting nodes, approvals and key changes over HTTP
+messages_api.py: Anthropic's Messages and count_tokens
+messages_schema.py: their fields
+ollama_api.py: Ollama's API
+ollama_schema.py: its fields
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request
 operations_api.py: placements, models, cluster, metrics, health
 origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
 profile_api.py: measured layer times and links
+responses_api.py: OpenAI's Responses, without any state
+responses_schema.py: their fields
+sampling_schema.py: the fields that say how an answer is drawn
 server.py: the HTTP server
 session_api.py: the login link of the dashboard
 sse.py: server-sent events
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
+tolerant_body.py: bodies whose unknown fields are dropped and named
 tool_schema.py: tools and the options of a chat template, as a request declares them
 """

@@ -34,6 +34,7 @@ from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
 from .origins import Origins
 from .profile_api import Measurements, ProfileApi
+from .responses_api import Responses
 from .session_api import SessionApi
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def build_app(
         *ChatCompletions(answering).routes(),
         *Completions(answering).routes(),
         *Messages(answering).routes(),
+        *Responses(answering).routes(),
         *Ollama(answering, operations).routes(),
         *OperationsApi(operations).routes(),
         *(_events_routes(events, timing) if events is not None else ()),

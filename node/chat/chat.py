@@ -6,7 +6,6 @@ node is lost, the head among them, the answer goes on from there.
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol

@@ -1,0 +1,210 @@
+"""The body of OpenAI's `POST /v1/responses`, and what it is to the node's own request."""
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from ...placement.errors import InvalidRequest, UnsupportedParameter
+from .strict_json import decode
+from .tolerant_body import TolerantBody
+from .tool_schema import MAX_TOOLS, Effort
+
+_UINT32: Final = 2**32 - 1
+_IMAGE: Final = "[an image was here; this node reads text only]"
+_STATEFUL: Final = ("previous_response_id", "conversation")
+CUSTOM_INPUT: Final = "input"
+"""The one argument of the function that stands for a custom tool, whose input is free text."""
+
+
+class ContentPart(TolerantBody):
+    type: str
+    text: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(TolerantBody):
+    """One item of the conversation; which fields it has follows from its type."""
+
+    type: str = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    phase: str | None = None
+    content: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
+    call_id: Annotated[str | None, Field(max_length=256)] = None
+    name: Annotated[str | None, Field(max_length=256)] = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class ResponsesTool(TolerantBody):
+    """A function, or a custom tool; others are run by OpenAI's own servers."""
+
+    type: str
+    name: Annotated[str | None, Field(max_length=256)] = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        described = self.description or ""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        if self.type == "custom":
+            if self.format and self.format.get("definition"):
+                described += f"\n\nThe input's grammar:\n{self.format['definition']}"
+            text = {"type": "string", "description": "The whole input, as it stands."}
+            parameters = {
+                "type": "object",
+                "properties": {CUSTOM_INPUT: text},
+                "required": [CUSTOM_INPUT],
+            }
+        told = {"name": self.name or "", "description": described, "parameters": parameters}
+        return {"type": "function", "function": told}
+
+
+class Reasoning(TolerantBody):
+    effort: Effort | None = None
+    summary: str | None = None
+
+
+class TextFormat(TolerantBody):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(TolerantBody):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(TolerantBody):
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    input: str | Annotated[list[InputItem], Field(max_length=8192)]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Raises UnsupportedParameter for what would have to be kept, enforced or done later."""
+        for name in _STATEFUL:
+            if getattr(self, name) is not None:
+                raise _unsupported(name, "this node keeps no responses; send the whole input")
+        if self.background:
+            raise _unsupported("background", "this node answers at once; leave it out")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise _unsupported("tool_choice", "this node cannot make a model call; send 'auto'")
+        if self.text and self.text.format and self.text.format.type != "text":
+            raise _unsupported("text.format", "this node cannot enforce it; leave it out")
+
+    def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
+        own = [t for t in self.tools or () if t.type in ("function", "custom") and t.name]
+        ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
+        return () if self.tool_choice == "none" else tuple(tool.for_template() for tool in own)
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        return frozenset(t.name for t in self.tools or () if t.type == "custom" and t.name)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        effort = self.reasoning.effort if self.reasoning else None
+        return {"effort": effort, "lenient": True} if effort else {}
+
+    def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
+        """The messages as chat templates take them: an assistant's items in a row are one."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for number, item in enumerate(self.input):
+            _add(item, f"input[{number}]", messages, ignored)
+        if not messages:
+            raise InvalidRequest("'input' has no item that this node can read", param="input")
+        return messages
+
+
+def _add(item: InputItem, at: str, messages: list[dict[str, Any]], ignored: list[str]) -> None:
+    match item.type:
+        case "message" if item.role in ("user", "system", "developer"):
+            role = "user" if item.role == "user" else "system"
+            messages.append({"role": role, "content": _text(item.content, ignored)})
+        case "message":
+            said = _assistant(messages)
+            said["content"] += _text(item.content, ignored)
+        case "reasoning":
+            thought = _text(item.content, ignored) or _text(item.summary, ignored)
+            if thought:
+                said = _assistant(messages, anew=True)
+                said["reasoning_content"] = thought
+        case "function_call" | "custom_tool_call":
+            _assistant(messages).setdefault("tool_calls", []).append(_call(item, at))
+        case "function_call_output" | "custom_tool_call_output":
+            if not item.call_id:
+                raise InvalidRequest(f"'{at}' has no call_id", param=at)
+            result = {"role": "tool", "content": _text(item.output, ignored)}
+            messages.append(result | {"tool_call_id": item.call_id})
+        case kind:
+            ignored.append(f"an item of type {kind}")
+
+
+def _assistant(messages: list[dict[str, Any]], *, anew: bool = False) -> dict[str, Any]:
+    if anew or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: InputItem, at: str) -> dict[str, Any]:
+    if not item.name or not item.call_id:
+        raise InvalidRequest(f"'{at}' needs a name and a call_id", param=at)
+    arguments: Any = {CUSTOM_INPUT: item.input or ""}
+    if item.type == "function_call":
+        arguments = decode((item.arguments or "{}").encode(errors="replace"))
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"'{at}.arguments' is no JSON object", param=f"{at}.arguments")
+    function = {"name": item.name, "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for part in content:
+        if part.text is not None:
+            texts.append(part.text)
+        else:
+            ignored.append(f"a part of type {part.type}")
+            texts += [_IMAGE] if part.type == "input_image" else []
+    return "".join(texts)
+
+
+def _unsupported(name: str, why: str) -> UnsupportedParameter:
+    return UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)
+
+
+def custom_input(arguments: str) -> str:
+    return str(json.loads(arguments).get(CUSTOM_INPUT, ""))

@@ -1,0 +1,480 @@
+"""The dialects as their own official clients see them, over a real server and a scripted chat."""
+
+import json
+from collections.abc import Callable, Generator
+from typing import Any
+
+import anthropic
+import ollama
+import pytest
+from fakes import FINISHED, says
+from http_node import Node, serving_fakes
+from openai import APIError, OpenAI
+
+from exo_node.node.chat.requests import Called, Event, Reasoned, Started, TextDelta
+from exo_node.placement.errors import PeerLost, QueueFull
+
+THOUGHT: tuple[Event, ...] = (
+    Started((7, 8, 9)),
+    TextDelta("", (10,)),
+    Reasoned("hm"),
+    TextDelta("I ", (11,)),
+    TextDelta("look.", ()),
+    Called("weather", '{"city": "Ulm"}'),
+    Called("weather", '{"city": "Bonn"}'),
+    FINISHED,
+)
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Generator[Node]:
+    with serving_fakes() as node:
+        yield node
+
+
+OPEN: list[Callable[[], None]] = []
+"""What closes the clients of a test."""
+
+
+@pytest.fixture
+def node(running: Node) -> Generator[Node]:
+    running.chat.reset()
+    running.chat.scripts["thinks"] = says(*THOUGHT)
+    running.chat.scripts["breaks"] = says(*THOUGHT[:4], then=PeerLost("a node is gone"))
+    running.chat.scripts["busy"] = says(then=QueueFull("too many wait"))
+    yield running
+    while OPEN:
+        OPEN.pop()()
+
+
+def claude(node: Node) -> anthropic.Anthropic:
+    url = f"http://127.0.0.1:{node.port}"
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    OPEN.append(client.close)
+    return client
+
+
+def chatgpt(node: Node) -> OpenAI:
+    url = f"http://127.0.0.1:{node.port}/v1"
+    client = OpenAI(base_url=url, api_key="any", max_retries=0)
+    OPEN.append(client.close)
+    return client
+
+
+def llama(node: Node) -> Any:
+    """Untyped: its own types are known in part only."""
+    client = ollama.Client(host=f"http://127.0.0.1:{node.port}")
+    OPEN.append(client._client.close)  # pyright: ignore[reportPrivateUsage]
+    return client
+
+
+def test_openais_client_reads_a_stream_as_its_readme_does(node: Node) -> None:
+    stream = chatgpt(node).chat.completions.create(model="demo", messages=ASK, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "héllo"
+
+
+def test_openais_client_gathers_calls_of_a_stream(node: Node) -> None:
+    with chatgpt(node).chat.completions.stream(model="thinks", messages=ASK) as stream:
+        for _ in stream:
+            pass
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    calls = choice.message.tool_calls or []
+    assert [call.function.arguments for call in calls] == ['{"city": "Ulm"}', '{"city": "Bonn"}']
+    assert choice.message.content == "I look."
+
+
+def test_openais_client_completes_a_text(node: Node) -> None:
+    client = chatgpt(node)
+    found = client.completions.create(model="demo", prompt="Once", max_tokens=5)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("héllo", "stop")
+    stream = client.completions.create(model="demo", prompt=[1, 2], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "héllo"
+    first, second = node.chat.requests
+    assert (first.text, first.ids, first.max_tokens) == ("Once", None, 5)
+    assert (second.text, second.ids, second.max_tokens) == (None, (1, 2), 16)
+
+
+def test_texts_and_ids_are_told_without_an_answer(node: Node) -> None:
+    reply = node.ask("POST", "/v1/tokenize", {"model": "demo", "prompt": "ab"}).json
+    assert reply == {"count": 2, "max_model_len": 4096, "tokens": [97, 98]}
+    chat = node.ask("POST", "/v1/tokenize", {"model": "demo", "messages": ASK}).json
+    assert chat["count"] == 2
+    reply = node.ask("POST", "/v1/detokenize", {"model": "demo", "tokens": [97, 98]})
+    assert reply.json == {"prompt": "ab"}
+    refused = node.ask("POST", "/v1/tokenize", {"model": "demo"})
+    assert (refused.status, refused.error["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": 3}, "logprobs"),
+        ({}, "prompt"),
+    ],
+    ids=str,
+)
+def test_what_a_completion_cannot_do_is_refused(
+    node: Node, fields: dict[str, object], param: str
+) -> None:
+    reply = node.ask("POST", "/v1/completions", {"model": "demo", **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_anthropics_client_gets_blocks(node: Node) -> None:
+    message = claude(node).messages.create(
+        model="thinks",
+        max_tokens=50,
+        system="Be brief.",
+        messages=ASK,
+        tools=[{"name": "weather", "input_schema": PARAMETERS}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    blocks = [block.to_dict() for block in message.content]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("hm", "I look.")
+    assert [block["input"] for block in blocks[2:]] == [{"city": "Ulm"}, {"city": "Bonn"}]
+    assert message.stop_reason == "tool_use"
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (1, 2)
+    (request,) = node.chat.requests
+    assert request.messages[0] == {"role": "system", "content": "Be brief."}
+    assert request.options == {"effort": "high", "budget": 1024, "lenient": True}
+    assert request.tools[0]["function"]["parameters"] == PARAMETERS
+
+
+def test_anthropics_client_gathers_a_stream(node: Node) -> None:
+    with claude(node).messages.stream(model="thinks", max_tokens=5, messages=ASK) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    block = message.content[3]
+    assert block.type == "tool_use" and block.input == {"city": "Bonn"}
+    assert (message.stop_reason, message.usage.output_tokens) == ("tool_use", 3)
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+
+def test_anthropics_client_counts_tokens(node: Node) -> None:
+    found = claude(node).messages.count_tokens(model="demo", messages=ASK, system="s")
+    assert found.input_tokens == 3
+
+
+def test_anthropics_client_gets_errors_of_its_own_kinds(node: Node) -> None:
+    client = claude(node)
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        _ = client.messages.create(model="nope", max_tokens=5, messages=ASK)
+    body: Any = missing.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    with pytest.raises(anthropic.RateLimitError):
+        _ = client.messages.create(model="busy", max_tokens=5, messages=ASK)
+    with pytest.raises(anthropic.APIStatusError, match="a node is gone"):
+        for _ in client.messages.create(model="breaks", max_tokens=5, messages=ASK, stream=True):
+            pass
+
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "demo",
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}}
+    ],
+    "metadata": {"user_id": "user_1"},
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "medium"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "tools": [
+        {
+            "name": "Read",
+            "description": "Reads a file.",
+            "input_schema": {"$schema": "x", "type": "object", "properties": {"path": {}}},
+            "cache_control": {"type": "ephemeral"},
+            "eager_input_streaming": True,
+        },
+        {"type": "web_search_20260101", "name": "web_search", "max_uses": 8},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Read a.py"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I read it.", "signature": "s"},
+                {"type": "text", "text": "Reading."},
+                {"type": "tool_use", "id": "t1", "name": "Read", "input": {"path": "a.py"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "x = 1"}],
+                },
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+        {"role": "system", "content": "The time is noon."},
+    ],
+}
+
+
+def test_a_request_in_the_shape_of_claude_codes_is_served_and_what_is_unknown_is_named(
+    node: Node,
+) -> None:
+    reply = node.ask("POST", "/v1/messages?beta=true", CLAUDE_CODE)
+    assert reply.status == 200
+    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {
+        "tools[].eager_input_streaming",
+        "tools[].max_uses",
+        "context_management",
+        "tools[] of type web_search_20260101",
+    }
+    (request,) = node.chat.requests
+    assert [message["role"] for message in request.messages] == [
+        *("system", "user", "assistant", "tool", "user", "system")
+    ]
+    assistant, tool = request.messages[2], request.messages[3]
+    assert assistant["reasoning_content"] == "I read it."
+    assert assistant["tool_calls"][0]["function"] == {"name": "Read", "arguments": {"path": "a.py"}}
+    assert (tool["content"], tool["tool_call_id"]) == ("x = 1", "t1")
+    assert [tool["function"]["name"] for tool in request.tools] == ["Read"]
+    assert request.options == {"effort": "medium", "lenient": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0]"),
+        ({"system": 5}, None),
+    ],
+    ids=str,
+)
+def test_a_bad_messages_request_is_refused_in_anthropics_words(
+    node: Node, fields: dict[str, object], param: str | None
+) -> None:
+    body = {"model": "demo", "max_tokens": 5, "messages": ASK, **fields}
+    reply = node.ask("POST", "/v1/messages", body)
+    assert reply.status == 400
+    assert reply.json["type"] == "error"
+    assert reply.error["type"] == "invalid_request_error"
+    assert param is None or reply.error["param"] == param
+
+
+def test_openais_client_gets_a_response(node: Node) -> None:
+    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
+    found = chatgpt(node).responses.create(
+        model="thinks", input="hi", instructions="Be brief.", tools=[tool], max_output_tokens=9
+    )
+    assert found.output_text == "I look."
+    kinds = [item.type for item in found.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert found.usage is not None and found.usage.output_tokens == 3
+    (request,) = node.chat.requests
+    assert [m["role"] for m in request.messages] == ["system", "user"]
+    assert (request.max_tokens, request.tools[0]["function"]["name"]) == (9, "weather")
+
+
+def test_openais_client_gathers_a_response_of_a_stream(node: Node) -> None:
+    with chatgpt(node).responses.stream(model="thinks", input="hi") as stream:
+        events = list(stream)
+        found = stream.get_final_response()
+    assert found.output_text == "I look."
+    calls = [item for item in found.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Ulm"}, {"city": "Bonn"}]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+
+
+def test_a_response_that_breaks_off_ends_in_an_error_event(node: Node) -> None:
+    with pytest.raises(APIError, match="a node is gone"):
+        for _ in chatgpt(node).responses.create(model="breaks", input="hi", stream=True):
+            pass
+
+
+CODEX: dict[str, Any] = {
+    "model": "demo",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "The sandbox is on."}],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List."}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        {
+            "type": "function_call",
+            "name": "shell",
+            "arguments": '{"command":["ls"]}',
+            "call_id": "1",
+        },
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin", "call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "a.py"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
+        {"type": "web_search_call", "id": "ws_1"},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x": "y"},
+}
+
+
+def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
+    patch = Called("apply_patch", '{"input": "*** Begin Patch"}')
+    node.chat.scripts["demo"] = says(Started((7,)), patch, FINISHED)
+    reply = node.ask("POST", "/v1/responses", CODEX)
+    assert reply.status == 200
+    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {
+        "client_metadata",
+        "tools[].external_web_access",
+        "tools[] of type web_search",
+        "an item of type web_search_call",
+    }
+    (request,) = node.chat.requests
+    roles = [message["role"] for message in request.messages]
+    assert roles == ["system", "system", "user", "assistant", "tool", "tool"]
+    calls = [call["function"] for call in request.messages[3]["tool_calls"]]
+    assert calls == [
+        {"name": "shell", "arguments": {"command": ["ls"]}},
+        {"name": "apply_patch", "arguments": {"input": "*** Begin"}},
+    ]
+    lines = [line for line in reply.body.decode().split("\n") if line.startswith("data: ")]
+    done = json.loads(lines[-1].removeprefix("data: "))["response"]["output"][0]
+    assert (done["type"], done["input"]) == ("custom_tool_call", "*** Begin Patch")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0]"),
+    ],
+    ids=str,
+)
+def test_a_response_that_needs_more_is_refused(
+    node: Node, fields: dict[str, object], param: str
+) -> None:
+    reply = node.ask("POST", "/v1/responses", {"model": "demo", "input": "hi", **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_ollamas_client_chats(node: Node) -> None:
+    client = llama(node)
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+    answer = client.chat(model="thinks:latest", messages=ASK, tools=[tool], think=True)
+    assert (answer.message.content, answer.message.thinking) == ("I look.", "hm")
+    calls = answer.message.tool_calls or []
+    assert [call.function.arguments for call in calls] == [{"city": "Ulm"}, {"city": "Bonn"}]
+    assert (answer.prompt_eval_count, answer.eval_count, answer.done_reason) == (3, 3, "stop")
+    parts = list(client.chat(model="demo", messages=ASK, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == "héllo"
+    assert [part.done for part in parts] == [False, False, True]
+    request = node.chat.requests[0]
+    assert request.tools[0]["function"]["name"] == "weather"
+    assert request.options == {"effort": "high", "lenient": True}
+
+
+def test_ollamas_client_generates(node: Node) -> None:
+    client = llama(node)
+    options = {"temperature": 0, "num_predict": 7, "draft_num_predict": 2, "num_ctx": 4096}
+    answer = client.generate(model="demo", prompt="hi", system="s", options=options)
+    assert answer.response == "héllo"
+    raw = client.generate(model="demo", prompt="hi", raw=True)
+    assert raw.response == "héllo"
+    assert client.generate(model="demo", prompt="").done_reason == "load"
+    first, second, third = node.chat.requests
+    assert [m["role"] for m in first.messages] == ["system", "user"]
+    assert (first.max_tokens, first.num_draft_tokens) == (7, 2)
+    assert first.sampling.temperature == 0 and "temperature" in first.given
+    assert (second.text, third.text) == ("hi", ".")
+
+
+def test_ollamas_client_sees_the_models(node: Node) -> None:
+    client = llama(node)
+    assert [model.model for model in client.list().models] == ["demo", "owner/large-model"]
+    assert client.ps().models == []
+    assert client.show("demo:latest").capabilities == ["completion"]
+    with pytest.raises(ollama.ResponseError) as caught:
+        _ = client.show("nope")
+    assert caught.value.status_code == 404
+
+
+def test_ollamas_client_gets_errors_as_text(node: Node) -> None:
+    client = llama(node)
+    with pytest.raises(ollama.ResponseError, match="there is no model 'nope'") as caught:
+        _ = client.chat(model="nope", messages=ASK)
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="a node is gone"):
+        _ = list(client.chat(model="breaks", messages=ASK, stream=True))
+    with pytest.raises(ollama.ResponseError, match="'format'"):
+        _ = client.chat(model="demo", messages=ASK, format="json")
+
+
+@pytest.mark.parametrize("media_type", ["", "application/x-www-form-urlencoded"])
+def test_ollamas_paths_take_what_curl_sends(node: Node, media_type: str) -> None:
+    body = json.dumps({"model": "demo", "messages": ASK, "stream": False}).encode()
+    headers = {"Content-Type": media_type}
+    reply = node.ask("POST", "/api/chat", body, headers)
+    assert (reply.status, reply.json["message"]["content"]) == (200, "héllo")
+    assert node.ask("POST", "/v1/completions", body, headers).status == 415
+    page = {**headers, "Origin": "http://evil.example"}
+    assert node.ask("POST", "/api/chat", body, page).status == 403
+
+
+def test_unknown_fields_of_ollama_are_named(node: Node) -> None:
+    body = {"model": "demo", "messages": ASK, "stream": False, "options": {"num_ctx": 5}, "x": 1}
+    reply = node.ask("POST", "/api/chat", body)
+    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {"x", "options.num_ctx"}
+
+
+def test_a_name_in_the_header_is_no_header_by_itself(node: Node) -> None:
+    body = {"model": "demo", "messages": ASK, "stream": False, "a\r\nset-cookie: b": 1, "ü": 1}
+    reply = node.ask("POST", "/api/chat", body)
+    assert reply.status == 200
+    assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/messages", ("error", "message")),
+        ("/api/chat", ("error",)),
+        ("/v1/completions", ("error", "message")),
+    ],
+)
+def test_the_guard_speaks_each_dialect(path: str, told: tuple[str, ...]) -> None:
+    with serving_fakes(api_key="secret") as node:
+        reply = node.ask("POST", path, {})
+        assert reply.status == 401
+        found = reply.json
+        for name in told:
+            found = found[name]
+        assert "API key" in found
