@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable, Generator
 from typing import Any
 
-import anthropic
-import ollama
 import pytest
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
@@ -49,9 +47,14 @@ def node(running: Node) -> Generator[Node]:
         OPEN.pop()()
 
 
-def claude(node: Node) -> anthropic.Anthropic:
+def module(name: str) -> Any:
+    """Of the extra `clients`."""
+    return pytest.importorskip(name)
+
+
+def claude(node: Node) -> Any:
     url = f"http://127.0.0.1:{node.port}"
-    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    client = module("anthropic").Anthropic(base_url=url, api_key="any", max_retries=0)
     OPEN.append(client.close)
     return client
 
@@ -65,8 +68,8 @@ def chatgpt(node: Node) -> OpenAI:
 
 def llama(node: Node) -> Any:
     """Untyped: its own types are known in part only."""
-    client = ollama.Client(host=f"http://127.0.0.1:{node.port}")
-    OPEN.append(client._client.close)  # pyright: ignore[reportPrivateUsage]
+    client: Any = module("ollama").Client(host=f"http://127.0.0.1:{node.port}")
+    OPEN.append(client._client.close)
     return client
 
 
@@ -165,13 +168,13 @@ def test_anthropics_client_counts_tokens(node: Node) -> None:
 
 def test_anthropics_client_gets_errors_of_its_own_kinds(node: Node) -> None:
     client = claude(node)
-    with pytest.raises(anthropic.NotFoundError) as missing:
+    with pytest.raises(module("anthropic").NotFoundError) as missing:
         _ = client.messages.create(model="nope", max_tokens=5, messages=ASK)
     body: Any = missing.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
-    with pytest.raises(anthropic.RateLimitError):
+    with pytest.raises(module("anthropic").RateLimitError):
         _ = client.messages.create(model="busy", max_tokens=5, messages=ASK)
-    with pytest.raises(anthropic.APIStatusError, match="a node is gone"):
+    with pytest.raises(module("anthropic").APIStatusError, match="a node is gone"):
         for _ in client.messages.create(model="breaks", max_tokens=5, messages=ASK, stream=True):
             pass
 
@@ -391,7 +394,7 @@ def test_ollamas_client_chats(node: Node) -> None:
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
     answer = client.chat(model="thinks:latest", messages=ASK, tools=[tool], think=True)
     assert (answer.message.content, answer.message.thinking) == ("I look.", "hm")
-    calls = answer.message.tool_calls or []
+    calls: list[Any] = answer.message.tool_calls or []
     assert [call.function.arguments for call in calls] == [{"city": "Ulm"}, {"city": "Bonn"}]
     assert (answer.prompt_eval_count, answer.eval_count, answer.done_reason) == (3, 3, "stop")
     parts = list(client.chat(model="demo", messages=ASK, stream=True))
@@ -422,19 +425,19 @@ def test_ollamas_client_sees_the_models(node: Node) -> None:
     assert [model.model for model in client.list().models] == ["demo", "owner/large-model"]
     assert client.ps().models == []
     assert client.show("demo:latest").capabilities == ["completion"]
-    with pytest.raises(ollama.ResponseError) as caught:
+    with pytest.raises(module("ollama").ResponseError) as caught:
         _ = client.show("nope")
     assert caught.value.status_code == 404
 
 
 def test_ollamas_client_gets_errors_as_text(node: Node) -> None:
     client = llama(node)
-    with pytest.raises(ollama.ResponseError, match="there is no model 'nope'") as caught:
+    with pytest.raises(module("ollama").ResponseError, match="there is no model 'nope'") as caught:
         _ = client.chat(model="nope", messages=ASK)
     assert caught.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="a node is gone"):
+    with pytest.raises(module("ollama").ResponseError, match="a node is gone"):
         _ = list(client.chat(model="breaks", messages=ASK, stream=True))
-    with pytest.raises(ollama.ResponseError, match="'format'"):
+    with pytest.raises(module("ollama").ResponseError, match="'format'"):
         _ = client.chat(model="demo", messages=ASK, format="json")
 
 
