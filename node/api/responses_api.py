@@ -140,7 +140,7 @@ class _Response:
         self._open, self._text = kind, ""
         item = self._message("") if kind == "message" else self._thoughts("")
         part = item["content"][0]
-        begun = item | {"content": [], "status": "in_progress"}
+        begun: dict[str, Any] = {**item, "content": [], "status": "in_progress"}
         index = len(self._items)
         return [
             self._event("response.output_item.added", output_index=index, item=begun),
@@ -183,12 +183,18 @@ class _Response:
         return f"{self._request_id.replace('req_', 'item_', 1)}_{index}"
 
     def _message(self, text: str) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        part: dict[str, Any] = {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": [],
+        }
         head = {"id": self._item_id(len(self._items)), "type": "message", "role": "assistant"}
         return {**head, "status": "completed", "content": [part]}
 
     def _thoughts(self, text: str) -> dict[str, Any]:
-        head = {"id": self._item_id(len(self._items)), "type": "reasoning", "summary": []}
+        head: dict[str, Any] = {"id": self._item_id(len(self._items)), "type": "reasoning"}
+        head["summary"] = []
         part = {"type": "reasoning_text", "text": text}
         return {**head, "status": "completed", "content": [part]}
 

@@ -185,7 +185,7 @@ def _call(item: InputItem, at: str) -> dict[str, Any]:
         arguments = decode((item.arguments or "{}").encode(errors="replace"))
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"'{at}.arguments' is no JSON object", param=f"{at}.arguments")
-    function = {"name": item.name, "arguments": arguments}
+    function: dict[str, Any] = {"name": item.name, "arguments": arguments}
     return {"id": item.call_id, "type": "function", "function": function}
 
 
