@@ -1,0 +1,112 @@
+"""A real node and the demo model, asked in every dialect: the same tokens, whichever asks."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import ORACLE
+from nodes import Node, node
+
+PROMPT = "Who are you?"
+ROW: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == PROMPT)
+ASK = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("demo"), "--no-mdns", "--dtype", "float32") as running:
+        yield running
+
+
+def asked(demo: Node, path: str, body: dict[str, Any]) -> Any:
+    reply = demo.call("POST", path, {"model": "demo", **body})
+    assert reply.status == 200, reply
+    return reply.body
+
+
+def test_every_dialect_gives_the_oracles_answer_with_native_mtp(demo: Node) -> None:
+    text: str = ROW["text"]
+    message = asked(demo, "/v1/messages", {"messages": ASK, "max_tokens": 200, "temperature": 0})
+    assert (message["content"][0]["text"], message["stop_reason"]) == (text, "end_turn")
+    response = asked(demo, "/v1/responses", {"input": PROMPT, "temperature": 0})
+    assert response["output"][0]["content"][0]["text"] == text
+    options = {"temperature": 0}
+    answer = asked(demo, "/api/chat", {"messages": ASK, "options": options, "stream": False})
+    assert answer["message"]["content"] == text
+    written = asked(demo, "/api/generate", {"prompt": PROMPT, "options": options, "stream": False})
+    assert written["response"] == text
+    for body in (message, response, answer, written):
+        assert body["generation_stats"]["drafter_kind"] == "native_mtp"
+        assert body["generation_stats"]["accepted_draft_tokens"] > 0
+
+
+def test_a_prompt_in_text_and_in_ids_is_the_rendered_chat(demo: Node) -> None:
+    ids = asked(demo, "/v1/tokenize", {"messages": ASK})["tokens"]
+    assert ids == ROW["prompt_ids"]
+    text = asked(demo, "/v1/detokenize", {"tokens": ids})["prompt"]
+    assert asked(demo, "/v1/tokenize", {"prompt": text})["tokens"] == ids
+    wish = {"temperature": 0, "max_tokens": 200, "return_token_ids": True}
+    for prompt in (text, ids):
+        (choice,) = asked(demo, "/v1/completions", {"prompt": prompt, **wish})["choices"]
+        assert choice["token_ids"] == ROW["greedy_ids"]
+        assert choice["text"] == ROW["text"]
+    count = asked(demo, "/v1/messages/count_tokens", {"messages": ASK})
+    assert count == {"input_tokens": len(ids)}
+
+
+def test_tools_and_options_that_the_demo_lacks_change_no_token(demo: Node) -> None:
+    """Its template has no tools: what it says stays content, and the ids are the same."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = demo.chat(PROMPT, tools=[tool], reasoning_effort="none", return_token_ids=True)
+    (choice,) = body["choices"]
+    assert choice["token_ids"] == ROW["greedy_ids"]
+    refused = demo.call(
+        "POST",
+        "/v1/chat/completions",
+        {"model": "demo", "messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert refused.status == 400
+    assert refused.body["error"]["param"] == "chat_template_kwargs.enable_thinking"
+
+
+def test_an_assistants_beginning_is_continued_by_the_same_tokens(demo: Node) -> None:
+    begun = ROW["text"][: len(ROW["text"]) // 2].rstrip()
+    chat = [*ASK, {"role": "assistant", "content": begun}]
+    body = {"messages": chat, "temperature": 0, "max_tokens": 200}
+    said = asked(demo, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    assert said and not said.startswith(begun)
+    prompt = asked(demo, "/v1/tokenize", {"messages": chat})["tokens"]
+    assert asked(demo, "/v1/detokenize", {"tokens": prompt})["prompt"].endswith(begun)
+
+
+def test_a_stream_of_lines_is_ollamas(demo: Node) -> None:
+    connection = demo.connect(demo.port, 300.0)
+    body = json.dumps({"model": "demo", "messages": ASK, "options": {"temperature": 0}})
+    try:
+        connection.request("POST", "/api/chat", body)
+        lines = [json.loads(line) for line in connection.getresponse()]
+    finally:
+        connection.close()
+    assert "".join(line["message"]["content"] for line in lines) == ROW["text"]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/detokenize", {"tokens": [10**6]}, 400),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": [10**6]}, 400),
+        ("/v1/completions", {"prompt": "x " * 9000}, 400),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 10**9}, 400),
+        ("/api/chat", {"messages": ASK, "options": {"draft_num_predict": 99}}, 400),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_and_the_next_request_is_served(
+    demo: Node, path: str, body: dict[str, Any], status: int
+) -> None:
+    reply = demo.call("POST", path, {"model": "demo", **body})
+    assert reply.status == status, reply
+    assert demo.chat(PROMPT)["choices"][0]["message"]["content"] == ROW["text"]
