@@ -20,8 +20,7 @@ from ..chat.requests import (
     TextDelta,
     TokenLogprob,
 )
-from .dialects import fault_frame
-from .errors import JsonResponse, fault_of
+from .errors import HttpFault, JsonResponse, fault_of
 from .sse import EventStream, attended
 
 Events = AsyncGenerator[Event | None]
@@ -59,6 +58,10 @@ class Shape(Protocol):
         """The frames that an event makes; those of `Finished` end the stream."""
         ...
 
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        """The frames that end a stream which broke off."""
+        ...
+
 
 class Answering:
     """Answers over a `Chat`. `keep_alive_s` is the longest silence on a stream."""
@@ -85,7 +88,7 @@ class Answering:
         # A refusal, or the end of a model's loading, decides the status: it is waited for, but not
         # past the first silence, in which a client could take the node for dead.
         first = await anext(events, None)
-        response = EventStream(_frames(first, events, shape, request.url.path), media_type)
+        response = EventStream(_frames(first, events, shape), media_type)
         response.headers.update(headers or {})
         return response
 
@@ -112,10 +115,8 @@ async def collected(events: Events) -> tuple[Said, Finished]:
     raise unfinished()
 
 
-async def _frames(
-    first: Event | None, events: Events, shape: Shape, path: str
-) -> AsyncGenerator[bytes]:
-    """An ExoNodeError becomes the last frame."""
+async def _frames(first: Event | None, events: Events, shape: Shape) -> AsyncGenerator[bytes]:
+    """An ExoNodeError becomes the last frames."""
     async with aclosing(events):
         try:
             for frame in shape.of(first):
@@ -129,7 +130,8 @@ async def _frames(
                     return
             raise unfinished()
         except ExoNodeError as error:
-            yield fault_frame(fault_of(error), path)
+            for frame in shape.broken(fault_of(error)):
+                yield frame
 
 
 def unfinished() -> ExoNodeError:

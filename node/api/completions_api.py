@@ -22,7 +22,8 @@ from ..chat.requests import (
 )
 from .answering import Answering, Said
 from .body_schema import StrictBody, read_body
-from .errors import JsonResponse
+from .dialects import fault_frame
+from .errors import HttpFault, JsonResponse
 from .openai_api import statistics
 from .openai_schema import Message, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody
@@ -195,6 +196,9 @@ class _Completion:
                 return [self._chunk(last), usage, DONE]
             case _:
                 return []
+
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        return [fault_frame(fault, "/v1/completions")]
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         return data({**self._head, "choices": [choice], **more})

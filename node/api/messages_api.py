@@ -22,8 +22,8 @@ from ..chat.requests import (
     TextDelta,
 )
 from .answering import Answering, Said
-from .dialects import named
-from .errors import JsonResponse
+from .dialects import fault_frame, named
+from .errors import HttpFault, JsonResponse
 from .messages_schema import MessagesBody, as_json
 from .openai_api import call_id
 from .sse import comment
@@ -126,6 +126,9 @@ class _Message:
                 return self._called(event)
             case Finished():
                 return self._end(event)
+
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        return [fault_frame(fault, "/v1/messages")]
 
     def _beginning(self) -> list[bytes]:
         if self._begun:

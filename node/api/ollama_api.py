@@ -15,7 +15,8 @@ from ...placement.errors import InvalidRequest, ModelNotFound
 from ...placement.ids import RequestId
 from ..chat.requests import Called, Event, Finished, GenerationRequest, Reasoned, TextDelta
 from .answering import Answering, Said
-from .errors import JsonResponse
+from .dialects import fault_frame
+from .errors import HttpFault, JsonResponse
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 from .operations_api import Json, Operations
 from .strict_json import encode
@@ -174,6 +175,9 @@ class _Lines:
                 return [self._encoded(self._line("", "", []) | self._last(event))]
             case _:
                 return []  # a line of JSON has no comments
+
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        return [fault_frame(fault, "/api/chat")]
 
     def _encoded(self, line: Mapping[str, Any]) -> bytes:
         return encode(line) + b"\n"

@@ -24,6 +24,8 @@ from ..chat.requests import (
 )
 from .answering import Answering, Said
 from .body_schema import read_body
+from .dialects import fault_frame
+from .errors import HttpFault
 from .openai_schema import ChatBody
 from .sse import DONE, comment, data
 
@@ -134,6 +136,9 @@ class _Answer:
                 return [*self._beginning(), *self._end(event)]
             case _:
                 assert_never(event)
+
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        return [fault_frame(fault, "/v1/chat/completions")]
 
     def _call(self, called: Called) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls)

@@ -24,6 +24,7 @@ from ..chat.requests import (
 )
 from .answering import Answering, Said
 from .dialects import named
+from .errors import HttpFault
 from .openai_api import call_id, statistics
 from .responses_schema import ResponsesBody, custom_input
 from .sse import comment
@@ -111,6 +112,13 @@ class _Response:
                 frames = [*self._beginning(), *self._close()]
                 last = self._event(f"response.{kind}", response=self._response(event))
                 return [*frames, last]
+
+    def broken(self, fault: HttpFault) -> list[bytes]:
+        """Items that were complete stay; clients retry by the error's code."""
+        begun = self._beginning()
+        error = {"code": fault.code, "message": fault.message}
+        failed = self._response(None) | {"status": "failed", "error": error}
+        return [*begun, self._event("response.failed", response=failed)]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
-from openai import APIError, OpenAI
+from openai import OpenAI
 
 from exo_node.node.chat.requests import Called, Event, Reasoned, Started, TextDelta
 from exo_node.placement.errors import PeerLost, QueueFull
@@ -296,10 +296,15 @@ def test_openais_client_gathers_a_response_of_a_stream(node: Node) -> None:
     assert events[-1].type == "response.completed"
 
 
-def test_a_response_that_breaks_off_ends_in_an_error_event(node: Node) -> None:
-    with pytest.raises(APIError, match="a node is gone"):
-        for _ in chatgpt(node).responses.create(model="breaks", input="hi", stream=True):
-            pass
+def test_a_response_that_breaks_off_ends_as_failed(node: Node) -> None:
+    """Codex retries by the code of `response.failed`, and takes any other end for a lost line."""
+    events = list(chatgpt(node).responses.create(model="breaks", input="hi", stream=True))
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error is not None
+    assert "a node is gone" in last.response.error.message
+    assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 CODEX: dict[str, Any] = {
