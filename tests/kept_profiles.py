@@ -66,13 +66,18 @@ def _as_loaded(path: Path) -> dict[str, Any] | None:
         stored: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):  # a test may fill, remove or garble the disk
         return None
-    if stored.get("refusal") or stored.get("probed") == []:
+    if stored.get("refusal") or not _measured(stored):
         return None
     return stored | {name: empty for name, empty in _LEARNED.items() if name in stored}
 
 
 def _holds(path: Path, measured: dict[str, Any]) -> bool:
-    """Whether it is known already; only a generator's layer times have the tail's."""
-    if not path.exists():
-        return False
-    return json.loads(path.read_bytes()).get("tail_s") != 0 or not measured.get("tail_s")
+    """Whether as much is known already: of a model whose head is not used less is measured, and
+    only a generator's layer times have the tail's."""
+    return path.exists() and _measured(json.loads(path.read_bytes())) >= _measured(measured)
+
+
+def _measured(stored: dict[str, Any]) -> int:
+    """How many parts of a profile, of layer times, or of a check that a model can be split."""
+    parts = ("batch_identity", "identity", "probed", "decode_s", "tail_s", "schedule")
+    return sum(1 for part in parts if stored.get(part))

@@ -113,10 +113,13 @@ class Profile:
         profile.batch_identity = stored.batch_identity
         return profile
 
-    def save(self) -> None:
-        """Not more often than every SAVE_EVERY_S. What cannot be saved costs the profile only."""
+    def save(self, *, at_once: bool = False) -> None:
+        """Not more often than every SAVE_EVERY_S, unless `at_once`: what answers teach comes in
+        small pieces, what a load measured is whole. What cannot be saved costs the profile only.
+        """
         now = self.clock()
-        if self.path is None or (self._saved_at and now - self._saved_at < SAVE_EVERY_S):
+        recent = self._saved_at is not None and now - self._saved_at < SAVE_EVERY_S
+        if self.path is None or (recent and not at_once):
             return
         self._saved_at = now
         try:

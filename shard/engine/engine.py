@@ -158,7 +158,7 @@ class TextEngine:
         subject, k = self._subject(), self.drafting.max_k
         if not self._batching.why_alone(self._stage.make_caches()):
             self.batch_identity = probe_batch_identity(subject, k, self._profile)
-            self._profile.save()
+            self._profile.save(at_once=True)
         if not k:
             return
         if self._fixed_rows:
@@ -170,7 +170,7 @@ class TextEngine:
         else:
             self.identity = probe_identity(subject, k, self._profile)
         probe_costs(subject, k, self._fixed_rows, self._profile)
-        self._profile.save()
+        self._profile.save(at_once=True)
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """What verifies and drafts up to `k` cost here; see `mtp.probe`."""

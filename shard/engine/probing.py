@@ -71,8 +71,8 @@ def probe_identity(subject: Subject, k: int, profile: Profile) -> str:
 
 def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
     """`batch_identity` for up to `k` drafts, measured once for each profile."""
-    known = profile.batch_identity
-    if known is not None and (known.k, known.context_length) == (k, subject.context_length):
+    known, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
+    if known is not None and (known.k, known.context_length) == (k, context):
         return known.value
     value = batch_identity(
         subject.forward,
@@ -80,11 +80,10 @@ def probe_batch_identity(subject: Subject, k: int, profile: Profile) -> str:
         subject.make_caches,
         subject.vocabulary,
         k,
-        subject.context_length,
+        context,
         subject.prompts,
     )
-    measured = MeasuredIdentity(value=value, k=k, context_length=subject.context_length)
-    profile.batch_identity = measured
+    profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
 

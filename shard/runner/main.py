@@ -224,7 +224,7 @@ class Runner:
             EngineOptions.of(self._spec),
             head=loaded.head,
             link=ring,
-            profile=profile_of(self._spec, loaded) if loaded.head is not None else None,
+            profile=profile_of(self._spec, loaded),
             state_sender=state_sender,
             copies=copies,
             kernels=used(loaded.kernels),

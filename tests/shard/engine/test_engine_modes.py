@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -16,7 +17,7 @@ from exo_node.mtp.costs import RoundCosts
 from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine.draft_profile import Profile, ProfileKey
+from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
@@ -97,9 +98,21 @@ def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None
     assert answer(other, wanted).ids == plain.ids
 
 
-def test_loading_measures_what_rounds_cost(engine: TextEngine) -> None:
-    probed = small_engine()
+def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
+    engine: TextEngine, tmp_path: Path
+) -> None:
+    """A runner may be killed right after its load, and the next one then measures nothing."""
+
+    def kept() -> Profile:
+        return Profile.open(str(tmp_path), KEY, lambda: 100.0)
+
+    wanted = small_spec(native_mtp=True)
+    probed = engine_of(load_quietly(wanted), wanted, profile=kept())
     probed.probe()
+    found = kept()
+    assert len(found.costs.probed) == 4
+    assert found.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
+    assert found.batch_identity == found.identity
     got = answer(probed, request(PROMPT, 2, 40, adaptive=True))
     assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1

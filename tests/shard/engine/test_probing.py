@@ -10,7 +10,7 @@ from tiny import VOCABULARY, taped_qwen
 from exo_node.mtp.probe import LONGEST_PROBED
 from exo_node.mtp.rollback import with_tapes
 from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
-from exo_node.shard.engine.probing import Subject, probe_identity
+from exo_node.shard.engine.probing import Subject, probe_batch_identity, probe_identity
 
 KEY = ProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
 
@@ -61,6 +61,8 @@ def test_contexts_beyond_the_longest_that_is_probed_share_what_was_measured(
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=LONGEST_PROBED)
     for context in (LONGEST_PROBED, 32_768, 262_144):
         assert probe_identity(subject_of(model, context), 2, profile) == "near_tie"
+        profile.batch_identity = profile.identity
+        assert probe_batch_identity(subject_of(model, context), 2, profile) == "near_tie"
 
 
 def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: Path) -> None:

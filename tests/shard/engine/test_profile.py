@@ -95,6 +95,13 @@ def test_it_is_saved_now_and_then_only(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [KEY.file]
 
 
+def test_what_a_load_measured_is_saved_at_once(tmp_path: Path) -> None:
+    profile = learned(tmp_path, Clock())
+    profile.costs = RoundCosts([2.0])
+    profile.save(at_once=True)
+    assert Profile.open(str(tmp_path), KEY, Clock()).costs.probed == (2.0,)
+
+
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
