@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from api_stub import exo_node
-from engines import DEMO, spec
 from PIL import Image
+from small import small_checkpoint, small_spec
 
 from exo_node.node.cli import bench as cli_bench
 from exo_node.placement.errors import InvalidSettings
@@ -23,7 +23,10 @@ from exo_node.shard.bench.output import Results, as_text
 from exo_node.shard.bench.plot import NoPlot
 from exo_node.shard.bench.request import BenchRequest, parse_bench_request
 
-# ------------------------------------------------------------------- a sweep on the demo
+# ------------------------------------------------------------- a sweep on the small model
+
+MODEL = str(small_checkpoint())
+NAME = Path(MODEL).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     prompts, folder = work / "mine.jsonl", work / "out"
     _ = prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     done = exo_node(
-        *("bench", "mtp", "--prompts", str(prompts), "--k", "0,1,2", "--max-tokens", str(TOKENS)),
+        *("bench", "mtp", MODEL, "--prompts", str(prompts), "--k", "0,1,2"),
+        *("--max-tokens", str(TOKENS)),
         *("--repeats", "2", "--dtype", "float32", "--against", "mlx-lm", "--output", str(folder)),
     )
     assert done.returncode == 0, done.stderr
@@ -101,11 +105,11 @@ def test_the_json_names_device_versions_settings_and_model(swept: Bench) -> None
     assert body["device"]["chip"] and body["device"]["peak_memory_bytes"] > 0
     assert body["settings"]["prompts"] == "mine.jsonl"
     assert body["settings"]["repeats"] == 2
-    assert (body["model"]["id"], body["model"]["dtype"]) == ("demo", "float32")
+    assert (body["model"]["id"], body["model"]["dtype"]) == (NAME, "float32")
     assert (body["no_drafts"], body["greedy_identity"]) == ("", "bitwise")
     assert len(body["costs"]["verify"]) == 4
     assert body["costs"]["verify"][0] == 1.0
-    assert str(DEMO.parent) not in json.dumps(body)
+    assert str(Path(MODEL).parent) not in json.dumps(body)
 
 
 def test_the_csv_has_one_row_an_arm_with_the_jsons_figures(swept: Bench) -> None:
@@ -115,7 +119,7 @@ def test_the_csv_has_one_row_an_arm_with_the_jsons_figures(swept: Bench) -> None
         for part, column in (("median", ""), ("least", "_least"), ("most", "_most")):
             assert float(row[f"tok_s{column}"]) == pytest.approx(arm["tok_s"][part], rel=1e-4)
         assert row["accepted"] == ("" if arm["accepted"] is None else str(arm["accepted"]))
-        assert (row["model"], row["device"]) == ("demo", swept.body["device"]["chip"])
+        assert (row["model"], row["device"]) == (NAME, swept.body["device"]["chip"])
 
 
 def test_the_plot_is_a_picture(swept: Bench) -> None:
@@ -124,13 +128,13 @@ def test_the_plot_is_a_picture(swept: Bench) -> None:
         assert picture.format == "PNG"
         assert min(picture.size) > 600
     drawn = (swept.folder / "mtp.svg").read_text()
-    for text in ("tokens per second", "% accepted of proposed", "adaptive", "demo, float32"):
+    for text in ("tokens per second", "% accepted of proposed", "adaptive", f"{NAME}, float32"):
         assert text in drawn
 
 
 def test_the_tables_go_to_stdout_and_the_notes_to_stderr(swept: Bench) -> None:
     lines = swept.stdout.splitlines()
-    assert lines[0] == "demo, float32, greedy, 2 prompts, at most 10 tokens, 2 repeats"
+    assert lines[0] == f"{NAME}, float32, greedy, 2 prompts, at most 10 tokens, 2 repeats"
     for start in ("K=2 ", "adaptive ", "mlx-lm ", "list ", "question "):
         assert any(line.startswith(start) for line in lines), start
     [header] = [line for line in lines if "tok/s" in line]
@@ -166,7 +170,7 @@ def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    wanted = spec(DEMO, native_mtp=False, mtp_off_reason="no head, says a test")
+    wanted = small_spec(native_mtp=False, mtp_off_reason="no head, says a test")
     return run_bench(bench_request(tmp_path_factory.mktemp("headless"), adaptive=True), wanted)
 
 
@@ -202,7 +206,7 @@ def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_pat
 
 
 def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
-    wanted = spec(DEMO, native_mtp=True, max_draft_tokens=1)
+    wanted = small_spec(native_mtp=True, max_draft_tokens=1)
     results = run_bench(bench_request(tmp_path, depths=(1,), temperature=1.0), wanted)
     assert [arm.same_ids for arm in results.arms] == [None, None]
     text = as_text(results)
