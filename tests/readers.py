@@ -1,0 +1,106 @@
+"""Requests that are stepped beside each other, as the compute thread does, on the small model."""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines import ORACLE, Answer, answer, engine_of, load_quietly
+from small import small_spec
+
+from exo_node.mtp.batch import BatchBroken
+from exo_node.mtp.seams import Wait
+from exo_node.mtp.types import Round
+from exo_node.placement.errors import ExoNodeError
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.pipeline.state_sender import StateSender
+from exo_node.shard.pipeline.state_store import StateStore
+
+PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
+
+
+@functools.cache
+def loaded() -> Loaded:
+    return load_quietly(small_spec(native_mtp=True))
+
+
+def engine(
+    state_sender: StateSender | None = None, copies: StateStore | None = None, **changes: Any
+) -> TextEngine:
+    spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
+    made = engine_of(loaded(), spec, state_sender=state_sender, copies=copies)
+    made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
+    return made
+
+
+def prompt(number: int, rows: int = 0) -> list[int]:
+    """One of the oracle's, or so many ids."""
+    if not rows:
+        return PROMPTS[number % len(PROMPTS)]
+    draw = random.Random(number)
+    return [draw.randrange(3, 4000) for _ in range(rows)]
+
+
+@dataclass(slots=True)
+class Reader:
+    """One request that is stepped beside others, as the compute thread does."""
+
+    asked: EngineRequest
+    begins: int = 0
+    """The turn at which it comes."""
+    ends: int | None = None
+    """The turn at which it is cancelled."""
+    stalls: range = range(0)
+    """Turns at which it does not read."""
+    ids: list[int] = field(default_factory=list[int])
+    rounds: list[Round] = field(default_factory=list[Round])
+    done: Done | None = None
+    fault: BaseException | None = None
+
+    def take(self, event: object) -> None:
+        if isinstance(event, Delta):
+            self.ids += event.round.tokens
+            self.rounds.append(event.round)
+        elif isinstance(event, Done):
+            self.done = event
+
+
+def together(
+    served: TextEngine, readers: Sequence[Reader], each: Callable[[int], None] = lambda _: None
+) -> None:
+    """Steps all of them in turn until each ended."""
+    running = {id(r): served.generate(r.asked) for r in readers}
+    live, waits = list(readers), dict[int, Wait]()
+    for turn in range(100_000):
+        if not live:
+            return
+        for reader in list(live):
+            if turn < reader.begins or turn in reader.stalls:
+                continue
+            if turn == reader.ends:
+                running[id(reader)].close()
+                live.remove(reader)
+                continue
+            if id(reader) in waits and not waits[id(reader)].future.done():
+                continue
+            try:
+                event = next(running[id(reader)])
+            except StopIteration:
+                live.remove(reader)
+            except (ExoNodeError, BatchBroken) as fault:
+                reader.fault = fault
+                live.remove(reader)
+            else:
+                if isinstance(event, Wait):
+                    waits[id(reader)] = event
+                reader.take(event)
+        each(turn)
+    raise AssertionError("they do not end")
+
+
+def alone(asked: EngineRequest) -> Answer:
+    return answer(engine(batching=False), asked)

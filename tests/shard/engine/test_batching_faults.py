@@ -1,0 +1,102 @@
+"""What goes wrong in a shared forward ends the answers that it belongs to, and nothing else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import request
+from readers import Reader, alone, engine, prompt, together
+
+from exo_node.mtp.batch import Batch
+from exo_node.mtp.batch_prompts import PromptBatch
+from exo_node.placement.errors import ExoNodeError, NumericError
+from exo_node.shard.engine.local import FamilyTarget
+
+
+def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their rows are in the caches: nobody may go on behind them."""
+    served, shared = engine(), 0
+    land = Batch._land  # pyright: ignore[reportPrivateUsage]
+
+    def failing(self: Batch, flight: Any, *, goes_on: bool) -> None:
+        nonlocal shared
+        shared += self.size > 2
+        if shared > 4 and not goes_on:  # as a member joins
+            self._flight = None  # pyright: ignore[reportPrivateUsage]
+            raise ExoNodeError("the device is gone")
+        land(self, flight, goes_on=goes_on)
+
+    monkeypatch.setattr(Batch, "_land", failing)
+    readers = [Reader(request(prompt(i), 0, 60), begins=8 if i == 3 else 0) for i in range(4)]
+    together(served, readers)
+    assert all(reader.fault is not None for reader in readers)
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.asked).ids[: len(reader.ids)]
+
+
+def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = engine()
+    with monkeypatch.context() as patched:
+
+        def failing(self: object, group: object) -> None:
+            raise ExoNodeError("out of memory")
+
+        patched.setattr(PromptBatch, "_read", failing)
+        readers = [Reader(request(prompt(i, 40), 1, 12)) for i in range(3)]
+        together(served, readers)
+        assert [reader.fault is not None for reader in readers] == [True] * 3
+    again = [Reader(request(prompt(i, 40), 1, 12)) for i in range(3)]
+    together(served, again)
+    assert [tuple(r.ids) for r in again] == [alone(r.asked).ids for r in again]
+
+
+def test_a_target_that_gives_no_number_ends_its_own_answer_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its row of the logits is no distribution from the tenth shared forward on."""
+    served, count = engine(), 0
+    forward = FamilyTarget.forward_batch
+
+    def broken(
+        target: FamilyTarget, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        nonlocal count
+        logits, hidden = forward(target, tokens, caches)
+        count += 1
+        if count >= 10 and logits.shape[0] > 1:
+            logits = mx.concatenate([logits[:1] * float("nan"), logits[1:]])
+        return logits, hidden
+
+    monkeypatch.setattr(FamilyTarget, "forward_batch", broken)
+    readers = [Reader(request(prompt(i), 2, 50, ignore_end=True)) for i in range(3)]
+    together(served, readers)
+    ended = [reader for reader in readers if reader.fault is not None]
+    assert ended and all(isinstance(reader.fault, NumericError) for reader in ended)
+    assert len(ended) < 3
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.asked).ids[: len(reader.ids)]
+    assert served.live_requests == 0
+
+
+def test_a_fault_of_a_shared_forward_ends_all_of_it_and_nothing_that_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = engine()
+    with monkeypatch.context() as patched:
+
+        def failing(target: object, tokens: mx.array, caches: object) -> None:
+            raise ExoNodeError("out of memory")
+
+        patched.setattr(FamilyTarget, "forward_batch", failing)
+        readers = [Reader(request(prompt(i), 2, 50)) for i in range(3)]
+        together(served, readers)
+        assert all(reader.fault is not None for reader in readers)
+    assert served.live_requests == 0 and served.cache_bytes() == 0
+    again = [Reader(request(prompt(i), 2, 20)) for i in range(2)]
+    together(served, again)
+    assert [tuple(reader.ids) for reader in again] == [alone(r.asked).ids for r in again]
