@@ -158,6 +158,10 @@ class Cluster:
         """Whether the node is not known to be dead or gone."""
         return node == self.self_id or node in self._cluster_state.membership.live()
 
+    def is_alive(self, node: NodeId) -> bool:
+        """Whether the node answers, as far as is known; it may be about to leave."""
+        return node == self.self_id or node in self._cluster_state.membership.alive()
+
     def leads(self, node: NodeId) -> bool:
         """Whether that node is live and says that it is the head."""
         member = self._members.get(node)

@@ -88,7 +88,7 @@ class Failover:
             if not planned and not await self._may_try(record):
                 return
             begun, why, before = time.monotonic(), record.load.error, record.stages
-            replaced = await self._recovery.restore(record)
+            replaced = await self._recovery.restore(record, planned=planned)
             record.load.ready()
             self._changed()
             self._tell_restored(record, replaced, time.monotonic() - begun, why)

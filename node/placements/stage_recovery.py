@@ -27,8 +27,12 @@ class StageRecovery:
         self._stages = stages
         self._facts = facts
 
-    async def restore(self, record: LoadedPlacement) -> list[int]:
+    async def restore(self, record: LoadedPlacement, *, planned: bool = False) -> list[int]:
         """Every stage answers and is connected afterwards; which ones were replaced.
+
+        `planned`: the runners that are replaced work still. One that is a whole placement brings
+        its answers to their end. A stage of several is told to end, since its frames lead nowhere
+        now and its answers are to go on at once.
 
         Raises InsufficientMemory where no live node has room for a lost stage, and what loading
         raises.
@@ -46,6 +50,8 @@ class StageRecovery:
             except PeerLost as fault:
                 log.warning("%s: %s while it was connected anew", record.id, fault.message)
                 continue
+            if planned and len(record.endpoints) == 1:
+                record.retired.clear()
             return sorted(replaced)
         raise PeerLost(f"placement {record.id} lost stages faster than they could be replaced")
 
@@ -235,13 +241,11 @@ class StageRecovery:
         *,
         kill: bool = False,
     ) -> None:
-        """A node that is not live now unloads what it still holds when it is back."""
-        live = {facts.id for facts in self._facts.view(record.card.id).nodes}
-        if node in live:
-            try:
-                await self._stages.unload(node, record.id, stage, kill=kill)
-            except PeerLost as fault:
-                log.info("stage %d of %s went with its node: %s", stage, record.id, fault.message)
+        """A node that does not answer now unloads what it still holds when it is back."""
+        try:
+            await self._stages.unload(node, record.id, stage, kill=kill)
+        except PeerLost as fault:
+            log.info("stage %d of %s went with its node: %s", stage, record.id, fault.message)
         if endpoint is not None:
             await self._stages.forget(endpoint)
 

@@ -111,6 +111,8 @@ class ClusterStages:
         if node == self._self:
             await self._local.unload(placement, stage, kill=kill)
             return
+        if not self._cluster.is_alive(node):
+            raise PeerLost(f"node {node} does not answer")
         address = self._cluster.address(node)
         await self._client.unload(address, node, placement, stage, kill=kill)
         self._cluster.note_unloaded(node, placement, stage)

@@ -49,10 +49,13 @@ class Cluster:
     """Nodes on which every load fails."""
     silent: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes that count as alive and are gone."""
+    leaving: set[NodeId] = field(default_factory=set[NodeId])
+    """Nodes that answer and take nothing new."""
     connected: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
     followed: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
     why_not: str = ""
     calls: list[str] = field(default_factory=list[str])
+    forgotten: list[NodeId] = field(default_factory=list[NodeId])
 
     async def load(
         self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
@@ -92,13 +95,14 @@ class Cluster:
         return self.why_not
 
     async def forget(self, stage: Endpoint) -> None:
-        pass
+        self.forgotten.append(stage.node)
 
     def near(self, stage: Endpoint) -> Endpoint:
         return stage
 
     def view(self, placing: ModelId) -> ClusterView:
-        return ClusterView(tuple(NodeFacts(n, n[0], self.memory, 1e11) for n in self.nodes))
+        may = [node for node in self.nodes if node not in self.leaving]
+        return ClusterView(tuple(NodeFacts(n, n[0], self.memory, 1e11) for n in may))
 
     async def require_files(self, model: ModelId) -> None:
         """Every model is on some disk."""
@@ -434,6 +438,31 @@ async def test_moves_off_leaving_nodes_are_no_failures() -> None:
             await until(lambda old=node: record.stages[0].node != old)
             await until(lambda: record.status in ("ready", "degraded"))
             assert record.status == "ready"
+
+
+@pytest.mark.parametrize("stage", range(3))
+async def test_a_stage_that_was_moved_off_a_leaving_node_is_ended_there(stage: int) -> None:
+    """Its frames lead nowhere now: answers that it drives or works for would wait in vain."""
+    async with playing() as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE, spares=1)
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+        node = record.stages[stage].node
+        cluster.leaving.add(node)
+        placements.move_off(node)
+        await until(lambda: record.stages[stage].node != node and record.status == "ready")
+        await until(lambda: f"kill {stage} on {node[0]}" in cluster.calls)
+
+
+async def test_answers_of_a_whole_model_end_where_they_run_when_their_node_leaves() -> None:
+    async with playing() as (cluster, placements, _):
+        record = await placements.place(DEMO, ONE, spares=1)
+        await until(lambda: [s.status for s in record.spares] == ["ready"])
+        node = record.stages[0].node
+        cluster.leaving.add(node)
+        placements.move_off(node)
+        await until(lambda: record.stages[0].node != node and record.status == "ready")
+        await until(lambda: [s.status for s in record.spares] == ["ready"])
+        assert (node, 0) in cluster.up and node not in cluster.forgotten
 
 
 async def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
