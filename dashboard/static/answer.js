@@ -1,82 +1,118 @@
-/** One answer: its text, what went wrong, and the final numbers. */
+/** One answer: its thinking, its text, its tool calls, what went wrong, and the final numbers. */
 
-import { nameOf } from "./cluster.js";
-import { percent, range, rate, seconds, whole } from "./format.js";
-import { renderMarkdown } from "./markdown.js";
-import { html, useMemo } from "./vendor/htm-preact.module.js";
+import { copy } from "./clipboard.js";
+import { rate, percent, seconds } from "./format.js";
+import { onGrammar, renderBlocks } from "./markdown.js";
+import { Stats } from "./stats.js";
+import { Tokens } from "./tokens.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
-export function Answer({ turn, known, onRetry }) {
-  const { answer, state, note, finish, error, stats, usage } = turn;
-  const markup = useMemo(() => ({ __html: renderMarkdown(answer) }), [answer]);
+export function Answer({ message, known, onRetry, children }) {
+  const { text, state, note, finish, error, stats, tokens } = message;
+  const [view, setView] = useState("");
+  const toggle = (name) => () => setView(view === name ? "" : name);
   return html`
-    <div class=${`answer ${state}`}>
-      ${answer && html`<div class="prose" dangerouslySetInnerHTML=${markup}></div>`}
-      ${state === "waiting" && !note && html`<p class="muted small pulse">Waiting for the first token…</p>`}
-      ${note && html`<p class="muted small pulse">${inWords(note)}</p>`}
-      ${state === "stopped" && html`<p class="muted small">Stopped.</p>`}
-      ${finish === "length" && html`<p class="muted small">The token limit ended this answer.</p>`}
-      ${state === "failed" && html`
-        <div class="notice bad" role="alert">
-          <span>${error.message}</span>
-          ${onRetry && html`<button onClick=${onRetry}>Try again</button>`}
-        </div>`}
-      ${stats && html`<${Stats} stats=${stats} usage=${usage} known=${known} />`}
+    <${Thinking} message=${message} />
+    ${view === "tokens" ? html`<${Tokens} tokens=${tokens} stats=${stats} />` : text && html`<${Prose} text=${text} />`}
+    ${(message.calls ?? []).map((call, index) => html`<${Call} key=${index} call=${call} />`)}
+    <${Progress} state=${state} note=${note} said=${text || message.reasoning} />
+    ${state === "stopped" && html`<p class="muted small">Stopped.</p>`}
+    ${finish === "length" && html`<p class="muted small">The token limit ended this answer.</p>`}
+    ${state === "failed" && html`
+      <div class="notice bad" role="alert">
+        <span>${error.message}</span>
+        ${onRetry && html`<button onClick=${onRetry}>Try again</button>`}
+      </div>`}
+    ${(state === "done" || state === "stopped" || state === "failed") && html`
+      <div class="acts">
+        ${children}
+        ${tokens?.length > 0 && html`<button class="quiet" aria-pressed=${view === "tokens"}
+          onClick=${toggle("tokens")}>Tokens</button>`}
+        ${stats && html`<button class="quiet brief" aria-expanded=${view === "stats"}
+          onClick=${toggle("stats")}>${brief(stats)}</button>`}
+      </div>`}
+    ${view === "stats" && html`<${Stats} stats=${stats} usage=${message.usage} known=${known} />`}`;
+}
+
+/** The numbers that people look at first. */
+function brief(stats) {
+  const proposed = stats.proposed_draft_tokens;
+  return [
+    `${rate(stats.generation_tps)} tok/s`,
+    `first token ${seconds(stats.time_to_first_token_s)}`,
+    proposed > 0 && `${percent(stats.accepted_draft_tokens, proposed)} of drafts accepted`,
+    stats.resumes > 0 && `resumed ${stats.resumes}×`,
+  ].filter(Boolean).join(" · ");
+}
+
+function Thinking({ message: { reasoning, thoughtMs, text, state } }) {
+  if (!reasoning) return null;
+  const under = !text && (state === "streaming" || state === "waiting");
+  const title = under ? "Thinking…" : thoughtMs ? `Thought for ${seconds(thoughtMs / 1000)}` : "Thoughts";
+  return html`
+    <details class="thinking" open=${under}>
+      <summary class=${under ? "pulse" : ""}>${title}</summary>
+      <div>${reasoning}</div>
+    </details>`;
+}
+
+/** Blocks that are complete keep their elements while the last one grows. */
+function Prose({ text }) {
+  const [, draw] = useState(0);
+  const rendered = useRef(new Map());
+  useEffect(() => onGrammar(() => {
+    rendered.current.clear();
+    draw((n) => n + 1);
+  }), []);
+  return html`
+    <div class="prose" onClick=${copyCode}>
+      ${renderBlocks(text, rendered.current).map((block, index) => html`
+        <div key=${index} class="block" dangerouslySetInnerHTML=${block}></div>`)}
     </div>`;
 }
 
-/** The server's progress comment, such as "prefill 512/4096", as a phrase. */
+async function copyCode({ target }) {
+  if (!target.matches("button.copy-code")) return;
+  const done = await copy(target.closest(".code").querySelector("pre").textContent);
+  target.textContent = done ? "Copied" : "Not allowed";
+  setTimeout(() => (target.textContent = "Copy"), 1500);
+}
+
+function Call({ call }) {
+  return html`
+    <div class="call">
+      <p class="small"><span class="muted">Calls the tool</span> <strong>${call.name}</strong></p>
+      <pre tabindex="0">${pretty(call.arguments)}</pre>
+    </div>`;
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text; // still growing, or no JSON: as the model wrote it
+  }
+}
+
+function Progress({ state, note, said }) {
+  const prefill = /^prefill (\d+)\/(\d+)$/.exec(note ?? "");
+  if (prefill) {
+    const [done, total] = prefill.slice(1).map(Number);
+    return html`
+      <p class="progress muted small">
+        <span>Reading the prompt: ${done} of ${total} tokens</span>
+        <progress aria-label="Prompt read" max=${Math.max(1, total)} value=${done}></progress>
+      </p>`;
+  }
+  if (note) return html`<p class="muted small pulse">${inWords(note)}</p>`;
+  if (state === "waiting" && !said) return html`<p class="muted small pulse">Waiting for the first token…</p>`;
+  return null;
+}
+
+/** The server's progress comment as a phrase. */
 function inWords(note) {
-  const prefill = /^prefill (\d+)\/(\d+)$/.exec(note);
-  if (prefill) return `Reading the prompt: ${prefill[1]} of ${prefill[2]} tokens`;
   const rebuilt = /^resuming: (\d+)\/(\d+)$/.exec(note);
   if (rebuilt) return `A part of the model was lost. Catching up: ${rebuilt[1]} of ${rebuilt[2]} steps`;
   if (note.startsWith("resuming: ")) return `Resuming: ${note.slice("resuming: ".length)}`;
   return note;
-}
-
-function Stats({ stats, usage, known }) {
-  const none = stats.drafter_kind === "none";
-  const proposed = stats.proposed_draft_tokens;
-  const accepted = stats.accepted_draft_tokens;
-  return html`
-    <div class="stats">
-      <dl>
-        <${Fact} name="Drafter" value=${stats.drafter_kind} />
-        ${!none && html`<${Fact} name="K" value=${stats.num_draft_tokens} />`}
-        ${!none && html`<${Fact} name="Accepted"
-          value=${`${percent(accepted, proposed)} (${whole(accepted)} of ${whole(proposed)})`} />`}
-        <${Fact} name="Speed" value=${`${rate(stats.generation_tps)} tokens/s`} />
-        <${Fact} name="First token" value=${seconds(stats.time_to_first_token_s)} />
-        ${usage && html`<${Fact} name="Tokens"
-          value=${`${whole(usage.prompt_tokens)} in, ${whole(usage.completion_tokens)} out`} />`}
-        ${stats.placement && html`<${Fact} name="Placement" value=${where(stats.placement, known)} />`}
-        ${stats.resumes > 0 && html`<${Fact} name="Resumed"
-          value=${`${stats.resumes}×, ${stats.resume_exact ? "exact" : "not exact"}`} />`}
-      </dl>
-      ${none && stats.drafting_reason && html`<p class="muted small">No drafts: ${stats.drafting_reason}</p>`}
-      ${!none && html`<${Positions} stats=${stats} />`}
-    </div>`;
-}
-
-const Fact = ({ name, value }) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`;
-
-const where = ({ stages }, known) =>
-  stages.map(({ node, layers }) => `${nameOf(known, node)} ${range(layers)}`).join(", ");
-
-/** How often the draft at each position was accepted, of all verify rounds. */
-function Positions({ stats }) {
-  const rounds = stats.spec_decode_rounds;
-  const counts = stats.accepted_per_position ?? [];
-  if (!rounds || counts.length === 0) return null;
-  return html`
-    <ul class="positions" aria-label="Accepted drafts by position">
-      ${counts.map((count, index) => html`
-        <li key=${index} title=${`${whole(count)} of ${whole(rounds)} rounds`}>
-          <span>draft ${index + 1}</span>
-          <span class="track" aria-hidden="true">
-            <span style=${{ width: `${Math.min(100, (100 * count) / rounds)}%` }}></span>
-          </span>
-          <span>${percent(count, rounds)}</span>
-        </li>`)}
-    </ul>`;
 }

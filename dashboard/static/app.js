@@ -1,78 +1,88 @@
-/** The page: header, connection banner, the four sections and the key prompt. */
+/** The page: its frame, the place that the address names, and the key prompt. */
 
 import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { Cluster } from "./cluster.js";
-import { plural, short } from "./format.js";
-import { Models } from "./models.js";
-import { useNode } from "./poll.js";
-import { Settings } from "./settings.js";
+import { useNode } from "./node.js";
+import { Header, SideBar } from "./frame.js";
+import { Talk, useTalk } from "./talk.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
-const SECTIONS = ["Cluster", "Models", "Chat", "Settings"];
+/** Fetched when they are first gone to. */
+const PLACES = {
+  cluster: () => import("./cluster.js"),
+  models: () => import("./models.js"),
+  settings: () => import("./settings.js"),
+};
+const talk = new Talk();
 
 function App({ refusal }) {
-  const [{ data, errors, lost, locked }, refresh] = useNode();
-  const nodes = data.cluster?.nodes ?? [];
-  const models = data.models?.data;
-  const placements = data.placements?.data;
+  const [state, refresh] = useNode();
+  const { data, lost, locked } = state;
+  const { place, detail } = useAddress();
+  useTalk(talk);
+  useEffect(() => {
+    if (place === "chat" && talk.ready) talk.show(detail);
+  }, [place, detail]);
+  // The address names the conversation once it has a beginning, so that a reload finds it.
+  const shown = talk.current.messages.length > 0 ? talk.current.id : "";
+  useEffect(() => {
+    if (place === "chat" && shown && shown !== detail) history.replaceState(null, "", `#/chat/${shown}`);
+  }, [shown]);
 
-  function unlock(key) {
-    rememberKey(key);
+  const enter = (key) => {
+    if (key) rememberKey(key);
+    else forgetKey();
     refresh();
-  }
-  function lock() {
-    forgetKey();
-    refresh();
-  }
-
+  };
+  const props = { state, data, talk, refresh, onForgetKey: apiKey() ? () => enter("") : null };
   return html`
-    <a class="skip" href="#chat">Skip to chat</a>
-    <${Header} cluster=${data.cluster} nodes=${nodes} lost=${lost} locked=${locked} />
-    <div aria-live="assertive">
-      ${lost && html`<p class="banner"><strong>Connection lost, retrying.</strong> ${" "}
-        What you see below is the last known state. Check that <code>exo-node start</code> is
-        running on ${location.host}.</p>`}
-    </div>
-    ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
-    ${locked && html`<${KeyPrompt} onKey=${unlock} />`}
-    <main hidden=${locked} class=${lost ? "stale" : ""}>
-      <${Cluster}
-        cluster=${data.cluster} placements=${placements} joining=${data.joining}
-        error=${errors.cluster ?? errors.joining} refresh=${refresh} />
-      <${Models}
-        models=${models} placements=${placements} nodes=${nodes}
-        error=${errors.models ?? errors.placements} refresh=${refresh} />
-      <${Chat} models=${models} placements=${placements} nodes=${nodes} refresh=${refresh} />
-      <${Settings}
-        settings=${data.settings} error=${errors.settings} refresh=${refresh}
-        onForgetKey=${apiKey() ? lock : null} />
-    </main>
-    <footer>
-      <a href="/static/vendor/THIRD-PARTY.md">Third-party licences</a>
-    </footer>`;
+    <a class="skip" href="#main">Skip to content</a>
+    <${SideBar} place=${place} talk=${talk} joining=${data.joining} locked=${locked} />
+    <div class="stage">
+      <${Header} place=${place} state=${state} talk=${talk} />
+      <div aria-live="assertive">
+        ${lost && html`<p class="banner"><strong>Connection lost, retrying.</strong> ${" "}
+          What you see is the last known state. Check that <code>exo-node start</code> is running on ${" "}
+          ${location.host}.</p>`}
+      </div>
+      ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
+      <main id="main" tabindex="-1" class=${`place-${place} ${lost ? "stale" : ""}`}>
+        ${locked
+          ? html`<${KeyPrompt} onKey=${enter} />`
+          : place === "chat"
+            ? html`<${Chat} ...${props} />`
+            : html`<${Elsewhere} key=${place} place=${place} ...${props} />`}
+      </main>
+    </div>`;
 }
 
-function Header({ cluster, nodes, lost, locked }) {
-  const alive = nodes.filter((node) => node.status === "alive").length;
-  return html`
-    <header>
-      <h1>exo-node</h1>
-      <nav aria-label="Sections">
-        ${SECTIONS.map((name) => html`<a key=${name} href=${`#${name.toLowerCase()}`}>${name}</a>`)}
-      </nav>
-      <p class="facts" role="status">
-        ${cluster && html`
-          <span class="wide-only">version ${cluster.version}</span>
-          <span class="wide-only" title=${`Cluster ${cluster.cluster}, term ${cluster.term}`}>
-            cluster <code>${short(cluster.cluster)}</code>
-          </span>
-          <span>${alive} of ${plural(nodes.length, "node")} alive</span>`}
-        <span class=${`state ${lost || locked ? "bad" : cluster ? "good" : "idle"}`}>
-          ${lost ? "Disconnected" : locked ? "Locked" : cluster ? "Connected" : "Connecting"}
-        </span>
-      </p>
-    </header>`;
+/** {place, detail} of an address such as `#/chat/ID`; chat is home. */
+function useAddress() {
+  const [address, setAddress] = useState(read);
+  useEffect(() => {
+    const onChange = () => setAddress(read());
+    addEventListener("hashchange", onChange);
+    return () => removeEventListener("hashchange", onChange);
+  }, []);
+  return address;
+}
+
+function read() {
+  const [place = "", detail = ""] = location.hash.replace(/^#\/?/, "").split("/");
+  return place in PLACES ? { place, detail } : { place: "chat", detail };
+}
+
+function Elsewhere({ place, ...props }) {
+  const [found, setFound] = useState({});
+  useEffect(() => {
+    PLACES[place]().then(
+      ({ Place }) => setFound({ Place }),
+      () => setFound({ failed: true }),
+    );
+  }, [place]);
+  if (found.failed) return html`<p class="notice bad" role="alert">This part of the page could not be
+    fetched. Reload when the node answers again.</p>`;
+  return found.Place ? html`<${found.Place} ...${props} />` : html`<p class="muted pulse">One moment…</p>`;
 }
 
 function KeyPrompt({ onKey }) {
@@ -89,11 +99,11 @@ function KeyPrompt({ onKey }) {
   }
 
   return html`
-    <form class="panel key" onSubmit=${submit}>
-      <h2>API key</h2>
-      <p>This node asks for a key. It is kept for this browser tab only.</p>
+    <form class="key" onSubmit=${submit}>
+      <h2>This node asks for its API key</h2>
+      <p class="muted">It is kept for this browser tab only.</p>
       <label>
-        Key
+        API key
         <input ref=${field} type="password" autocomplete="off" required spellcheck="false" />
       </label>
       ${refused.current && html`<p class="notice bad" role="alert" key=${tried}>
@@ -103,4 +113,5 @@ function KeyPrompt({ onKey }) {
 }
 
 const refusal = await beginSession();
+talk.open(read().detail, {});
 render(html`<${App} refusal=${refusal} />`, document.getElementById("app"));

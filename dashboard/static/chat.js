@@ -1,151 +1,151 @@
-/** The chat section: which model and how it samples, the transcript and the composer. */
+/** Chat, the page's home: the conversation that is shown, and what is said next. */
 
-import { Answer } from "./answer.js";
-import { roster } from "./cluster.js";
-import { useConversation } from "./conversation.js";
+import { bytes } from "./format.js";
+import { chosen, Mark } from "./frame.js";
+import { roster } from "./node.js";
+import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
-const UNTOUCHED = { model: "", k: "", temperature: "", maxTokens: "", system: "" };
+/** Fetched with the first message: a page without one needs no Markdown. */
+const PARTS = { Thread: () => import("./thread.js"), Options: () => import("./options.js") };
 
-export function Chat({ models = [], placements = [], nodes, refresh }) {
-  const [form, setForm] = useState(UNTOUCHED);
-  const { turns, busy, ask, stop, retry, clear } = useConversation();
-  const set = (change) => setForm((before) => ({ ...before, ...change }));
-  const model = models.find(({ id }) => id === form.model) ?? atHand(models);
+export function Chat({ data, talk, refresh }) {
+  const models = data.models?.data;
+  const placements = data.placements?.data ?? [];
+  const { current } = talk;
+  const { options } = current;
+  const model = chosen(models ?? [], options.model);
   const drafts = draftsOf(model, placements);
-  const options = () => requestFields(model, drafts, form);
+  const busy = talk.isRunning(current.id);
+  const messages = branch(current);
+  const [choosing, setChoosing] = useState(false);
+  const Thread = usePart("Thread", messages.length > 0);
+  const Options = usePart("Options", choosing);
+  const request = () => requestFields(model, drafts, options);
 
   // An answer may have loaded the model or met a locked node: ask what changed.
   useEffect(() => {
-    if (!busy && turns.length > 0) refresh();
+    if (!busy && messages.length > 0) refresh();
   }, [busy]);
 
   return html`
-    <section id="chat" class="panel" aria-labelledby="chat-title" tabindex="-1">
-      <div class="line">
-        <h2 id="chat-title">Chat</h2>
-        <button class="quiet end" disabled=${turns.length === 0} onClick=${clear}>New chat</button>
-      </div>
-      <${Controls} models=${models} model=${model} drafts=${drafts} form=${form} set=${set} />
-      <${Transcript} turns=${turns} busy=${busy} known=${roster(nodes)} model=${model}
-        onRetry=${(id) => retry(id, options())} />
-      <p class="unseen" role="status">${announcement(turns)}</p>
-      <${Composer} busy=${busy} disabled=${!model} onStop=${stop}
-        onSend=${(text) => ask(text, options())} />
-    </section>`;
+    <div class=${`chat ${choosing ? "with-options" : ""}`}>
+      <${Scroller} key=${current.id} following=${messages} length=${messages.length}>
+        ${messages.length === 0
+          ? html`<${Welcome} models=${models} model=${model} drafts=${drafts} placements=${placements}
+              nodes=${data.cluster?.nodes ?? []} />`
+          : Thread && html`<${Thread} talk=${talk} messages=${messages} busy=${busy} request=${request}
+              mayAsk=${Boolean(model)} known=${roster(data.cluster?.nodes ?? [])} />`}
+      <//>
+      <p class="unseen" role="status">${announcement(messages)}</p>
+      <${Composer} key=${`composer-${current.id}`} busy=${busy} disabled=${!model} choosing=${choosing}
+        summary=${summary(options)} onStop=${() => talk.stop()} onOptions=${() => setChoosing(!choosing)}
+        placeholder=${model ? `Message ${model.id}` : "No model to talk to yet"}
+        onSend=${(text) => talk.ask(text, request())} />
+      ${choosing && Options && html`<${Options} options=${options} drafts=${drafts} model=${model}
+        onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => setChoosing(false)} />`}
+    </div>`;
 }
 
-/** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
-const atHand = (models) =>
-  models.find((m) => m.loaded) ?? models.find((m) => m.downloaded && !m.error && m.fits?.nodes > 0);
+/** A part once it is wanted and there, else null. */
+function usePart(name, wanted) {
+  const [part, setPart] = useState(null);
+  useEffect(() => {
+    if (wanted && !part) PARTS[name]().then((found) => setPart(() => found[name]));
+  }, [wanted]);
+  return wanted ? part : null;
+}
 
 /** {defaultK, maxK} where the model drafts, {reason} where it does not. */
 function draftsOf(model, placements) {
   const head = model?.native_mtp;
-  if (!head) return { reason: "This model has no MTP head." };
+  if (!head) return { reason: "this model has no head for it" };
   const drafting = placements.find((placement) => placement.model === model.id)?.drafting;
   if (drafting?.drafter_kind === "none") return { reason: drafting.reason };
   if (!head.enabled) return { reason: head.reason };
   return { defaultK: head.default_k, maxK: head.max_k };
 }
 
-function requestFields(model, drafts, { k, temperature, maxTokens, system }) {
-  return {
-    model: model.id,
-    system: system.trim(),
-    ...(temperature !== "" && { temperature: Number(temperature) }),
-    ...(maxTokens !== "" && { max_tokens: Number(maxTokens) }),
-    ...(drafts.maxK && k !== "" && { num_draft_tokens: Math.min(Number(k), drafts.maxK) }),
-  };
+const NUMBERS = { temperature: "temperature", topP: "top_p", topK: "top_k", minP: "min_p", maxTokens: "max_tokens", seed: "seed" };
+
+/** The request's fields for `options`: what is empty is left to the model's card. */
+export function requestFields(model, drafts, options) {
+  const fields = { model: model.id, system: (options.system ?? "").trim() };
+  for (const [name, field] of Object.entries(NUMBERS)) {
+    if (options[name] !== undefined && options[name] !== "") fields[field] = Number(options[name]);
+  }
+  if (drafts.maxK && options.k) fields.num_draft_tokens = Math.min(Number(options.k), drafts.maxK);
+  if (options.effort) fields.reasoning_effort = options.effort;
+  if (options.tokens) Object.assign(fields, { logprobs: true, return_token_ids: true });
+  return fields;
 }
 
-function announcement(turns) {
+/** What differs from the model's own settings, in a few words. */
+function summary({ system, temperature, preset, k }) {
+  if (preset) return preset;
+  const parts = [
+    system?.trim() && "system prompt",
+    temperature !== undefined && temperature !== "" && `temperature ${temperature}`,
+    k && (k === "0" ? "no drafts" : `K ${k}`),
+  ];
+  return parts.filter(Boolean).join(", ") || "Options";
+}
+
+function announcement(messages) {
   const words = { done: "Answer finished.", stopped: "Answer stopped." };
-  return words[turns.at(-1)?.state] ?? "";
+  return words[messages.at(-1)?.state] ?? "";
 }
 
-function Controls({ models, model, drafts, form, set }) {
-  const pick = (name) => (event) => set({ [name]: event.target.value });
-  return html`
-    <div class="controls">
-      <label class="grow">
-        Model
-        <select value=${model?.id ?? ""} disabled=${models.length === 0}
-            onChange=${(event) => set({ model: event.target.value, k: "" })}>
-          ${models.length === 0 && html`<option value="">none</option>`}
-          ${models.map(({ id, loaded }) => html`<option key=${id} value=${id}>
-            ${loaded ? id : `${id} (not loaded)`}</option>`)}
-        </select>
-      </label>
-      <${DraftChoice} drafts=${drafts} k=${form.k} onPick=${pick("k")} />
-      <label>
-        Temperature
-        <input type="number" min="0" max="2" step="0.1" placeholder="card default"
-          value=${form.temperature} onInput=${pick("temperature")} />
-      </label>
-      ${model && drafts.reason && html`<p class="muted small">No drafts: ${drafts.reason}</p>`}
-    </div>
-    <details>
-      <summary>System prompt and length</summary>
-      <label>
-        System prompt
-        <textarea rows="3" value=${form.system} onInput=${pick("system")}></textarea>
-      </label>
-      <label class="narrow">
-        Longest answer, in tokens
-        <input type="number" min="1" step="1" placeholder="up to the context"
-          value=${form.maxTokens} onInput=${pick("maxTokens")} />
-      </label>
-    </details>`;
-}
-
-function DraftChoice({ drafts: { defaultK, maxK }, k, onPick }) {
-  const choices = Array.from({ length: maxK ?? 0 }, (_, index) => index + 1);
-  return html`
-    <label>
-      Drafts (K)
-      <select value=${maxK ? k : ""} disabled=${!maxK} onChange=${onPick}>
-        <option value="">${maxK ? `card default (${defaultK})` : "off"}</option>
-        ${maxK && html`<option value="0">0, off</option>`}
-        ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
-      </select>
-    </label>`;
-}
-
-function Transcript({ turns, busy, known, model, onRetry }) {
+function Scroller({ following, length, children }) {
   const box = useRef(null);
   const follow = useRef(true);
   const onScroll = ({ target }) => {
-    follow.current = target.scrollHeight - target.scrollTop - target.clientHeight < 40;
+    follow.current = target.scrollHeight - target.scrollTop - target.clientHeight < 60;
   };
   useEffect(() => {
     follow.current = true;
-  }, [turns.length]);
+  }, [length]);
   useLayoutEffect(() => {
     if (follow.current) box.current.scrollTop = box.current.scrollHeight;
-  }, [turns]);
+  }, [following.at(-1), length, children]);
   return html`
     <div class="transcript" ref=${box} onScroll=${onScroll} tabindex="0" role="region"
-        aria-label="Conversation">
-      ${turns.length === 0 && html`<p class="muted empty">${invitation(model)}</p>`}
-      ${turns.map((turn) => html`
-        <article key=${turn.id}>
-          <p class="question">${turn.question}</p>
-          <${Answer} turn=${turn} known=${known} 
-            onRetry=${busy || turn !== turns.at(-1) ? null : () => onRetry(turn.id)} />
-        </article>`)}
+      aria-label="Conversation">${children}</div>`;
+}
+
+function Welcome({ models, model, drafts, placements, nodes }) {
+  if (!models) return html`<div class="welcome"><${Mark} /><p class="muted pulse">Asking the node…</p></div>`;
+  if (!model) {
+    return html`
+      <div class="welcome">
+        <${Mark} />
+        <h2>No model to talk to yet</h2>
+        <p>${models.length > 0 ? "None of those on disk fits into the memory that is free." : "None is on a disk of this cluster."} ${" "}
+          <a href="#/models">Models</a> shows what fits here and fetches it.</p>
+      </div>`;
+  }
+  const placement = placements.find((one) => one.model === model.id);
+  const known = roster(nodes);
+  const names = (placement?.stages ?? []).map(({ node }) => known.get(node)?.name ?? node);
+  return html`
+    <div class="welcome">
+      <${Mark} />
+      <h2>${model.id}</h2>
+      <p>${model.loaded
+        ? `Loaded on ${names.join(", ") || "this cluster"}.`
+        : `On disk (${bytes(model.size_bytes)}) and not in memory: your first message loads it.`}
+        ${" "}${drafts.maxK
+          ? `Drafts up to ${drafts.maxK} tokens ahead; every one is checked by the model itself.`
+          : `One token at a time: ${drafts.reason}.`}</p>
     </div>`;
 }
 
-function invitation(model) {
-  if (!model) return "No model to talk to yet.";
-  if (!model.loaded) return `${model.id} is not loaded. The first message loads it, which can take a while.`;
-  return `Ask ${model.id} something.`;
-}
-
-function Composer({ busy, disabled, onSend, onStop }) {
+function Composer({ busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {
   const [text, setText] = useState("");
   const field = useRef(null);
+  useEffect(() => {
+    if (matchMedia("(pointer: fine)").matches) field.current.focus({ preventScroll: true });
+  }, [disabled]);
 
   function submit(event) {
     event.preventDefault();
@@ -154,17 +154,24 @@ function Composer({ busy, disabled, onSend, onStop }) {
     setText("");
     field.current.focus();
   }
+  function onInput(event) {
+    PARTS.Thread(); // fetched while the message is being typed
+    setText(event.target.value);
+  }
   function onKeyDown(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
     if (event.key === "Escape" && busy) onStop();
   }
   return html`
     <form class="composer" onSubmit=${submit}>
-      <textarea ref=${field} rows="2" aria-label="Message" disabled=${disabled} value=${text}
-        placeholder="Message. Enter sends, Shift+Enter starts a new line."
-        onInput=${(event) => setText(event.target.value)} onKeyDown=${onKeyDown}></textarea>
-      ${busy
-        ? html`<button type="button" key="stop" onClick=${onStop}>Stop</button>`
-        : html`<button class="primary" key="send" disabled=${disabled || !text.trim()}>Send</button>`}
+      <textarea ref=${field} rows="1" aria-label="Message" disabled=${disabled} value=${text}
+        placeholder=${placeholder} onInput=${onInput} onKeyDown=${onKeyDown}></textarea>
+      <div class="line">
+        <button type="button" class="quiet options-toggle" aria-expanded=${choosing} onClick=${onOptions}>${words}</button>
+        <span class="muted small hint end">Enter sends, Shift+Enter breaks the line</span>
+        ${busy
+          ? html`<button type="button" key="stop" class="stop" onClick=${onStop}>Stop</button>`
+          : html`<button class="primary" key="send" disabled=${disabled || !text.trim()}>Send</button>`}
+      </div>
     </form>`;
 }

@@ -1,43 +1,58 @@
-/** The cluster section: how each loaded model's layers lie, and every node with its stages. */
+/** The cluster: who asks to join, how each loaded model's layers lie, every node, what happened. */
 
-import { bytes, plural, range, tone } from "./format.js";
+import { call } from "./api.js";
+import { bytes, naturally, plural, range, short, tone } from "./format.js";
 import { Joining } from "./joining.js";
-import { html } from "./vendor/htm-preact.module.js";
+import { nameOf, roster } from "./node.js";
+import { Timeline } from "./timeline.js";
+import { Topology } from "./topology.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
-const COLOURS = 8;
-
-/** Nodes by id with their colour, which follows the sorted ids so that every node's page agrees. */
-export function roster(nodes) {
-  const ids = nodes.map((node) => node.id).sort();
-  return new Map(
-    nodes.map((node) => [node.id, { ...node, colour: `node-${ids.indexOf(node.id) % COLOURS}` }]),
-  );
-}
-
-/** A node's name; of a node that has left only its id is known. */
-export const nameOf = (known, id) => known.get(id)?.name || id;
-
-export function Cluster({ cluster, placements, joining, error, refresh }) {
+export function Place({ state, data, refresh }) {
+  const { cluster, joining } = data;
+  const placements = data.placements?.data ?? [];
+  const error = state.errors.cluster ?? state.errors.joining;
+  const profile = useProfile(state.events.length);
   const nodes = cluster?.nodes ?? [];
   const known = roster(nodes);
-  const spares = spareKeys(placements ?? []);
+  const spares = spareKeys(placements);
   return html`
-    <section id="cluster" class="panel" aria-labelledby="cluster-title">
-      <h2 id="cluster-title">Cluster</h2>
+    <div class="place">
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
-      ${!cluster && !error && html`<p class="muted">Asking the node…</p>`}
+      ${!cluster && !error && html`<p class="muted pulse">Asking the node…</p>`}
       <${Joining} joining=${joining} refresh=${refresh} />
-      ${placements?.map((placement) =>
-        html`<${Layout} key=${placement.id} placement=${placement} known=${known} />`)}
-      ${cluster && placements?.length === 0 && html`<p class="muted">
-        No model is loaded. Load one under <a href="#models">Models</a>.</p>`}
-      <ul class="rows">
-        ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} spares=${spares} />`)}
-      </ul>
+      ${nodes.length > 0 && html`
+        <${Topology} nodes=${ordered(known)} placements=${placements} links=${profile?.links ?? []} />`}
       ${nodes.length === 1 && html`<p class="muted">
         This node is alone. To add another machine of this network, run ${" "}
         <code>exo-node start</code> there: it asks to join and shows six digits to type here.</p>`}
-    </section>`;
+      <section aria-labelledby="running-title">
+        <h2 id="running-title">Loaded models</h2>
+        ${placements.map((placement) =>
+          html`<${Layout} key=${placement.id} placement=${placement} known=${known} />`)}
+        ${cluster && placements.length === 0 && html`<p class="muted">
+          None. The first message of a chat loads its model, or load one under ${" "}
+          <a href="#/models">Models</a>.</p>`}
+      </section>
+      <section aria-labelledby="nodes-title">
+        <h2 id="nodes-title">Nodes</h2>
+        <ul class="cards">
+          ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} spares=${spares} />`)}
+        </ul>
+        ${cluster && html`<p class="muted small">Cluster <code>${short(cluster.cluster)}</code>, term ${cluster.term}, ${" "}
+          exo-node ${cluster.version}.</p>`}
+      </section>
+      <${Timeline} events=${state.events} />
+    </div>`;
+}
+
+/** Measured links and layer times; anew when something happened in the cluster. */
+function useProfile(changes) {
+  const [profile, setProfile] = useState(null);
+  useEffect(() => {
+    call("GET", "/v1/cluster/profile").then(setProfile, () => setProfile(null));
+  }, [changes]);
+  return profile;
 }
 
 /** Which stages of which placements on which nodes wait for a loss. */
@@ -51,7 +66,7 @@ const spareKeys = (placements) =>
 /** This node first, then by name. */
 const ordered = (known) =>
   [...known.values()].sort(
-    (a, b) => Number(b.self) - Number(a.self) || String(a.name).localeCompare(b.name),
+    (a, b) => Number(b.self) - Number(a.self) || naturally(a.name, b.name),
   );
 
 function Layout({ placement, known }) {
@@ -119,9 +134,7 @@ function Node({ node, spares }) {
         ${node.head && html`<span class="badge">head</span>`}
         <span class=${`state end ${tone(node.status)}`}>${node.status}</span>
       </p>
-      <p class="muted small">
-        ${facts.filter(Boolean).join(" · ")} · <code>${node.host}:${node.port}</code>
-      </p>
+      <p class="muted small">${facts.filter(Boolean).join(" · ")} · <code>${node.host}:${node.port}</code></p>
       ${WARNING[node.status] && html`<p class="small warn-text">${WARNING[node.status]}</p>`}
       ${stages.length > 0 && html`<${Memory} stages=${stages} total=${node.memory_bytes} />`}
       <ul aria-label=${`Stages on ${node.name}`}>
@@ -154,7 +167,7 @@ function Stage({ stage, spare }) {
     live > 0 && plural(live, "request"),
   ];
   return html`
-    <li class="stage small">
+    <li class="stage-row small">
       <p class="line">
         <span class="model-id" title=${`Placement ${stage.placement}, process ${stage.pid ?? "none"}`}>
           ${stage.model} <span class="muted">stage ${stage.stage}${spare && ", spare"}</span>

@@ -46,3 +46,21 @@ const TONES = {
 
 /** The colour class of a state word; the word comes from a peer, so it never becomes a class. */
 export const tone = (state) => (Object.hasOwn(TONES, state) ? TONES[state] : "idle");
+
+/** Names in the order that people count: mac-2 before mac-10. */
+export const naturally = new Intl.Collator("en", { numeric: true, sensitivity: "base" }).compare;
+
+/** How long ago Unix `ms` was, for a list: "now", "5 min", "3 h", "12 Nov". */
+export function ago(ms, now = Date.now()) {
+  const minutes = Math.floor((now - ms) / 60000);
+  if (minutes < 1) return "now";
+  if (minutes < 60) return `${minutes} min`;
+  if (minutes < 24 * 60) return `${Math.floor(minutes / 60)} h`;
+  return new Date(ms).toLocaleDateString("en", { day: "numeric", month: "short" });
+}
+
+/** The owner and the name of a model id; the owner is empty where there is none. */
+export function modelName(id) {
+  const at = String(id).lastIndexOf("/");
+  return { owner: id.slice(0, Math.max(0, at)), name: id.slice(at + 1) };
+}

@@ -1,25 +1,52 @@
-/** The models section: what this node can serve, what is loaded, and native MTP's state. */
+/** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
 
 import { call } from "./api.js";
-import { bytes, plural, tone, whole } from "./format.js";
+import { bytes, modelName, naturally, plural, tone, whole } from "./format.js";
+import { LoadDialog } from "./load.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
-export function Models({ models, placements = [], nodes, error, refresh }) {
-  const alive = nodes.filter((node) => node.status === "alive").length;
-  return html`
-    <section id="models" class="panel" aria-labelledby="models-title">
-      <h2 id="models-title">Models</h2>
-      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
-      ${!models && !error && html`<p class="muted">Asking the node…</p>`}
-      <ul class="rows">
-        ${models?.map((model) => html`
-          <${Model} key=${model.id} model=${model} alive=${alive} refresh=${refresh}
+export function Place({ state, data, refresh }) {
+  const models = data.models?.data;
+  const placements = data.placements?.data ?? [];
+  const nodes = data.cluster?.nodes ?? [];
+  const error = state.errors.models ?? state.errors.placements;
+  const [asked, setAsked] = useState(null);
+  const groups = grouped(models ?? []);
+  const group = (title, list, note) => list.length > 0 && html`
+    <section aria-label=${title}>
+      <h2>${title}</h2>
+      ${note && html`<p class="muted small">${note}</p>`}
+      <ul class="models">
+        ${list.map((model) => html`
+          <${Model} key=${model.id} model=${model} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
             placement=${placements.find((placement) => placement.model === model.id)}
             live=${liveRequests(nodes, model.id)} />`)}
       </ul>
-      <p class="muted small">These are on disk. In a terminal <code>exo-node models recommend</code> names
-        others that fit, and <code>exo-node models pull</code> gets one.</p>
     </section>`;
+  return html`
+    <div class="place">
+      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+      ${!models && !error && html`<p class="muted pulse">Asking the node…</p>`}
+      ${models?.length === 0 && html`<p class="muted">No model is on a disk of this cluster yet.</p>`}
+      ${group("Loaded", groups.loaded)}
+      ${group("On disk", groups.fits)}
+      ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
+      ${group("On disk, not usable", groups.broken)}
+      <${Catalogue} models=${models ?? []} />
+      ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
+    </div>`;
+}
+
+function grouped(models) {
+  const sorted = [...models].sort((a, b) => naturally(a.id, b.id));
+  const broken = sorted.filter(({ error }) => error);
+  const sound = sorted.filter(({ error }) => !error);
+  return {
+    loaded: sound.filter(({ loaded }) => loaded),
+    fits: sound.filter(({ loaded, fits }) => !loaded && fits?.nodes !== 0),
+    large: sound.filter(({ loaded, fits }) => !loaded && fits?.nodes === 0),
+    broken,
+  };
 }
 
 /** The most requests that one stage of the model holds: stages of a pipeline share them. */
@@ -32,98 +59,86 @@ const liveRequests = (nodes, model) =>
       .map((stage) => stage.live_requests ?? 0),
   );
 
-function Model({ model, placement, alive, live, refresh }) {
-  const [busy, setBusy] = useState("");
+function Model({ model, placement, live, refresh, nodes, onLoad }) {
+  const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
-
-  async function act(word, method, path, body) {
-    setBusy(word);
+  async function unload() {
+    setBusy(true);
     setFailure("");
     try {
-      await call(method, path, { body });
+      await call("DELETE", `/v1/placements/${encodeURIComponent(placement.id)}`);
     } catch (error) {
       setFailure(error.message);
     }
-    setBusy("");
+    setBusy(false);
     refresh();
   }
-  const load = (minNodes) =>
-    act("Loading…", "POST", "/v1/placements", {
-      model: model.id,
-      ...(minNodes > 1 && { min_nodes: minNodes }),
-    });
-  const unload = () =>
-    act("Unloading…", "DELETE", `/v1/placements/${encodeURIComponent(placement.id)}`);
-
-  const status = placement?.status ?? (model.loaded ? "ready" : "not loaded");
-  if (model.error) {
-    return html`
-      <li class="model">
-        <p class="line">
-          <strong class="model-id">${model.id}</strong>
-          <span class="state bad">cannot be used</span>
-        </p>
-        <p class="notice bad small">${model.error}</p>
-      </li>`;
-  }
+  const { owner, name } = modelName(model.id);
+  const status = placement?.status ?? "";
   return html`
     <li class="model">
       <p class="line">
-        <strong class="model-id">${model.id}</strong>
-        <span class=${`state ${tone(status)}`}>${placement?.progress || status}</span>
+        <strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong>
+        ${status && html`<span class=${`state ${tone(status)}`}>${placement.progress || status}</span>`}
       </p>
-      <p class="muted small">
-        ${bytes(model.size_bytes)} · ${model.format ?? "–"} · ${fits(model)}
-        ${model.nodes?.length > 0 && html` · on ${model.nodes.join(", ")}`}
-      </p>
-      <p class="muted small">
-        ${whole(model.context_length)} tokens of context · <${Mtp} model=${model} placement=${placement} />
-      </p>
-      <div class="actions">
-        ${placement
-          ? html`<${Unload} live=${live} busy=${busy} name=${model.id} onUnload=${unload} />`
-          : html`<${Load} alive=${alive} busy=${busy} name=${model.id} onLoad=${load} />`}
-      </div>
+      <p class="muted small">${facts(model, nodes).join(" · ")}</p>
+      ${!model.error && html`<div class="actions">${placement
+        ? html`<${Unload} live=${live} busy=${busy} name=${model.id} onUnload=${unload} />`
+        : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${model.fits?.nodes === 0}
+            aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
+      ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
+      ${placement?.status === "loading" && html`<${Progress} placement=${placement} model=${model} nodes=${nodes} />`}
+      ${model.error && html`<p class="notice bad small">${model.error}</p>`}
+      ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </li>`;
 }
 
+function facts(model, nodes) {
+  const where = model.nodes ?? [];
+  return [
+    bytes(model.size_bytes),
+    model.quantization ?? model.format,
+    fits(model),
+    Number.isFinite(model.context_length) && `${whole(model.context_length)} tokens of context`,
+    nodes.length > 1 && where.length > 0 && `on ${where.length === nodes.length ? "every disk" : where.join(", ")}`,
+  ].filter(Boolean);
+}
+
 /** Whether the model would run if no other one did. */
-function fits({ fits: fit }) {
+export function fits({ fits: fit }) {
   if (!fit) return "size not checked";
-  if (fit.nodes === 0) return html`<span class="warn-text">does not fit: needs ${bytes(fit.needed_bytes)}</span>`;
-  return fit.nodes === 1 ? "fits one node" : `fits over ${plural(fit.nodes, "node")}`;
+  if (fit.nodes === 0) return `does not fit: needs ${bytes(fit.needed_bytes)}`;
+  return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
 }
 
 /** Native MTP in one phrase: the placement's word counts once there is one. */
 function Mtp({ model, placement }) {
   const drafting = placement?.drafting;
   const head = model.native_mtp;
-  if (!head) return html`<span>MTP: ${model.mtp ?? "no head"}</span>`;
+  const off = (reason) => html`<span class="muted">MTP off: ${reason}</span>`;
+  if (!head) return html`<span class="muted">MTP: ${model.mtp ?? "this model has no head for it"}</span>`;
   if (drafting?.drafter_kind === "native_mtp") {
-    return html`<span>MTP on, K ${drafting.num_draft_tokens}, at most ${head.max_k}</span>`;
+    return html`<span class="muted">MTP on, drafts ${drafting.num_draft_tokens} a round, at most ${head.max_k}</span>`;
   }
-  if (head.enabled && !drafting) {
-    return html`<span>MTP on, K ${head.default_k}, at most ${head.max_k}</span>`;
-  }
-  const reason = drafting?.reason || head.reason || "the node gave no reason";
-  return html`<span>MTP off: <span class="warn-text">${reason}</span></span>`;
+  if (drafting || !head.enabled) return off(drafting?.reason || head.reason || "the node gave no reason");
+  return html`<span class="muted">MTP on, drafts ${head.default_k} a round, at most ${head.max_k}</span>`;
 }
 
-function Load({ alive, busy, name, onLoad }) {
-  const [minNodes, setMinNodes] = useState(1);
-  const choices = Array.from({ length: Math.max(alive, 1) }, (_, index) => index + 1);
+/** Bytes read on each node of a placement that is loading. */
+function Progress({ placement, model, nodes }) {
+  const total = Math.max(...placement.stages.map(({ layers }) => layers[1]));
   return html`
-    <label class="inline">
-      Spread over
-      <select value=${minNodes} disabled=${busy !== ""} aria-label=${`Nodes for ${name}`}
-          onChange=${(event) => setMinNodes(Number(event.target.value))}>
-        ${choices.map((n) => html`<option key=${n} value=${n}>
-          ${n === 1 ? "best choice" : `at least ${plural(n, "node")}`}</option>`)}
-      </select>
-    </label>
-    <button class="primary" disabled=${busy !== ""} aria-label=${`Load ${name}`}
-        onClick=${() => onLoad(minNodes)}>${busy || "Load"}</button>`;
+    <ul class="wide small">
+      ${placement.stages.map(({ node, layers, checkpoint_bytes_read: read = 0, status }) => {
+        const share = (model.size_bytes * (layers[1] - layers[0])) / Math.max(1, total);
+        return html`
+          <li key=${node} class="progress">
+            <span>${nodes.find(({ id }) => id === node)?.name ?? node}: ${status}, ${bytes(read)} read</span>
+            <progress aria-label="Read" max="1" value=${Math.min(1, read / Math.max(1, share))}></progress>
+          </li>`;
+      })}
+    </ul>`;
 }
 
 /** Unloading waits for running answers, so a model in use asks once more. */
@@ -136,6 +151,41 @@ function Unload({ live, busy, name, onUnload }) {
       <button class="danger" onClick=${() => { setAsked(false); onUnload(); }}>Unload anyway</button>`;
   }
   return html`
-    <button disabled=${busy !== ""} aria-label=${`Unload ${name}`}
-        onClick=${() => (live > 0 ? setAsked(true) : onUnload())}>${busy || "Unload"}</button>`;
+    <button disabled=${busy} aria-label=${`Unload ${name}`}
+      onClick=${() => (live > 0 ? setAsked(true) : onUnload())}>${busy ? "Unloading…" : "Unload"}</button>`;
 }
+
+/** What there are cards of and no files: asked for when somebody looks. */
+function Catalogue({ models }) {
+  const [found, setFound] = useState(null);
+  const [failure, setFailure] = useState("");
+  const here = new Set(models.map(({ id }) => id));
+  async function onToggle({ target }) {
+    if (!target.open || found) return;
+    try {
+      setFound((await call("GET", "/v1/models?catalog=1")).data);
+    } catch (error) {
+      setFailure(error.message);
+    }
+  }
+  const others = (found ?? []).filter(({ id }) => !here.has(id)).sort(byFit);
+  return html`
+    <details class="catalogue" onToggle=${onToggle}>
+      <summary><h2>Others that exo-node knows</h2></summary>
+      ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
+      <ul class="models">
+        ${others.map((model) => {
+          const { owner, name } = modelName(model.id);
+          return html`
+            <li key=${model.id} class="model">
+              <p class="line"><strong class="model-id"><span class="owner">${owner}/</span>${name}</strong></p>
+              <p class="muted small">${facts(model, []).join(" · ")}</p>
+              ${model.fits?.nodes > 0 && html`<p class="small wide"><code>exo-node models pull ${model.id}</code></p>`}
+            </li>`;
+        })}
+      </ul>
+    </details>`;
+}
+
+const byFit = (a, b) =>
+  Number(b.fits?.nodes > 0) - Number(a.fits?.nodes > 0) || (a.size_bytes ?? 0) - (b.size_bytes ?? 0);

@@ -1,7 +1,10 @@
-/** The settings section: switches that affect new requests. */
+/** Switches that affect new requests, the API key of this tab, and what this browser keeps. */
 
 import { call } from "./api.js";
-import { html, useState } from "./vendor/htm-preact.module.js";
+import { save } from "./conversations.js";
+import { plural } from "./format.js";
+import { LIMIT } from "./store.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
 const SWITCHES = [
   {
@@ -27,18 +30,45 @@ const SOURCES = {
   runtime: "Changed since the node started.",
 };
 
-export function Settings({ settings, error, refresh, onForgetKey }) {
+export function Place({ talk, onForgetKey }) {
+  const [settings, setSettings] = useState(null);
+  const [error, setError] = useState(null);
+  const refresh = () => call("GET", "/v1/settings").then(setSettings, setError);
+  useEffect(() => void refresh(), []);
   return html`
-    <section id="settings" class="panel" aria-labelledby="settings-title">
-      <h2 id="settings-title">Settings</h2>
-      ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
-      ${!settings && !error && html`<p class="muted">Asking the node…</p>`}
-      <ul class="rows">
-        ${settings && SWITCHES.filter(({ name }) => settings[name]).map((item) => html`
-          <${Switch} key=${item.name} ...${item} setting=${settings[item.name]} refresh=${refresh} />`)}
-        ${onForgetKey && html`<${Key} onForgetKey=${onForgetKey} />`}
-      </ul>
-    </section>`;
+    <div class="place narrow">
+      <section aria-labelledby="decoding-title">
+        <h2 id="decoding-title">Decoding</h2>
+        ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
+        ${!settings && !error && html`<p class="muted pulse">Asking the node…</p>`}
+        <ul class="rows">
+          ${settings && SWITCHES.filter(({ name }) => settings[name]).map((item) => html`
+            <${Switch} key=${item.name} ...${item} setting=${settings[item.name]} refresh=${refresh} />`)}
+        </ul>
+      </section>
+      <section aria-labelledby="browser-title">
+        <h2 id="browser-title">This browser</h2>
+        <ul class="rows">
+          <${Kept} talk=${talk} />
+          ${onForgetKey && html`<${Key} onForgetKey=${onForgetKey} />`}
+        </ul>
+      </section>
+      <p class="muted small"><a href="/static/vendor/THIRD-PARTY.md">Licences of third parties</a></p>
+    </div>`;
+}
+
+function Kept({ talk }) {
+  const [sure, setSure] = useState(false);
+  const count = talk.list.length;
+  const all = () => JSON.stringify({ format: "exo-node conversations 1", conversations: talk.list }, null, 2);
+  const remove = () => (sure ? (talk.removeAll(), setSure(false)) : setSure(true));
+  return html`
+    <li class="line">
+      <span><strong>${plural(count, "conversation")}</strong> <span class="muted small">
+        Kept here and nowhere else, the latest ${LIMIT}.</span></span>
+      <button class="end" disabled=${count === 0} onClick=${() => save("conversations.json", all())}>Export all</button>
+      <button class=${sure ? "danger" : ""} disabled=${count === 0} onClick=${remove}>${sure ? "Really delete all" : "Delete all"}</button>
+    </li>`;
 }
 
 function Switch({ name, title, text, setting, refresh }) {

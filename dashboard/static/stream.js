@@ -1,11 +1,12 @@
-/** One streamed answer: server-sent events in, closed set of answer events out. */
+/** One streamed answer: server-sent events in, a closed set of answer events out. */
 
 import { ApiError, apiError, parsed, send } from "./api.js";
 
 /**
- * Yields {kind: "text", text}, {kind: "note", text} (prefill progress, resuming),
- * {kind: "finish", reason} and {kind: "stats", usage, stats}. Throws ApiError for an error event
- * and for a stream that ends without [DONE].
+ * Yields {kind: "text" | "reasoning", text}, {kind: "call", index, name, text} (a piece of a tool
+ * call's arguments), {kind: "tokens", tokens} where `logprobs` were asked for, {kind: "note", text}
+ * (loading, prefill, resuming), {kind: "finish", reason} and {kind: "stats", usage, stats}. Throws
+ * ApiError for an error event and for a stream that ends without [DONE].
  */
 export async function* streamChat(body, signal) {
   const options = { stream: true, stream_options: { include_usage: true } };
@@ -28,14 +29,31 @@ function* events(chunk, status) {
   if (chunk === undefined) throw new ApiError("The node sent a malformed event.", { code: "bad_event" });
   if (chunk.error) throw apiError(chunk, status);
   const [choice] = chunk.choices ?? [];
-  if (choice?.delta?.content) yield { kind: "text", text: choice.delta.content };
+  const { reasoning_content: reasoning, content, tool_calls: calls } = choice?.delta ?? {};
+  if (reasoning) yield { kind: "reasoning", text: reasoning };
+  if (content) yield { kind: "text", text: content };
+  for (const { index = 0, function: call } of calls ?? []) {
+    yield { kind: "call", index, name: call?.name ?? "", text: call?.arguments ?? "" };
+  }
+  if (choice?.logprobs) yield { kind: "tokens", tokens: tokens(choice) };
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };
   if (chunk.usage || chunk.generation_stats) {
     yield { kind: "stats", usage: chunk.usage, stats: chunk.generation_stats };
   }
 }
 
-async function* lines(response) {
+/** Each token's bytes, whether it is an accepted draft, and its log-probability. */
+function tokens({ logprobs, accepted_draft_tokens: accepted = 0 }) {
+  return (logprobs.content ?? []).map(({ token, bytes, logprob }, index) => ({
+    bytes: bytes ?? [],
+    control: bytes === null ? token : "",
+    draft: index < accepted,
+    logprob,
+  }));
+}
+
+/** The lines of a streamed response. */
+export async function* lines(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -104,7 +104,8 @@ class EventsApi:
                 yield frame(event)
             return
         # The head is out at once, so that a client knows that it is connected.
-        yield comment("events follow")
+        # The count tells a client that knows the present state which events are news to it.
+        yield comment(f"past events: {len(held) - len(skipped)}")
         news = attended(self._events.subscribe(after), request.receive, self._keep_alive_s)
         async with aclosing(news):
             async for event in news:

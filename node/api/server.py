@@ -36,12 +36,10 @@ from .origins import Origins
 from .profile_api import Measurements, ProfileApi
 from .responses_api import Responses
 from .session_api import SessionApi
+from .static_files import StaticFiles, static_routes
 
 if TYPE_CHECKING:
     from ..join.operations import JoinOperations
-
-StaticFiles = Callable[[str], tuple[bytes, str] | None]
-"""Content and content type of a path below the dashboard's folder, None where there is none."""
 
 _PORTS_TO_TRY: Final = 100
 _BACKLOG: Final = 64
@@ -80,7 +78,7 @@ def build_app(
         *(ProfileApi(measurements).routes() if measurements is not None else ()),
         *(JoinApi(joining).routes() if joining is not None else ()),
         *(SessionApi(token).routes() if token is not None else ()),
-        *_static_routes(static),
+        *static_routes(static),
     ]
     paths = sorted({route.path for route in routes})
 
@@ -107,29 +105,6 @@ def build_app(
 
 def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:
     return EventsApi(events, timing.events_keep_alive_s).routes()
-
-
-def _static_routes(static: StaticFiles) -> list[Route]:
-    def found(path: str) -> Response:
-        asset = static(path)
-        if asset is None:
-            raise HTTPException(404)
-        content, content_type = asset
-        # The files of a newer version have the same names.
-        return Response(
-            content, headers={"Content-Type": content_type, "Cache-Control": "no-cache"}
-        )
-
-    async def index(_: Request) -> Response:
-        return found("index.html")
-
-    async def file(request: Request) -> Response:
-        return found(request.path_params["path"])
-
-    return [
-        Route("/", index, methods=["GET"]),
-        Route("/static/{path:path}", file, methods=["GET"]),
-    ]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

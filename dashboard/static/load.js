@@ -1,0 +1,163 @@
+/** Before a model is loaded: where it would go, why, what else there is, and what a loss would mean. */
+
+import { call } from "./api.js";
+import { bytes, naturally, plural, range, seconds } from "./format.js";
+import { fits } from "./models.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
+
+export function LoadDialog({ model, nodes, onClose }) {
+  const box = useRef(null);
+  const [minNodes, setMinNodes] = useState(1);
+  const [split, setSplit] = useState(null);
+  const { preview, failure } = usePreview(model.id, minNodes, split);
+  const [way, setWay] = useState("best");
+  const [busy, setBusy] = useState(false);
+  const [refused, setRefused] = useState("");
+  useEffect(() => {
+    box.current.showModal();
+  }, []);
+  const chosen = preview?.[way] ?? preview?.best;
+
+  async function load(event) {
+    event.preventDefault();
+    setBusy(true);
+    setRefused("");
+    const layers = chosen.stages.map(({ node, layers: [from, to] }) => ({ node, layers: to - from }));
+    try {
+      await call("POST", "/v1/placements", { body: way === "best" && !split ? asked(model.id, minNodes) : { model: model.id, layers } });
+      onClose();
+    } catch (error) {
+      setRefused(error.message);
+      setBusy(false);
+    }
+  }
+
+  return html`
+    <dialog ref=${box} aria-labelledby="load-title" onClose=${onClose}>
+      <form onSubmit=${load}>
+        <div>
+          <h2 id="load-title">Load ${model.id}</h2>
+          <p class="muted small">${bytes(model.size_bytes)} · ${model.quantization ?? model.format ?? ""} · ${fits(model)}</p>
+        </div>
+        ${!preview && !failure && html`<p class="muted pulse">Planning…</p>`}
+        ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
+        ${preview && html`
+          <div class="choices" role="radiogroup" aria-label="Where">
+            <${Way} name="best" title=${split ? "As you split it" : "Best"} plan=${preview.best} nodes=${nodes} way=${way} onPick=${setWay} />
+            ${preview.runner_up && html`
+              <${Way} name="runner_up" title="Next best" plan=${preview.runner_up} nodes=${nodes} way=${way} onPick=${setWay} />`}
+          </div>
+          <${Before} model=${model} plan=${chosen} nodes=${nodes} />`}
+        ${nodes.length > 1 && html`
+          <details>
+            <summary>Spread it yourself</summary>
+            <${Spread} nodes=${nodes} minNodes=${minNodes} plan=${preview?.best} split=${split}
+              onMinNodes=${(n) => { setSplit(null); setWay("best"); setMinNodes(n); }}
+              onSplit=${(one) => { setWay("best"); setSplit(one); }} />
+          </details>`}
+        ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
+        <div class="line foot">
+          <button type="button" onClick=${onClose}>Cancel</button>
+          <button class="primary" disabled=${!preview || busy}>${busy ? "Loading…" : "Load"}</button>
+        </div>
+      </form>
+    </dialog>`;
+}
+
+const asked = (model, minNodes) => ({ model, ...(minNodes > 1 && { min_nodes: minNodes }) });
+
+/** The plan for what is asked, and what it says to `without` a node. */
+function usePreview(model, minNodes, split) {
+  const [found, setFound] = useState({});
+  useEffect(() => {
+    let current = true;
+    setFound({});
+    planned({ ...asked(model, minNodes), ...(split && { layers: split }) }).then(
+      (preview) => current && setFound({ preview }),
+      (error) => current && setFound({ failure: error.message }),
+    );
+    return () => {
+      current = false;
+    };
+  }, [model, minNodes, split]);
+  return found;
+}
+
+const planned = (query) => call("GET", `/v1/placements/preview?${new URLSearchParams(query)}`);
+
+function Way({ name, title, plan, nodes, way, onPick }) {
+  const stages = plan.stages.map((stage) => `${named(nodes, stage)} ${range(stage.layers)}`);
+  return html`
+    <label class="choice">
+      <input type="radio" name="way" checked=${way === name} onChange=${() => onPick(name)} />
+      <span>
+        <strong>${title}: ${plan.stages.length === 1 ? named(nodes, plan.stages[0]) : plural(plan.stages.length, "node")}</strong>
+        <span class="muted"> · about ${(1 / plan.seconds_per_token).toPrecision(2)} tok/s</span><br />
+        ${plan.stages.length > 1 && html`<span class="small">${stages.join(" → ")}</span><br />`}
+        <span class="muted small">${plan.reason}</span>
+      </span>
+    </label>`;
+}
+
+const named = (nodes, { node, name }) => name ?? nodes.find(({ id }) => id === node)?.name ?? node;
+
+/** What the load takes of each node, and what the plan would be without it. */
+function Before({ model, plan, nodes }) {
+  const [without, setWithout] = useState({});
+  const ids = plan.stages.map(({ node }) => node).join();
+  useEffect(() => {
+    setWithout({});
+    if (nodes.length < 2) return;
+    for (const { node } of plan.stages) {
+      planned({ model: model.id, exclude: node }).then(
+        ({ best }) => setWithout((all) => ({ ...all, [node]: `moves to ${best.stages.map((s) => named(nodes, s)).join(", ")}, ${seconds(best.seconds_per_token)} a token` })),
+        () => setWithout((all) => ({ ...all, [node]: "would not fit any more" })),
+      );
+    }
+  }, [model.id, ids, nodes.length]);
+  const layers = plan.stages.at(-1).layers[1];
+  const onDisk = new Set(model.nodes ?? []);
+  return html`
+    <dl class="facts-grid">
+      ${plan.stages.map((stage) => {
+        const name = named(nodes, stage);
+        const share = (model.fits?.needed_bytes ?? model.size_bytes) * ((stage.layers[1] - stage.layers[0]) / layers);
+        const own = nodes.find(({ id }) => id === stage.node);
+        return html`
+          <dt key=${stage.node}>${name}</dt>
+          <dd>about ${bytes(share)} of ${bytes(own?.memory_bytes)} of memory;
+            ${onDisk.has(name) ? " on its disk" : " its files are fetched first"}${
+            without[stage.node] ? `; if it leaves: ${without[stage.node]}` : ""}</dd>`;
+      })}
+      <dt>Context</dt><dd>${plan.context_length.toLocaleString("en")} tokens</dd>
+    </dl>`;
+}
+
+function Spread({ nodes, minNodes, plan, split, onMinNodes, onSplit }) {
+  const alive = nodes.filter(({ status }) => status === "alive").sort((a, b) => naturally(a.name, b.name));
+  const layers = plan?.stages.at(-1).layers[1] ?? 0;
+  const [counts, setCounts] = useState({});
+  const sum = alive.reduce((all, { id }) => all + Number(counts[id] || 0), 0);
+  const use = () => onSplit(alive.filter(({ id }) => Number(counts[id]) > 0).map(({ id }) => `${id}:${Number(counts[id])}`).join());
+  return html`
+    <div class="choices">
+      <label>At least
+        <select value=${minNodes} onChange=${({ target }) => onMinNodes(Number(target.value))}>
+          ${alive.map((_, index) => html`<option key=${index} value=${index + 1}>${plural(index + 1, "node")}</option>`)}
+        </select>
+      </label>
+      <p class="small muted">Or layers by hand, ${layers || "all"} in all; the order is the one below, the first computes the tokens.</p>
+      <div class="split">
+        ${alive.map(({ id, name }) => html`
+          <label key=${id}>${name}
+            <input type="number" min="0" max=${layers} value=${counts[id] ?? ""} placeholder="0"
+              onInput=${({ target }) => setCounts({ ...counts, [id]: target.value })} />
+          </label>`)}
+      </div>
+      <div class="line">
+        <span class="small muted">${sum} of ${layers}</span>
+        ${split && html`<button type="button" class="end" onClick=${() => onSplit(null)}>Back to the best</button>`}
+        <button type="button" class=${split ? "" : "end"} disabled=${!layers || sum !== layers} onClick=${use}>Plan this split</button>
+      </div>
+    </div>`;
+}

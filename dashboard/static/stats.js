@@ -1,0 +1,56 @@
+/** The final numbers of an answer. */
+
+import { bytes, percent, range, rate, seconds, whole } from "./format.js";
+import { nameOf } from "./node.js";
+import { html } from "./vendor/htm-preact.module.js";
+
+export function Stats({ stats, usage, known }) {
+  const none = stats.drafter_kind === "none";
+  const proposed = stats.proposed_draft_tokens;
+  const accepted = stats.accepted_draft_tokens;
+  return html`
+    <div class="stats">
+      <dl>
+        <${Fact} name="Drafter" value=${none ? "none" : "native MTP"} />
+        ${!none && html`<${Fact} name="K" value=${`up to ${stats.num_draft_tokens}, ${stats.draft_policy}`} />`}
+        ${!none && html`<${Fact} name="Accepted"
+          value=${`${percent(accepted, proposed)} (${whole(accepted)} of ${whole(proposed)}), rule ${stats.acceptance_rule}`} />`}
+        <${Fact} name="Speed" value=${`${rate(stats.generation_tps)} tokens/s; prompt ${rate(stats.prompt_tps)}`} />
+        <${Fact} name="First token" value=${seconds(stats.time_to_first_token_s)} />
+        ${usage && html`<${Fact} name="Tokens"
+          value=${`${whole(usage.prompt_tokens)} in${cached(stats)}, ${whole(usage.completion_tokens)} out`} />`}
+        ${stats.placement && html`<${Fact} name="Ran on" value=${where(stats.placement, known)} />`}
+        <${Fact} name="Peak memory" value=${bytes(stats.peak_memory_bytes)} />
+        ${stats.batch_size > 1 && html`<${Fact} name="Shared" value=${`${rate(stats.batch_size)} requests a step`} />`}
+        ${stats.resumes > 0 && html`<${Fact} name="Resumed"
+          value=${`${stats.resumes}×, ${stats.resume_exact ? "exact" : "not exact"}`} />`}
+      </dl>
+      ${none && stats.drafting_reason && html`<p class="muted small">No drafts: ${stats.drafting_reason}</p>`}
+      ${!none && html`<${Positions} stats=${stats} />`}
+    </div>`;
+}
+
+const Fact = ({ name, value }) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`;
+
+const cached = ({ cached_tokens: count }) => (count > 0 ? ` (${whole(count)} kept from before)` : "");
+
+const where = ({ stages }, known) =>
+  stages.map(({ node, layers }) => `${nameOf(known, node)} ${range(layers)}`).join(", ");
+
+/** How often the draft at each position was accepted, of all verify rounds. */
+export function Positions({ stats }) {
+  const rounds = stats.spec_decode_rounds;
+  const counts = stats.accepted_per_position ?? [];
+  if (!rounds || counts.length === 0) return null;
+  return html`
+    <ul class="positions" aria-label="Accepted drafts by position">
+      ${counts.map((count, index) => html`
+        <li key=${index} title=${`${whole(count)} of ${whole(rounds)} rounds`}>
+          <span>draft ${index + 1}</span>
+          <span class="track" aria-hidden="true">
+            <span style=${{ width: `${Math.min(100, (100 * count) / rounds)}%` }}></span>
+          </span>
+          <span>${percent(count, rounds)}</span>
+        </li>`)}
+    </ul>`;
+}

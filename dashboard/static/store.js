@@ -1,0 +1,60 @@
+/** Conversations in the browser's IndexedDB: the latest LIMIT, on this machine and nowhere else. */
+
+const DATABASE = "exo-node";
+const TABLE = "conversations";
+export const LIMIT = 500;
+
+/** Where the browser keeps nothing (private windows of some), what is said lasts for this page. */
+export async function openStore() {
+  try {
+    const database = await opened();
+    return overDatabase(database);
+  } catch {
+    return inMemory();
+  }
+}
+
+function opened() {
+  const request = indexedDB.open(DATABASE, 1);
+  request.onupgradeneeded = () => {
+    request.result.createObjectStore(TABLE, { keyPath: "id" }).createIndex("updated", "updated");
+  };
+  return settled(request);
+}
+
+function overDatabase(database) {
+  const table = (mode) => database.transaction(TABLE, mode).objectStore(TABLE);
+  return {
+    lasting: true,
+    all: async () => (await settled(table("readonly").index("updated").getAll())).reverse(),
+    get: (id) => settled(table("readonly").get(id)),
+    remove: (id) => settled(table("readwrite").delete(id)),
+    clear: () => settled(table("readwrite").clear()),
+    async put(conversation) {
+      await settled(table("readwrite").put(conversation));
+      const ids = await settled(table("readonly").index("updated").getAllKeys());
+      for (const id of ids.slice(0, Math.max(0, ids.length - LIMIT))) {
+        await settled(table("readwrite").delete(id));
+      }
+    },
+  };
+}
+
+function inMemory() {
+  const kept = new Map();
+  return {
+    lasting: false,
+    all: async () => [...kept.values()].sort((a, b) => b.updated - a.updated),
+    get: async (id) => kept.get(id),
+    remove: async (id) => void kept.delete(id),
+    clear: async () => kept.clear(),
+    put: async (conversation) => void kept.set(conversation.id, conversation),
+  };
+}
+
+const settled = (request) =>
+  new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+    request.onblocked = () => reject(new Error("another tab holds an older page open"));
+  });

@@ -1,0 +1,98 @@
+/** The branch of a conversation that is shown: questions, answers, and what can be done with them. */
+
+import { Answer } from "./answer.js";
+import { copy } from "./clipboard.js";
+import { siblings } from "./tree.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
+
+export function Thread({ talk, messages, busy, request, known, mayAsk }) {
+  const may = !busy && mayAsk;
+  const shared = { talk, may, request, known };
+  return html`
+    <div class="thread">
+      ${messages.map((message, index) =>
+        message.role === "user"
+          ? html`<${Question} key=${message.id} message=${message} ...${shared} />`
+          : html`<${Said} key=${message.id} message=${message} ...${shared}
+              last=${index === messages.length - 1} />`)}
+      ${may && messages.at(-1).role === "user" && html`
+        <p class="muted small">This question has no answer. ${" "}
+          <button onClick=${() => talk.answer(messages.at(-1).id, request())}>Ask again</button></p>`}
+    </div>`;
+}
+
+function Question({ message, talk, may, request }) {
+  const [editing, setEditing] = useState(false);
+  if (editing) {
+    const send = (text) => {
+      setEditing(false);
+      talk.ask(text, request(), message.parent);
+    };
+    return html`<${Editor} text=${message.text} onSend=${send} onCancel=${() => setEditing(false)} />`;
+  }
+  return html`
+    <div class="question">
+      <p>${message.text}</p>
+      <div class="acts">
+        <${Branches} talk=${talk} message=${message} what="question" />
+        <${Copy} text=${message.text} what="question" />
+        <button class="quiet" disabled=${!may} onClick=${() => setEditing(true)}>Edit</button>
+      </div>
+    </div>`;
+}
+
+function Editor({ text, onSend, onCancel }) {
+  const [draft, setDraft] = useState(text);
+  const field = useRef(null);
+  useEffect(() => field.current.focus(), []);
+  const submit = (event) => {
+    event.preventDefault();
+    if (draft.trim()) onSend(draft);
+  };
+  const onKeyDown = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+    if (event.key === "Escape") onCancel();
+  };
+  return html`
+    <form class="question editing" onSubmit=${submit}>
+      <textarea ref=${field} rows="3" aria-label="Edit the question" value=${draft} onKeyDown=${onKeyDown}
+        onInput=${(event) => setDraft(event.target.value)}></textarea>
+      <div class="acts">
+        <button type="button" onClick=${onCancel}>Cancel</button>
+        <button class="primary" disabled=${!draft.trim()}>Send as a new branch</button>
+      </div>
+    </form>`;
+}
+
+function Said({ message, talk, may, request, known, last }) {
+  const again = () => talk.answer(message.parent, request());
+  const under = message.state === "waiting" || message.state === "streaming";
+  return html`
+    <article class="said" aria-busy=${under} aria-label=${`Answer of ${message.model}`}>
+      <${Answer} message=${message} known=${known} onRetry=${may && last ? again : null}>
+        <${Branches} talk=${talk} message=${message} what="answer" />
+        ${message.text && html`<${Copy} text=${message.text} what="answer" />`}
+        ${!under && html`<button class="quiet" disabled=${!may} onClick=${again}>Regenerate</button>`}
+      <//>
+    </article>`;
+}
+
+/** Turns between what was said in the same place. */
+function Branches({ talk, message, what }) {
+  const all = siblings(talk.current, message);
+  if (all.length < 2) return null;
+  const at = all.indexOf(message.id);
+  const step = (by, word, sign) => html`
+    <button class="quiet" disabled=${!all[at + by]} aria-label=${`${word} ${what}`}
+      onClick=${() => talk.turnTo(all[at + by])}>${sign}</button>`;
+  return html`<span class="branches">${step(-1, "Previous", "‹")}<span>${at + 1} / ${all.length}</span>${step(1, "Next", "›")}</span>`;
+}
+
+function Copy({ text, what }) {
+  const [done, setDone] = useState("");
+  async function onClick() {
+    setDone((await copy(text)) ? "Copied" : "Not allowed");
+    setTimeout(() => setDone(""), 1500);
+  }
+  return html`<button class="quiet" aria-label=${`Copy ${what}`} onClick=${onClick}>${done || "Copy"}</button>`;
+}
