@@ -12,7 +12,7 @@ export function Tokens({ tokens, stats }) {
       <p class="legend small">
         <span><span class="token own">model</span> ${whole(tokens.length - drafts)}</span>
         <span><span class="token draft">accepted draft</span> ${whole(drafts)} (${percent(drafts, tokens.length)})</span>
-        <span class="muted">Hover for the probability. Drafts save time and change no token.</span>
+        <span class="muted">Hover for the probability. Drafts save time; the model checks each.</span>
       </p>
       <p class="token-text">${shown.map(({ text, draft, sure }, index) => html`
         <span key=${index} class=${`token ${draft ? "draft" : "own"}`}

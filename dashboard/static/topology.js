@@ -3,7 +3,8 @@
 import { bytes, plural, range } from "./format.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
-const CARD = { width: 144, height: 54 };
+const HEIGHT = 54;
+const MANY = 10;
 const NARROW = "(max-width: 720px)";
 
 export function Topology({ nodes, placements, links }) {
@@ -19,7 +20,8 @@ export function Topology({ nodes, placements, links }) {
           aria-label=${described(nodes, placements)}>
         ${drawn.map((link) => html`<${Link} key=${link.nodes.join()} link=${link} places=${places} labelled=${few} />`)}
         ${hops.map((hop) => html`<${Hop} key=${hop.key} hop=${hop} />`)}
-        ${nodes.map((node) => html`<${Card} key=${node.id} node=${node} place=${places.get(node.id)} />`)}
+        ${nodes.map((node) => html`
+          <${Card} key=${node.id} node=${node} place=${places.get(node.id)} width=${nodes.length > MANY ? 124 : 144} />`)}
       </svg>
     </figure>`;
 }
@@ -46,7 +48,7 @@ function layout(count, narrow) {
     const at = (index) => ({ x: 480 + (index - (count - 1) / 2) * 250, y: 60 });
     return { width: 960, height: 120, at };
   }
-  const height = count <= 8 ? 300 : 420;
+  const height = count <= 8 ? 300 : 440;
   const at = (index) => {
     const angle = (2 * Math.PI * index) / count - Math.PI / 2;
     return { x: 480 + 395 * Math.cos(angle), y: height / 2 + (height / 2 - 34) * Math.sin(angle) };
@@ -89,26 +91,25 @@ function Link({ link, places, labelled }) {
 const adjacent = (from, to) => Math.hypot(from.x - to.x, from.y - to.y) < 300 && Math.abs(from.x - to.x) > 200;
 const milliseconds = (s) => (s >= 0.001 ? `${(s * 1000).toFixed(1)} ms` : `${Math.round(s * 1e6)} µs`);
 
-function Card({ node, place: { x, y } }) {
-  const { width, height } = CARD;
+function Card({ node, place: { x, y }, width }) {
   const used = (node.stages ?? []).reduce((sum, s) => sum + (s.weight_bytes ?? 0) + (s.cache_bytes ?? 0), 0);
   const share = node.memory_bytes > 0 ? Math.min(1, used / node.memory_bytes) : 0;
   const layers = (node.stages ?? []).map((stage) => range(stage.layers)).join(", ");
   const inner = width - 24;
   return html`
-    <g class=${`card ${node.colour} ${node.status}`} transform=${`translate(${x - width / 2} ${y - height / 2})`}>
+    <g class=${`card ${node.colour} ${node.status}`} transform=${`translate(${x - width / 2} ${y - HEIGHT / 2})`}>
       <title>${node.name}: ${node.status}, ${bytes(used)} of ${bytes(node.memory_bytes)} in use by models</title>
-      <rect class="body" width=${width} height=${height} rx="9" />
+      <rect class="body" width=${width} height=${HEIGHT} rx="9" />
       <circle class="dot" cx="15" cy="17" r="4.5" />
-      <text class="name" x="26" y="21.5">${clipped(node.name)}</text>
-      <text class="what" x="12" y="38">${clipped(layers ? `layers ${layers}` : bytes(node.memory_bytes), 21)}</text>
+      <text class="name" x="26" y="21.5">${clipped(node.name, width > 130 ? 15 : 12)}</text>
+      <text class="what" x="12" y="38">${clipped(layers ? `layers ${layers}` : bytes(node.memory_bytes), width > 130 ? 21 : 18)}</text>
       <rect class="room" x="12" y="44.5" width=${inner} height="3" rx="1.5" />
       <rect class="used" x="12" y="44.5" width=${share > 0 ? Math.max(3, inner * share) : 0} height="3" rx="1.5" />
       ${node.head && html`<path class="head" d=${`M${width - 26} 33l-1.5 -6 3.5 3 3 -5 3 5 3.5 -3 -1.5 6z`} transform="translate(6 6)"><title>the head: it plans and holds placements</title></path>`}
     </g>`;
 }
 
-const clipped = (name, most = 14) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+const clipped = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
 
 /** The drawing in words. */
 function described(nodes, placements) {

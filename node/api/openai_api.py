@@ -179,6 +179,7 @@ class _Answer:
         }
         if self._with_ids:
             choice["token_ids"] = spoken.token_ids
+            choice["accepted_draft_tokens"] = spoken.accepted_drafts
         head = {**self._head, "object": "chat.completion.chunk"}
         return data({**head, "choices": [choice], **extra})
 

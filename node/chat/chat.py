@@ -319,7 +319,8 @@ def _delta(delta: pb.Delta) -> TextDelta:
         TokenLogprob(one.id, one.bytes, one.logprob, tuple(_likely(each) for each in one.top))
         for one in delta.logprobs
     )
-    return TextDelta(delta.text, tuple(delta.round.tokens), logprobs)
+    tokens, accepted = tuple(delta.round.tokens), delta.round.accepted
+    return TextDelta(delta.text, tokens, logprobs, accepted)
 
 
 def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:

@@ -91,11 +91,13 @@ class TextDelta:
 
     `logprobs` has an entry for each id where the request asked for them. The text of an id may come
     with a later delta: it waits for a whole character, and until it is known to be no stop string.
+    The first `accepted_drafts` of the ids were drafted.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The whole HTTP surface over a real server: routes, bad requests, limits, start and end."""
 
 import asyncio
+import gzip
 import json
 import signal
 import socket
@@ -19,12 +20,14 @@ from exo_node.node.chat.requests import Started, TextDelta
 from exo_node.placement.errors import InvalidSettings
 
 PAGE = b"<!doctype html><p>exo-node"
+LARGE = b"let a = 1;\n" * 200
 
 
 def files(path: str) -> tuple[bytes, str] | None:
     shipped = {
         "index.html": (PAGE, "text/html; charset=utf-8"),
         "vendor/a.js": (b"1", "text/javascript; charset=utf-8"),
+        "large.js": (LARGE, "text/javascript; charset=utf-8"),
     }
     return shipped.get(path)
 
@@ -108,6 +111,34 @@ def test_the_page_and_its_files_are_served(shared: Node) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     script = shared.ask("GET", "/static/vendor/a.js")
     assert (script.body, script.headers["content-type"]) == (b"1", "text/javascript; charset=utf-8")
+
+
+def test_files_are_compressed_for_those_who_take_it(shared: Node) -> None:
+    for offer, encoded in (
+        ("gzip, deflate", "gzip"),
+        ("br;q=1.0, gzip;q=0.8", "gzip"),
+        ("gzip;q=0", None),
+        ("identity", None),
+    ):
+        reply = shared.ask("GET", "/static/large.js", headers={"Accept-Encoding": offer})
+        assert reply.headers.get("content-encoding") == encoded
+        body = gzip.decompress(reply.body) if encoded else reply.body
+        assert body == LARGE
+        assert reply.headers["vary"] == "Accept-Encoding"
+    small = shared.ask("GET", "/static/vendor/a.js", headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in small.headers
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(shared: Node) -> None:
+    first = shared.ask("GET", "/static/large.js")
+    tag = first.headers["etag"]
+    again = shared.ask("GET", "/static/large.js", headers={"If-None-Match": tag})
+    assert (again.status, again.body) == (304, b"")
+    other = shared.ask("GET", "/static/large.js", headers={"If-None-Match": '"other"'})
+    assert (other.status, other.body) == (200, LARGE)
+    # Its compressed form is another representation.
+    given = {"If-None-Match": tag, "Accept-Encoding": "gzip"}
+    assert shared.ask("GET", "/static/large.js", headers=given).status == 200
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,15 @@ def test_token_ids_come_on_request_in_each_chunk(node: Node) -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in spoken] == [[], [10], [11], [12], []]
 
 
+def test_chunks_with_token_ids_say_which_were_drafted(node: Node) -> None:
+    drafted = TextDelta("a b", (10, 11, 12), accepted_drafts=2)
+    node.chat.scripts["demo"] = says(Started((7,)), drafted, TextDelta("c", (13,)), FINISHED)
+    for with_ids, told in ((True, [0, 2, 0, 0]), (False, [None] * 4)):
+        reply = node.chat_reply(return_token_ids=with_ids, stream=True)
+        choices = [chunk["choices"][0] for chunk in chunks(reply) if chunk["choices"]]
+        assert [choice.get("accepted_draft_tokens") for choice in choices] == told
+
+
 # "hé" from two tokens of which the first holds half of the é, then the end token.
 SPOKEN = (
     Started((7,)),

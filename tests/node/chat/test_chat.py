@@ -73,6 +73,13 @@ def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
     assert TextDelta("", (6,), (TokenLogprob(6, b"\xc3", -2, top),)) in events
 
 
+def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
+    heard = spoken("ab", 5, 6, 7)
+    heard.delta.round.accepted = 2
+    events, _ = answered(REQUEST, STARTED, heard, ENDED)
+    assert TextDelta("ab", (5, 6, 7), accepted_drafts=2) in events
+
+
 @pytest.mark.parametrize("wanted", [None, 0, 20])
 def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(wanted: int | None) -> None:
     _, asked = answered(replace(REQUEST, top_logprobs=wanted), STARTED, ENDED)

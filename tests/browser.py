@@ -1,0 +1,97 @@
+"""A headless browser of this machine, and pages that remember whatever went wrong on them."""
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe  # pyright: ignore[reportMissingTypeStubs]
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, sync_playwright
+
+_NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser", "chrome")
+_MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+DESK: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 360, "height": 740},
+    "has_touch": True,
+    "is_mobile": True,
+}
+DARK: dict[str, Any] = {**DESK, "color_scheme": "dark"}
+SHOTS = os.environ.get("EXO_SCREENSHOTS", "")
+"""A folder in which the tests leave what they saw, for a person to look at."""
+
+
+@contextmanager
+def browsers() -> Generator[Browser]:
+    """Skips the tests where this machine has no Chromium or Chrome."""
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    found = found or (_MAC if Path(_MAC).exists() else None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(_NAMES)} is on the PATH")
+    with sync_playwright() as playwright:
+        browser = _launched(playwright, found)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def _launched(playwright: Playwright, path: str) -> Browser:
+    # Root, as in a container, has no sandbox; the pages are our own.
+    flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return playwright.chromium.launch(executable_path=path, args=flags)
+
+
+@dataclass
+class Visit:
+    """One page, with its requests and what its console complained of."""
+
+    page: Page
+    base: str
+    complaints: list[str] = field(default_factory=list[str])
+    requests: list[Request] = field(default_factory=list[Request])
+
+    def go(self, place: str = "") -> Page:
+        self.page.goto(f"{self.base}/{place}")
+        return self.page
+
+    def asked(self, path: str) -> int:
+        """How often the page has asked for `path`."""
+        return sum(request.url.startswith(self.base + path) for request in self.requests)
+
+    def shot(self, name: str) -> None:
+        if SHOTS:
+            self.page.screenshot(path=Path(SHOTS) / f"{name}.png")
+
+    def violations(self) -> list[str]:
+        """What axe finds, by the rule and the elements."""
+        report: Any = Axe().run(self.page).response  # pyright: ignore[reportUnknownMemberType]
+        found: list[dict[str, Any]] = report["violations"]
+        return [f"{rule['id']}: {rule['nodes']}" for rule in found]
+
+
+@contextmanager
+def visit(browser: Browser, base: str, **look: Any) -> Generator[Visit]:
+    """A page of its own profile. At its end nothing may have gone wrong on it."""
+    wanted: dict[str, Any] = {**DESK, "reduced_motion": "reduce", **look}
+    context = browser.new_context(**wanted)
+    context.set_default_timeout(20_000)
+    seen = Visit(context.new_page(), base)
+
+    def heard(message: ConsoleMessage) -> None:
+        # Chromium writes a line for each refused request; what the page says of it is asserted.
+        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+            seen.complaints.append(message.text)
+
+    seen.page.on("console", heard)
+    seen.page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    seen.page.on("request", lambda request: seen.requests.append(request))
+    try:
+        yield seen
+        assert seen.complaints == []
+    finally:
+        context.close()

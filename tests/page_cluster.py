@@ -1,0 +1,67 @@
+"""A cluster that a node with fakes tells of, for tests of the page."""
+
+import asyncio
+from typing import Any
+
+from fakes import Json
+from http_node import Node
+
+HEAD: Json = {"default_k": 2, "max_k": 3, "weights": "found", "enabled": True, "reason": ""}
+
+
+def model(id: str, *, loaded: bool, nodes: int, **more: Any) -> Json:
+    return {
+        "id": id,
+        "object": "model",
+        "loaded": loaded,
+        "downloaded": True,
+        "nodes": ["mac-1"],
+        "size_bytes": 33_000_000,
+        "format": "bfloat16",
+        "quantization": None,
+        "context_length": 4096,
+        "fits": {"nodes": nodes, "needed_bytes": 47_000_000_000},
+        "mtp": "head found",
+        "native_mtp": HEAD,
+        **more,
+    }
+
+
+def member(number: int, **more: Any) -> Json:
+    return {
+        "id": f"{number:02}" + "a" * 18,
+        "name": f"mac-{number}",
+        "version": "0.1.0",
+        "host": "127.0.0.1",
+        "port": 52416,
+        "chip": "M4 Max",
+        "backend": "metal",
+        "memory_bytes": 64 * 10**9,
+        "status": "alive",
+        "self": number == 1,
+        "head": number == 2,
+        "stages": [],
+        **more,
+    }
+
+
+class Cluster:
+    """What the fake node says of its cluster; a test changes it."""
+
+    def __init__(self, running: Node) -> None:
+        self.models = [
+            model("aa/too-large", loaded=False, nodes=0),
+            model("demo", loaded=False, nodes=1),
+        ]
+        self.nodes = [member(1)]
+        self.loop: asyncio.AbstractEventLoop | None = None
+        running.operations.models = self._models  # type: ignore[method-assign]
+        running.operations.cluster = self._cluster  # type: ignore[method-assign]
+
+    async def _models(self) -> Json:
+        return {"object": "list", "data": self.models}
+
+    async def _cluster(self) -> Json:
+        self.loop = asyncio.get_running_loop()
+        told = {"self": "01" + "a" * 18, "head": "02" + "a" * 18, "cluster": "c" * 16}
+        return {**told, "term": 1, "version": "0.1.0", "nodes": self.nodes}
