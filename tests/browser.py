@@ -69,8 +69,8 @@ class Visit:
 
     def violations(self) -> list[str]:
         """What axe finds, by the rule and the elements."""
-        report: Any = Axe().run(self.page).response  # pyright: ignore[reportUnknownMemberType]
-        found: list[dict[str, Any]] = report["violations"]
+        axe: Any = Axe()
+        found: list[dict[str, Any]] = axe.run(self.page).response["violations"]
         return [f"{rule['id']}: {rule['nodes']}" for rule in found]
 
 
