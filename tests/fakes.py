@@ -232,6 +232,9 @@ class FakeStages:
 
     held: asyncio.Event | None = None
 
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        return pb.EncodeReply(ids=map(ord, request.text), context_length=64)
+
     async def load(
         self, node: NodeId, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
     ) -> pb.LoadReady:
