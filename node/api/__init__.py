@@ -27,8 +27,8 @@ responses_schema.py: their fields
 sampling_schema.py: the fields that say how an answer is drawn
 server.py: the HTTP server
 session_api.py: the login link of the dashboard
-static_files.py: the dashboard's files, compressed and with tags
 sse.py: server-sent events
+static_files.py: the dashboard's files, compressed and with tags
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
 tolerant_body.py: bodies whose unknown fields are dropped and named
 tool_schema.py: tools and the options of a chat template, as a request declares them
