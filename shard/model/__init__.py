@@ -1,5 +1,6 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
+fusing.py: a compiler for operations that MLX fuses on a CPU, or none
 head_files.py: a draft head's tensors, out of its files
 kv_quantisation.py: attention's caches in 4 or 8 bits
 layer_probe.py: seconds of a layer, measured at load

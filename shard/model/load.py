@@ -21,6 +21,7 @@ from ...placement.errors import InvalidCheckpoint
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
+from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
 from .split_check import require_splittable
@@ -60,6 +61,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     Raises InvalidCheckpoint, LoadFailed, and InvalidCard where nobody says how wide the model is.
     """
     _limit_memory(spec.memory_limit_bytes)
+    _ = prepare_fusing()
     checkpoint = read_checkpoint(Path(spec.path))
     if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
         raise InvalidCheckpoint(
