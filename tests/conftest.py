@@ -9,7 +9,22 @@ import hypothesis
 import kept_profiles
 import mlx.core as mx
 import pytest
+from costs import (
+    pytest_addoption,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from loops import TestLoop
+
+__all__ = [  # hooks
+    "pytest_addoption",
+    "pytest_runtest_protocol",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+]
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
 

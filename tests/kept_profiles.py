@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,32 @@ _folder: Path | None = None
 _sources: set[Path] = set()
 _lock = threading.Lock()
 """Nodes are started by several threads at once."""
+_ended = threading.Event()
+_EVERY_S = 0.3
+"""A load takes longer: the next one finds what this one measured."""
 
 
 def share(folder: Path | None) -> None:
     """Where this session's processes keep them; None, as in bench/, shares nothing."""
-    global _folder
-    _folder = folder
-    _sources.clear()
+    global _folder, _ended
+    with _lock:
+        _folder = folder
+        _sources.clear()
+        _ended.set()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _ended = threading.Event()
+        threading.Thread(target=_exchange, args=(folder, _ended), daemon=True).start()
+
+
+def _exchange(folder: Path, ended: threading.Event) -> None:
+    """Between nodes that run: of those that one test starts only the first to load measures."""
+    while not ended.wait(_EVERY_S):
+        with _lock:
+            for each in _sources:
+                _take(each / "profiles", folder)
+            for each in _sources:
+                _take(folder, each / "profiles")
 
 
 def seed(data_dir: Path, *, source: bool = True) -> None:
@@ -37,7 +57,7 @@ def seed(data_dir: Path, *, source: bool = True) -> None:
         target = data_dir / "profiles"
         if not target.exists():
             target.mkdir(parents=True)
-            _take(_folder, target)
+        _take(_folder, target)
 
 
 def take(data_dir: Path) -> None:
@@ -53,11 +73,11 @@ def _take(source: Path, target: Path) -> None:
         measured = _as_loaded(path)
         if measured is None or _holds(target / path.name, measured):
             continue
-        target.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target)
-        with os.fdopen(handle, "w") as file:
-            json.dump(measured, file)
-        os.replace(name, target / path.name)
+        with suppress(OSError):  # a test may have taken the folder away, or filled the disk
+            handle, name = tempfile.mkstemp(dir=target, prefix=".")
+            with os.fdopen(handle, "w") as file:
+                json.dump(measured, file)
+            os.replace(name, target / path.name)
 
 
 def _as_loaded(path: Path) -> dict[str, Any] | None:
@@ -74,7 +94,12 @@ def _as_loaded(path: Path) -> dict[str, Any] | None:
 def _holds(path: Path, measured: dict[str, Any]) -> bool:
     """Whether as much is known already: of a model whose head is not used less is measured, and
     only a generator's layer times have the tail's."""
-    return path.exists() and _measured(json.loads(path.read_bytes())) >= _measured(measured)
+    try:
+        return _measured(json.loads(path.read_bytes())) >= _measured(measured)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):  # of a test's own doing
+        return True
 
 
 def _measured(stored: dict[str, Any]) -> int:

@@ -32,6 +32,9 @@ from trials import (
     trials,
 )
 
+BUSY_S = 60.0
+"""What other work on the machine may add to a wait: no verdict here depends on its speed."""
+
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -52,15 +55,14 @@ def struck(
 ) -> tuple[Outcome, int]:
     """A trial that met an answer that still went on, and how many spares began with copies.
 
-    On top of the limits of an idle machine a wait may take as long as a load and two readings
-    of the prompt took here.
+    How soon it goes on is what `bench/kills.py` shows on an idle machine.
     """
     seeds = itertools.count(1)
 
     def attempted() -> tuple[Outcome, int] | None:
         before = from_copies(lab)
         trial = Trial("test", target, how, phase, question, random.Random(next(seeds)))
-        outcome = attempt(lab, trial, slack_s=lab.load_s + 2 * question.first_s)
+        outcome = attempt(lab, trial, slack_s=BUSY_S)
         assert outcome.faults == ()
         met = outcome.hit and (outcome.warm or phase == "resume")
         return (outcome, from_copies(lab) - before) if met else None
@@ -116,7 +118,7 @@ def test_a_killed_spare_disturbs_no_answer_and_is_replaced(
 ) -> None:
     before = {place.pid for place in lab.ready_spares()}
     trial = Trial("test", "spare", "kill", "decode", story, random.Random(1))
-    outcome = attempt(lab, trial, slack_s=lab.load_s)
+    outcome = attempt(lab, trial, slack_s=BUSY_S)
     assert (outcome.faults, outcome.resumes) == ((), 0)
     after = {place.pid for place in lab.ready_spares()}
     assert len(after) == len(before) == 3

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import ORACLE
-from nodes import Node, alive, chat_body, eventually, node, struck
+from nodes import Node, alive, eventually, node, struck
 from trials import NEVER_END
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
@@ -43,8 +43,8 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
 
 @pytest.mark.parametrize(
     ("row", "k"),
-    [(row, number % 4) for number, row in enumerate(ORACLE)],
-    ids=[f"{row['prompt']} {number % 4}" for number, row in enumerate(ORACLE)],
+    [(row, k) for k, row in enumerate(ORACLE[:4])],
+    ids=[f"{row['prompt']} {k}" for k, row in enumerate(ORACLE[:4])],
 )
 def test_answers_over_http_are_the_oracles(demo: Node, row: dict[str, Any], k: int) -> None:
     budget = len(row["greedy_ids"]) + k
@@ -182,8 +182,8 @@ def test_answers_at_once_share_their_steps_and_are_the_oracles(demo: Node) -> No
         drafts = {} if k == 3 else {"num_draft_tokens": k}  # else the node decides
         return row, demo.chat(row["prompt"], max_tokens=budget, return_token_ids=True, **drafts)
 
-    with ThreadPoolExecutor(12) as people:
-        answers = list(people.map(ask, range(12)))
+    with ThreadPoolExecutor(8) as people:
+        answers = list(people.map(ask, range(8)))
     for row, body in answers:
         assert body["choices"][0]["token_ids"] == row["greedy_ids"]
         assert body["choices"][0]["message"]["content"] == row["text"]
@@ -304,15 +304,3 @@ def test_node_and_runner_stay_small(demo: Node) -> None:
     assert psutil.Process(demo.process.pid).memory_info().rss < 150e6
     runner = psutil.Process(stage["pid"]).memory_info().rss
     assert runner < stage["weight_bytes"] + 400e6
-
-
-def test_several_requests_at_once_all_get_the_oracles_answers(demo: Node) -> None:
-    rows = ORACLE[:6]
-    asked = {"return_token_ids": True, "max_tokens": 20}
-
-    def ask(row: dict[str, Any]) -> list[int]:
-        reply = demo.call("POST", "/v1/chat/completions", chat_body(row["prompt"], **asked))
-        return reply.body["choices"][0]["token_ids"]
-
-    with ThreadPoolExecutor(len(rows)) as pool:
-        assert list(pool.map(ask, rows)) == [row["greedy_ids"][:20] for row in rows]

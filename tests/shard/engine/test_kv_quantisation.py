@@ -31,7 +31,7 @@ from exo_node.shard.runner.generator_wire import event_to_wire
 
 HIDDEN = 128
 """So that a head has the 32 numbers of the smallest group."""
-TOKENS = 40
+TOKENS = 24
 
 
 def turn(rows: int, seed: int) -> list[int]:
@@ -119,16 +119,15 @@ def test_a_row_takes_its_bits_and_its_scales(bits: int, share: float) -> None:
     assert sizes[1] == sizes[0] * share
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(("bits", "k"), [(8, 3), (4, 0)])
 def test_answers_on_a_kept_prefix_are_the_cold_ones(bits: int, k: int) -> None:
     changes = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 160}
     warm, cached = engine(bits, **changes), list[int]()
-    for prompt in (FIRST, SECOND, FIRST, OTHER):
+    for prompt in (FIRST, SECOND, OTHER):
         got = answer(warm, request(prompt, k, 6))
         assert told(got) == told(answer(engine(bits, **changes), request(prompt, k, 6)))
         cached.append(got.stats.cached_tokens)
-    assert cached == [0, 300, 300, 300]
+    assert cached == [0, 300, 300]
 
 
 def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:

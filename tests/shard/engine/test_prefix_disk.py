@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 3])
 def test_a_restart_goes_on_behind_the_first_turn(k: int, tmp_path: Path) -> None:
     assert asked(opened(tmp_path), FIRST, k) == 0
     assert [asked(opened(tmp_path), prompt, k) for prompt in (FIRST, SECOND, OTHER)] == [300] * 3
@@ -90,11 +91,23 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the first turn of FIRST, of which tests make copies."""
+    folder = tmp_path_factory.mktemp("kept")
+    _ = asked(opened(folder), FIRST, 1)
+    return folder
+
+
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
-def test_a_file_that_changed_is_deleted_and_the_prompt_is_read(
-    spoil: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_file_that_changed_is_deleted(
+    spoil: Callable[[bytes], bytes],
+    kept: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _ = asked(opened(tmp_path), FIRST, 1)
+    _ = shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    assert opened(tmp_path).find(FIRST, [160, 300, 342], 0, drafts=True) is not None
     [only] = files(tmp_path)
     before = only.read_bytes()
     after = spoil(before)
@@ -104,7 +117,13 @@ def test_a_file_that_changed_is_deleted_and_the_prompt_is_read(
     with caplog.at_level(logging.WARNING):
         assert disk.find(FIRST, [160, 300, 342], 0, drafts=True) is None
     assert "is deleted" in caplog.text and files(tmp_path) == []
-    assert asked(disk, FIRST, 1) == 0
+
+
+def test_where_a_file_changed_the_prompt_is_read_and_kept_again(kept: Path, tmp_path: Path) -> None:
+    _ = shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    [only] = files(tmp_path)
+    _ = only.write_bytes(SPOILS["a bit"](only.read_bytes()))
+    assert asked(opened(tmp_path), FIRST, 1) == 0
     assert asked(opened(tmp_path), FIRST, 1) == 300
 
 

@@ -15,7 +15,7 @@ from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.request import EngineRequest
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
-TOKENS = 70
+TOKENS = 44
 SAMPLINGS = {
     "greedy": Sampling(),
     "seeded": Sampling(temperature=0.9, top_p=0.95, seed=11),
@@ -48,7 +48,7 @@ def rows_of_forwards(made: TextEngine, asked: EngineRequest) -> tuple[tuple[Roun
 def test_what_follows_is_the_undisturbed_answers(k: int, kind: str) -> None:
     asked = request(PROMPT, k, TOKENS, ignore_end=True, sampling=SAMPLINGS[kind])
     undisturbed = answer(engine(), asked).rounds
-    for cut in (1, 2, 7, 18, len(undisturbed) - 1):
+    for cut in (1, 2, 18, len(undisturbed) - 1):
         again = replace(asked, attempt=2, replay=tuple(undisturbed[:cut]))
         rest, rows = rows_of_forwards(engine(), again)
         assert [each.tokens for each in rest] == [each.tokens for each in undisturbed[cut:]]

@@ -68,6 +68,8 @@ def generated(it: Opened, prompt: list[int], k: int, chunk: int) -> list[Round]:
 def test_the_loop_reproduces_the_oracles_ids_and_counts(name: str, fed: HiddenKind, k: int) -> None:
     it = opened(name, fed)
     for number, (prompt, answer) in enumerate(zip(it.prompts, it.expected, strict=True)):
+        if k not in (0, number + 1):  # drafts: another prompt and chunk for each depth
+            continue
         rounds = generated(it, prompt, k, chunk=(512, 5, 3)[number])
         assert [token for r in rounds for token in r.tokens] == answer["greedy_ids"]
         if k:

@@ -50,6 +50,8 @@ from exo_node.shard.verify.subject import ModelUnderTest
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
+FEWER = verify.Effort(prompts=1, tokens=16, rows=8, samples=200)
+"""Enough to see a seeded fault."""
 ALL = (
     "blocks",
     "rollback",
@@ -93,10 +95,12 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
     )
 
 
-def checked(of: ModelUnderTest, upto: str = ALL[-1]) -> dict[str, Check]:
+def checked(
+    of: ModelUnderTest, upto: str = ALL[-1], effort: verify.Effort = EFFORT
+) -> dict[str, Check]:
     """The checks up to the one that is asked about."""
     found: dict[str, Check] = {}
-    for check in verify.run_checks(of, PROMPTS, EFFORT, lambda _: None):
+    for check in verify.run_checks(of, PROMPTS, effort, lambda _: None):
         found[check.name] = check
         if check.name == upto:
             break
@@ -274,7 +278,7 @@ def test_a_seeded_fault_is_a_defect(
 ) -> None:
     of = subject()
     fault(monkeypatch)
-    found = checked(of, max(seen_by, key=ALL.index))
+    found = checked(of, max(seen_by, key=ALL.index), FEWER)
     assert seen_by <= {name for name, finding in findings(found).items() if finding == "defect"}
     assert report(list(found.values())).exit_status == 1
 
