@@ -3,22 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
+from clocks import Clock
 
 from exo_node.mtp.stats import StatsCollector
 from exo_node.mtp.types import TRACE_LENGTH, Forward, GenerationStats, Round, Sampling
 
 Counted = tuple[int, int, int]
 """(tokens, drafted, accepted) of one round."""
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def collected(

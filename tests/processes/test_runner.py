@@ -325,7 +325,7 @@ def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
         call.cancel()
         await channels.close()
 
-    with Child(spec(), tmp_path / "stderr") as child:
+    with Child(spec(batching=False), tmp_path / "stderr") as child:
         loop.run(answering(child.until("ready").ready))
 
 

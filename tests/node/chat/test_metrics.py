@@ -7,6 +7,7 @@ from contextlib import aclosing, nullcontext, suppress
 from typing import Any, get_args
 
 import pytest
+from clocks import Clock
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead
 from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,15 +42,6 @@ STATE = NodeState(
     placements={"ready": 1, "failed": 0},
     runners=[RunnerMemory("demo", 0, 300, 20, 30, 400)],
 )
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def finished(tokens: int, reason: FinishReason = "stop", **changes: Any) -> Finished:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from clocks import Clock
 
 from exo_node.node.chat.resuming import MAX_BARREN, AnswerLog
 from exo_node.node.machine.timing import LAN
@@ -18,13 +19,6 @@ from exo_node.proto import peer_pb2 as pb
 
 CARD = packaged_cards()[ModelId("demo")]
 A, B, C, D = (NodeId(letter * 20) for letter in "abcd")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def delta(position: int, *tokens: int) -> pb.GenerateEvent:

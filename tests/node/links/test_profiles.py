@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
 from pydantic import ValidationError
 
 from exo_node.node.links.layer_profiles import LayerProfiles
@@ -24,15 +25,6 @@ def times(**changes: Any) -> pb.LayerTimes:
         "tail_s": 5e-4,
     }
     return pb.LayerTimes(**(fields | changes))
-
-
-class Clock:
-    """Seconds since 1970, as somebody set them."""
-
-    now = 1.7e9
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def mean(rows: int = 1, seconds: float = 3e-3, count: int = 45, age_s: int = 0) -> pb.LayerMean:
@@ -135,7 +127,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
 
 
 def test_a_correction_is_kept_beside_the_probe_and_told_with_its_age(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
     profiles = LayerProfiles(tmp_path, "M4", "1", clock)
     profiles.keep("f1", times())
     profiles.correct("f1", "float32", [mean(), mean(rows=4)])
@@ -151,7 +143,7 @@ def test_a_correction_is_kept_beside_the_probe_and_told_with_its_age(tmp_path: P
 
 
 def test_a_clock_that_was_set_back_makes_no_age(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
     profiles = LayerProfiles(tmp_path, "M4", "1", clock)
     profiles.keep("f1", times())
     profiles.correct("f1", "float32", [mean()])
@@ -161,7 +153,7 @@ def test_a_clock_that_was_set_back_makes_no_age(tmp_path: Path) -> None:
 
 def test_a_later_probe_leaves_the_correction(tmp_path: Path) -> None:
     """It comes with the tail that a generator adds."""
-    profiles = LayerProfiles(tmp_path, "M4", "1", Clock())
+    profiles = LayerProfiles(tmp_path, "M4", "1", Clock(1.7e9))
     profiles.keep("f1", times(tail_s=0.0))
     profiles.correct("f1", "float32", [mean()])
     profiles.keep("f1", times())

@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
 
 from exo_node.mtp.costs import RoundCosts
 from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, Profile, ProfileKey
 
 KEY = ProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def learned(folder: Path, clock: Clock) -> Profile:

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from clocks import Clock
 from engines import ORACLE, answer, load_quietly, request, spec, split_engine
 from runners import eventually
 from small import small_checkpoint
@@ -43,16 +44,6 @@ ROWS = ProbeRows(verify=4, prefill=16)
 HIDDEN = 64
 LAYER_S = 1e-3
 ENOUGH = WINDOW * (1 + FIRST)
-
-
-@dataclass
-class Clock:
-    """Stands still but for what turns it."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # ---------------------------------------------------------------------------- the meter

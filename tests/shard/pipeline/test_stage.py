@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from clocks import Clock
 from models import make_checkpoint
 
 from exo_node.placement.errors import InvalidFrame, PeerLost
@@ -28,14 +29,6 @@ EXPECTED = StageLimits(
     context_length=512,
     vocabulary=512,
 )
-
-
-@dataclass(slots=True)
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(slots=True)

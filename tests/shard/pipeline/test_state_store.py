@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from clocks import Clock
 from mlx_lm.models.cache import RotatingKVCache
 from models import make_checkpoint
 
@@ -30,18 +31,6 @@ EXPECTED = StageLimits(
     context_length=512,
     vocabulary=512,
 )
-
-
-@dataclass(slots=True)
-class Clock:
-    """Stands still, but for `step` seconds from one look to the next."""
-
-    now: float = 100.0
-    step: float = 0.0
-
-    def __call__(self) -> float:
-        self.now += self.step
-        return self.now
 
 
 @dataclass(slots=True)
