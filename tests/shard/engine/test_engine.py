@@ -51,7 +51,6 @@ def speculative(got: Answer) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("k", "row"),
     [*((0, row) for row in ORACLE), *zip(itertools.cycle([1, 2, 3]), ORACLE, strict=False)],
-    ids=lambda value: value["prompt"] if isinstance(value, dict) else None,
 )
 def test_float32_reproduces_the_oracle(demo: TextEngine, row: dict[str, Any], k: int) -> None:
     got = answer(demo, request(row["prompt_ids"], k, len(row["greedy_ids"]) + k))

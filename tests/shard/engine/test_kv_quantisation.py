@@ -102,7 +102,7 @@ def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
     assert far > 2 * near > 0
     done = answer(engine(4), request(PROMPT, 0, 2)).done
     for bits in (4, 0):
-        assert event_to_wire(done, lambda _: b"", bits).finished.stats.kv_bits == bits
+        assert event_to_wire(done, (), lambda _: b"", bits).finished.stats.kv_bits == bits
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 10 / 32), (4, 6 / 32)])
