@@ -20,6 +20,7 @@ finite.py: logits that are no distribution
 fixed_rows.py: strict mode: every decode forward has the same rows
 fused_choice.py: which parts of layers compute in fewer launches
 glm4_moe.py: the GLM-4.x MoE family
+grammar.py: masks what a grammar does not allow
 head.py: the head of the Qwen families
 kernel_choice.py: which kernel computes each layer
 layer_choice.py: which decoder layers are traced

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from .accept import VerifyResult, accept_by_block, accept_by_ratio, accept_matching
 from .finite import finite_rows, tokens_of, with_finite_rows
+from .grammar import Grammar, GrammarMask
 from .processors import Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
 from .seams import Drafts
@@ -26,25 +27,29 @@ class Sampler:
         entropy: int,
         special_tokens: tuple[int, ...] = (),
         prompt: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         """`prompt` is what penalties look at before the first token."""
         self._sampling = sampling
         self._noise = Noise(entropy if sampling.seed is None else sampling.seed)
         self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
         self._processors = Processors(sampling.penalties, prompt)
+        self._grammar = None if grammar is None else GrammarMask(grammar)
 
     @property
     def is_argmax(self) -> bool:
         """Whether its choices are `greedy_choice` of the logits as they are."""
-        return self._sampling.greedy and not self._processors.active
+        return self._sampling.greedy and not self._processors.active and self._grammar is None
 
     def token(self, logits: mx.array, position: int) -> mx.array:
         """The target's token (1,) at `position` from its logits (1, V), or NO_TOKEN."""
-        return self._targets(self._processors.apply(logits), position)
+        return self._targets(self._allowed(logits), position)
 
     def commit(self, tokens: mx.array) -> None:
         """(n,) tokens became part of the answer: later choices may depend on them."""
         self._processors.commit(tokens)
+        if self._grammar is not None:
+            self._grammar.commit(tokens)
 
     def draft(self, logits: mx.array, position: int, before: Sequence[Drafts] = ()) -> Drafts:
         """One drafted token from logits (1, V'), after `before`, all of the round's earlier ones.
@@ -52,6 +57,8 @@ class Sampler:
         V' may be less than the vocabulary: the ids from V' on are then never drafted.
         """
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
+        if self._grammar is not None and not before:
+            logits = self._grammar.apply_first(logits)
         if self._sampling.greedy:
             ids, finite = greedy_choice(logits)
             return Drafts(ids.astype(mx.int32), None, None, finite)
@@ -66,7 +73,7 @@ class Sampler:
         """The verdict over logits (K+1, V); `position` is that of the first draft."""
         if drafts is None:
             return VerifyResult(mx.array(0, dtype=mx.int32), self.token(logits, position))
-        logits = self._processors.apply(logits, drafts.tokens)
+        logits = self._allowed(logits, drafts.tokens)
         match rule := self._sampling.rule_of(drafts.tokens.shape[0]):
             case "greedy" | "coupled":
                 return accept_matching(self._targets(logits, position), drafts.tokens)
@@ -85,11 +92,17 @@ class Sampler:
     def target_logprobs(self, logits: mx.array, drafts: Drafts | None) -> mx.array:
         """(n, V) float32 log-probabilities of the target's logits (n, V) that `judge` was given.
 
-        With penalties and bias, before temperature and filters. To be called before `commit`.
+        With penalties, bias and grammar, before temperature and filters. To be called before
+        `commit`.
         """
-        given = self._processors.apply(logits, None if drafts is None else drafts.tokens)
+        given = self._allowed(logits, None if drafts is None else drafts.tokens)
         x = given.astype(mx.float32)
         return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+    def _allowed(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
+        """The target's logits (rows, V), of which row i follows `drafts`[:i]."""
+        logits = self._processors.apply(logits, drafts)
+        return logits if self._grammar is None else self._grammar.apply(logits, drafts)
 
     def _targets(self, logits: mx.array, position: int) -> mx.array:
         if self._sampling.greedy:

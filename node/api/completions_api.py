@@ -130,6 +130,7 @@ class Completions:
             num_draft_tokens=body.num_draft_tokens,
             draft_policy=body.draft_policy,
             background=body.background,
+            grammar=body.form,
             text=text,
             ids=None if ids is None else tuple(ids),
         )

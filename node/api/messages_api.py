@@ -49,6 +49,7 @@ def generation_request(
         stop=tuple(body.stop_sequences or ()),
         tools=body.declared(ignored),
         options=body.options,
+        grammar=body.form,
     )
 
 

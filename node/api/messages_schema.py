@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
+from ..chat.requests import Grammar
+from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS
 
@@ -62,8 +64,14 @@ class Thinking(TolerantBody):
     budget_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
 
 
+class OutputFormat(TolerantBody):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
 class OutputConfig(TolerantBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class MessagesBody(TolerantBody):
@@ -84,6 +92,8 @@ class MessagesBody(TolerantBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Where the beta of structured outputs had it."""
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
@@ -114,6 +124,15 @@ class MessagesBody(TolerantBody):
         own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
         ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
         return tuple(tool.for_template() for tool in own)
+
+    @property
+    def form(self) -> Grammar | None:
+        """What the answer may be."""
+        if self.output_config is not None and self.output_config.format is not None:
+            return schema_grammar(self.output_config.format.json_schema, "output_config.format")
+        if self.output_format is not None:
+            return schema_grammar(self.output_format.json_schema, "output_format")
+        return None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -68,7 +68,6 @@ class Ollama:
 
     async def chat(self, request: Request) -> Response:
         body, ignored = await read_tolerant(request, OllamaChatBody)
-        body.check()
         messages = tuple(message.for_template() for message in body.messages)
         if not messages:
             return await self._load(body.model, "chat", request)
@@ -143,6 +142,7 @@ def _request(
         stop=tuple(options.stop or ()),
         num_draft_tokens=options.draft_num_predict,
         options=body.template_options,
+        grammar=body.form,
         messages=messages,
         tools=tools,
         text=text,

@@ -7,6 +7,8 @@ from pydantic import BeforeValidator, Field
 from ...mtp.types import Penalties, Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId
+from ..chat.requests import Grammar
+from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Tool
 
@@ -117,7 +119,7 @@ class _Asked(TolerantBody):
     model: ModelName
     stream: bool | None = None
     think: Think | None = None
-    format: str | dict[str, Any] | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: int | float | str | None = None
     """Models stay loaded until somebody unloads them."""
@@ -126,12 +128,12 @@ class _Asked(TolerantBody):
     def id(self) -> ModelId:
         return ModelId(self.model)
 
-    def check(self) -> None:
-        if self.format:
-            raise UnsupportedParameter(
-                "'format' is not supported: this node cannot enforce it; leave it out",
-                param="format",
-            )
+    @property
+    def form(self) -> Grammar | None:
+        """What the answer may be."""
+        if not self.format:
+            return None
+        return schema_grammar(None if isinstance(self.format, str) else self.format, "format")
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class OllamaGenerateBody(_Asked):
     suffix: str | None = None
 
     def check(self) -> None:
-        super().check()
+        """Raises UnsupportedParameter."""
         if self.suffix:
             raise UnsupportedParameter("'suffix' is not supported; leave it out", param="suffix")
 

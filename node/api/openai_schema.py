@@ -39,7 +39,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "n_probs": (0,),
     "prediction": (),
     "prompt_cache_options": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "tfs_z": (1,),
     "typical_p": (1,),

@@ -57,6 +57,7 @@ class Responses:
             tools=body.declared(ignored),
             options=body.options,
             background=body.service_tier == "flex",
+            grammar=body.form,
         )
         return await self._answering.respond(
             request,

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
+from ..chat.requests import Grammar
 from .strict_json import decode
+from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Effort
 
@@ -75,6 +77,10 @@ class Reasoning(TolerantBody):
 
 class TextFormat(TolerantBody):
     type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
 class TextOptions(TolerantBody):
@@ -116,8 +122,17 @@ class ResponsesBody(TolerantBody):
             raise _unsupported("background", "this node answers at once; leave it out")
         if self.tool_choice not in (None, "auto", "none"):
             raise _unsupported("tool_choice", "this node cannot make a model call; send 'auto'")
-        if self.text and self.text.format and self.text.format.type != "text":
-            raise _unsupported("text.format", "this node cannot enforce it; leave it out")
+        asked = self.text.format if self.text else None
+        if asked and asked.type == "json_schema" and asked.json_schema is None:
+            raise InvalidRequest("'text.format' has no schema", param="text.format.schema")
+
+    @property
+    def form(self) -> Grammar | None:
+        """What the answer may be."""
+        asked = self.text.format if self.text else None
+        if asked is None or asked.type == "text":
+            return None
+        return schema_grammar(asked.json_schema, "text.format")
 
     def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
         own = [t for t in self.tools or () if t.type in ("function", "custom") and t.name]

@@ -1,12 +1,15 @@
 """The fields of OpenAI's dialect that say how an answer is drawn, and what they are to the node."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ...mtp.types import Penalties, Sampling
+from ..chat.requests import Grammar
 from .body_schema import StrictBody
+from .structured_schema import GrammarText, ResponseFormat
 
 _UINT32: Final = 2**32 - 1
 _UINT64: Final = 2**64 - 1
@@ -67,9 +70,36 @@ class SamplingBody(StrictBody):
     num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
     draft_policy: Literal["adaptive", "fixed"] | None = None
     """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
+    response_format: ResponseFormat | None = None
+    grammar: GrammarText | None = None
+    """Lark, as llguidance reads it."""
+    regex: GrammarText | None = None
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
     """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        given = [name for name in ("grammar", "regex") if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            given.insert(0, "response_format")
+        if len(given) > 1:
+            raise PydanticCustomError(
+                "one_of",
+                "cannot be enforced together with '{other}'",
+                {"other": given[0], "at": given[1]},
+            )
+        return self
+
+    @property
+    def form(self) -> Grammar | None:
+        """What the answer may be."""
+        if self.grammar is not None:
+            return Grammar("lark", self.grammar, "grammar")
+        if self.regex is not None:
+            return Grammar("regex", self.regex, "regex")
+        asked = self.response_format
+        return None if asked is None else asked.grammar("response_format")
 
     @property
     def background(self) -> bool:

@@ -2,11 +2,20 @@
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ...mtp.types import FinishReason, Sampling
 from ...placement.drafting import DraftPolicy
 from ...placement.ids import ModelId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer may be. `field` is the client's own name for it."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    field: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class GenerationRequest:
     """A whole prompt in place of messages; its answer has no parts."""
     ids: tuple[int, ...] | None = None
     """A whole prompt in ids, as `text`."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

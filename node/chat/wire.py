@@ -40,6 +40,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         ignore_eos=request.ignore_eos,
         background=request.background,
         top_logprobs=request.top_logprobs,
+        grammar=_grammar(request),
     )
     if request.ids is not None:
         wire.token_ids.ids.extend(request.ids)
@@ -65,6 +66,13 @@ def messages_to_wire(request: GenerationRequest) -> pb.Messages:
 
 def tools_json(request: GenerationRequest) -> str:
     return json.dumps([dict(tool) for tool in request.tools]) if request.tools else ""
+
+
+def _grammar(request: GenerationRequest) -> pb.Grammar | None:
+    asked = request.grammar
+    return (
+        None if asked is None else pb.Grammar(kind=asked.kind, text=asked.text, field=asked.field)
+    )
 
 
 def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:

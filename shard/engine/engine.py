@@ -15,7 +15,7 @@ from ...mtp.seams import Drafter, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
-from ...placement.errors import ExoNodeError, PeerLost
+from ...placement.errors import ExoNodeError, InvalidRequest, PeerLost
 from ..model.numeric import numeric_error
 from ..model.stage_model import StageModel
 from ..pipeline.request_state import RequestState
@@ -88,6 +88,7 @@ class TextEngine:
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
         self.answer_format = codec.answer_format
+        self.grammars = codec.grammars
         fed = None if head is None else head.hidden_kind
         family = family_of(stage.model, fed) if link is None else None
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
@@ -236,6 +237,8 @@ class TextEngine:
             lost = True
             raise
         except NotFinite as fault:
+            if request.grammar is not None and request.grammar.failed:
+                raise InvalidRequest(request.grammar.failed) from fault
             self._earlier.prefixes.clear()
             raise numeric_error(fault.position, self._options.dtype, alone=self._alone) from fault
         except (BatchBroken, PromptsBroken) as fault:

@@ -96,7 +96,11 @@ class LiveAttempts:
     ) -> Attempt:
         """`ending` sees its tokens; what is held of an earlier attempt is gone on with."""
         sampler = Sampler(
-            request.sampling, secrets.randbits(63), self._special_tokens, request.prompt
+            request.sampling,
+            secrets.randbits(63),
+            self._special_tokens,
+            request.prompt,
+            request.grammar,
         )
         verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, measured.prompts)
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)

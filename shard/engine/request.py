@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ...mtp.grammar import Grammar
 from ...mtp.types import DraftPolicy, Round, Sampling
 
 
@@ -29,6 +30,9 @@ class EngineRequest:
     """None: no log-probabilities; else the emitted token's and those of so many others."""
     async_draft_eval: bool | None = None
     """None: as the engine was opened with."""
+
+    grammar: Grammar | None = None
+    """What the answer may be; this attempt's alone, with nothing of the answer taken yet."""
 
     background: bool = False
     """It has room, and its prompt is read, behind those that are not."""

@@ -14,6 +14,8 @@ from ..engine.request import EngineRequest
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat
+from ..text.grammar import Gate, TokenGrammar, gate_of
+from ..text.grammars import refused, spec_of
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
@@ -40,6 +42,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         self._expected = expected
         self._engine = engine
         self._compute = compute
+        self._compiling = asyncio.Semaphore(1)
 
     async def Generate(
         self,
@@ -77,6 +80,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
         # An answer to a bare text has no parts: its prompt may be within anything.
         form = AnswerFormat() if request.bare else self._engine.answer_format
+        if asked.grammar is not None and not tools and form.entry(asked.prompt) is None:
+            form = form.whole_content()
         return AnswerPieces(form, asked.prompt, parse if tools else None)
 
     async def Encode(self, request: pb.EncodeRequest, context: "Context") -> pb.EncodeReply:
@@ -125,6 +130,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
                 param="prompt",
             )
+        grammar = await self._grammar(request, prompt) if request.HasField("grammar") else None
         return EngineRequest(
             request=request.request,
             attempt=request.attempt,
@@ -144,7 +150,22 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             async_draft_eval=(
                 request.async_draft_eval if request.HasField("async_draft_eval") else None
             ),
+            grammar=grammar,
         )
+
+    async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
+        """For this attempt. Raises InvalidRequest naming the field."""
+        asked = request.grammar
+        spec = spec_of(asked.kind, asked.text, asked.field)
+        gate = Gate()
+        if not request.bare:
+            form, calls = self._engine.answer_format, bool(request.tools)
+            gate = gate_of(form, prompt, calls=calls)
+        if gate is None:
+            raise refused(spec, "this node does not know where in this model's answers it holds")
+        await self._prompts.check(spec)
+        async with self._compiling:
+            return await asyncio.to_thread(self._engine.grammars.compile, spec, gate)
 
 
 def _chat(messages: pb.Messages, tools: str) -> str:

@@ -5,6 +5,8 @@ bare_mlx_lm.py: mlx-lm's modules without its `__init__`
 channels.py: an answer's text told apart: content, reasoning, calls
 codec.py: tokenizer, detokenizer, stop strings
 control_tokens.py: keeps messages from spelling the tokens that structure a chat
+grammar.py: what an answer may be, token by token
+grammars.py: grammars compiled within limits
 helper.py: the process that renders and tokenises, with limits on time and memory
 messages.py: a chat's messages, and their size
 prompt_encoder.py: sends prompts to helpers, and replaces helpers that hit a limit

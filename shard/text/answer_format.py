@@ -38,6 +38,8 @@ def format_of(tokenizer: Any) -> AnswerFormat:
         edges,
         starts=tuple(tokenizer.think_start_tokens or ()),
         ends=tuple(tokenizer.think_end_tokens or ()),
+        opens=tuple(tokenizer.think_end_tokens or ()),
+        calls=_ids(tokenizer, start) if start else (),
         initial=_state(tokenizer.response_initial_state or "normal"),
     )
 
@@ -59,6 +61,10 @@ def is_harmony(tokenizer: Any) -> bool:
     return all(token in vocabulary for token in HARMONY)
 
 
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+
+
 def _state(name: str) -> State:
     return _STATES.get(name, "header")
 
@@ -71,7 +77,8 @@ def _harmony(tokenizer: Any) -> AnswerFormat:
         edges[state] = list(over)
     # A prompt that ends within a message's text is one whose last answer is continued.
     starts, ends = (vocabulary[_MESSAGE],), (vocabulary[_START],)
-    return AnswerFormat(edges, starts, ends, "content", "header", _harmony_state)
+    opens = _ids(tokenizer, f"{_CHANNEL}final{_MESSAGE}")
+    return AnswerFormat(edges, starts, ends, opens, (), "content", "header", _harmony_state)
 
 
 def _harmony_state(header: str) -> State:

@@ -12,6 +12,7 @@ State = Literal["content", "reasoning", "call", "header"]
 
 Edge = tuple[str, State]
 
+_CLOSED_WITHIN: Final = 8
 _WHOLE: Final = ("call", "header")
 """States whose text is of use only when it is complete."""
 
@@ -21,13 +22,16 @@ class AnswerFormat:
     """How a model marks the parts of its answers.
 
     `edges`: by state the markers that end it, and what follows. `route` decides by a header's text
-    what follows it. `starts` and `ends` are sequences of ids: a prompt in which one of `starts` is
-    the later one leaves the answer in `within`, any other one in `initial`.
+    what follows it. The others are sequences of ids: a prompt in which `starts` is later than
+    `ends` leaves the answer in `within`, any other one in `initial`; behind `opens` content begins,
+    behind `calls` a call.
     """
 
     edges: Mapping[State, Sequence[Edge]] = field(default_factory=dict[State, Sequence[Edge]])
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    opens: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
     within: State = "reasoning"
     initial: State = "content"
     route: Callable[[str], State] | None = None
@@ -39,6 +43,21 @@ class AnswerFormat:
             for state, found in self.edges.items()
         }
         return replace(self, edges=edges, route=_no_calls(self.route))
+
+    def entry(self, prompt: Sequence[int]) -> int | None:
+        """The id by which an answer may begin with reasoning that the prompt did not open.
+
+        A prompt whose last ids end some wants none: templates write it that way.
+        """
+        one = self.initial == "content" and len(self.starts) == 1
+        if not one or not self.opens or self.begins_in(prompt) != "content":
+            return None
+        closed = _last(prompt[-_CLOSED_WITHIN:], self.opens) >= 0
+        return None if closed else self.starts[0]
+
+    def whole_content(self) -> "AnswerFormat":
+        """For a content that is all text once it has begun: a grammar's."""
+        return replace(self, edges={**self.edges, "content": ()})
 
     @property
     def plain(self) -> bool:

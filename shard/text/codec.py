@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -14,6 +14,7 @@ from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, shown, size_of
 from .answer_format import format_of
 from .control_tokens import ControlTokens
+from .grammars import Grammars
 from .messages import too_long
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
@@ -36,6 +37,7 @@ class TextCodec:
         self.token_bytes = token_bytes(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
+        self.grammars = Grammars(cast("Any", tokenizer)._tokenizer, self.end_tokens)
 
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from .codec import TextCodec
 
 HEAD = struct.Struct(">cI")
-OPEN, ENCODE, ENCODE_TEXT, DECODE, CALLS = b"o", b"e", b"t", b"d", b"c"
+OPEN, ENCODE, ENCODE_TEXT, DECODE, CALLS, GRAMMAR = b"o", b"e", b"t", b"d", b"c", b"g"
 """To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and a chat, or a
-text; 32-bit ids; JSON of a text that may hold calls and of the tools that they may call."""
+text; 32-bit ids; JSON of a text that may hold calls and of the tools that they may call; JSON of a
+grammar's kind, text and field."""
 STARTED, OPENED, IDS, TEXT, FAULT = b"s", b"r", b"i", b"x", b"f"
 """From it: imports are done; bytes of the longest token; 32-bit ids; text or JSON; an error."""
 CPU_BACKSTOP_S = 5
@@ -88,6 +89,11 @@ def _done(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
         calls = codec.calls(asked["text"], asked["tools"])
         told = None if calls is None else [[call.name, call.arguments] for call in calls]
         return frame(TEXT, json.dumps(told).encode())
+    if kind == GRAMMAR:
+        from .grammars import check, spec_of
+
+        check(spec_of(*json.loads(body)))
+        return frame(TEXT)
     if kind == DECODE:
         return frame(TEXT, codec.decode(array("I", body).tolist()).encode(errors="replace"))
     limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()

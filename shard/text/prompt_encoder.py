@@ -17,12 +17,14 @@ from typing import Any, Final
 import psutil
 
 from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
+from .grammars import GrammarSpec
 from .helper import (
     CALLS,
     DECODE,
     ENCODE,
     ENCODE_TEXT,
     FAULT,
+    GRAMMAR,
     HEAD,
     IDS,
     OPEN,
@@ -117,6 +119,20 @@ class PromptEncoder:
             return None
         found = json.loads(body)
         return None if found is None else [Call(name, arguments) for name, arguments in found]
+
+    async def check(self, spec: GrammarSpec) -> None:
+        """Raises InvalidRequest where it cannot be compiled within the limits."""
+        asked = json.dumps([spec.kind, spec.text, spec.field]).encode()
+        try:
+            _ = await self._helper(len(asked)).ask(GRAMMAR, asked)
+        except InvalidRequest as fault:
+            if fault.param == spec.field:
+                raise
+            raise InvalidRequest(
+                f"'{spec.field}' takes more time or memory to compile than a request may have; "
+                "make it smaller",
+                param=spec.field,
+            ) from fault
 
     async def _limit(self, context_length: int) -> int:
         if not self._longest_token:

@@ -84,6 +84,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": ("shard/checkpoint/download.py", "shard/checkpoint/hub_cache.py"),
     "httpx2": ("shard/checkpoint/download.py", "shard/checkpoint/fetch.py"),
+    "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "ssl": ("node/join/*",),

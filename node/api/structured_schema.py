@@ -1,0 +1,56 @@
+"""What a request says of its answer's form, in each dialect, as the one grammar that it is."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..chat.requests import Grammar
+from .body_schema import StrictBody
+from .strict_json import encode
+
+MAX_GRAMMAR: Final = 256 << 10
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+Schema = dict[str, Any]
+GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)]
+
+
+class NamedSchema(StrictBody):
+    """A schema is enforced whether it is `strict` or not."""
+
+    name: Annotated[str | None, Field(max_length=256)] = None
+    description: str | None = None
+    json_schema: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    """OpenAI's, of chat completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "schema", "belongs to the type 'json_schema', which needs it", {"at": "json_schema"}
+            )
+        return self
+
+    def grammar(self, field: str) -> Grammar | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Grammar("json_schema", _ANY_OBJECT, field)
+            case "json_schema":
+                assert self.json_schema is not None
+                return schema_grammar(self.json_schema.json_schema, field)
+
+
+def schema_grammar(schema: Schema | None, field: str) -> Grammar:
+    """None: any JSON object."""
+    text = _ANY_OBJECT if schema is None else encode(schema).decode()
+    return Grammar("json_schema", text, field)

@@ -1,0 +1,156 @@
+"""What an answer may be, token by token: a compiled grammar and where in the answer it holds."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from llguidance import LLMatcher
+
+from .channels import AnswerFormat
+
+
+class Gate(NamedTuple):
+    """Where in an answer its grammar begins: behind the ids `opens`, with () at once.
+
+    `entry`: an answer may begin with it in place of the grammar, and `opens` follows later then.
+    `call`: the grammar's text may be left out for a call of a tool, which this id begins.
+    `may_end`: an answer may end before `opens`: with a call.
+    """
+
+    opens: tuple[int, ...] = ()
+    entry: int | None = None
+    call: int | None = None
+    may_end: bool = False
+
+
+def gate_of(form: AnswerFormat, prompt: Sequence[int], *, calls: bool) -> Gate | None:
+    """Reasoning and headers are free of the grammar; None where it is not known how they end.
+
+    `calls`: the model may call a tool instead.
+    """
+    begins = form.begins_in(prompt)
+    headed = form.route is not None
+    if begins == "call" or (calls and not headed and len(form.calls) != 1):
+        return None
+    call = form.calls[0] if calls and not headed else None
+    if begins != "content":
+        return Gate(form.opens, None, call, calls and headed) if form.opens else None
+    entry = form.entry(prompt)
+    return Gate((), None, call) if entry is None else Gate(form.opens, entry, call)
+
+
+class _Place(NamedTuple):
+    phase: Literal["first", "free", "begin", "bound", "over"]
+    """`begin`: bound, with nothing taken yet; `first`: so, and reasoning may come before."""
+    last: tuple[int, ...] = ()
+    """Ids that may be the beginning of `opens`."""
+
+
+class TokenGrammar:
+    """A `mtp.grammar.Grammar`: one answer's."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: frozenset[int],
+        vocabulary: int,
+        gate: Gate,
+        field: str = "the grammar",
+    ) -> None:
+        """`ends` end an answer; `vocabulary`: ids below it may stand where anything may.
+
+        `field` is what asked for it.
+        """
+        self._matcher = matcher
+        self._ends = ends
+        self._gate = gate
+        self._field = field
+        first = "first" if gate.entry is not None else "free" if gate.opens else "begin"
+        self._place = _Place(first)
+        self._goes_on = None if gate.may_end else _all_but(ends, vocabulary)
+        self._now: bytes | None = None
+        """The mask behind the committed tokens, once it is known."""
+        self.failed = ""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token < 0:  # no token: the answer ends with it
+                self._place = _Place("over")
+            self._now = None
+            if self._is_bound(self._place, token) and not self._matcher.consume_token(token):
+                self._fail()
+            self._place = self._behind(self._place, token)
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        if self._now is None:
+            self._now = self._mask(self._place)
+        rows, place, taken = [self._now], self._place, 0
+        for token in drafts:
+            mask = rows[-1]
+            if mask is not None and not _has(mask, token):
+                break
+            if self._is_bound(place, token):
+                _ = self._matcher.consume_token(token)
+                taken += 1
+            place = self._behind(place, token)
+            rows.append(self._mask(place))
+        if taken:
+            _ = self._matcher.rollback(taken)
+        return [*rows, *[None] * (len(drafts) + 1 - len(rows))]
+
+    def _is_bound(self, place: _Place, token: int) -> bool:
+        """Whether the matcher is to take it there."""
+        if place.phase in ("free", "over") or token in self._ends:
+            return False
+        return token not in self._others(place)
+
+    def _others(self, place: _Place) -> list[int]:
+        """What may stand there without being the grammar's."""
+        entry = [self._gate.entry] if place.phase == "first" else []
+        call = [self._gate.call] if place.phase in ("first", "begin") else []
+        return [token for token in (*entry, *call) if token is not None]
+
+    def _behind(self, place: _Place, token: int) -> _Place:
+        if place.phase == "over" or token in self._ends:
+            return _Place("over")
+        if place.phase == "free" or (place.phase == "first" and token == self._gate.entry):
+            last = (*place.last, token)[-len(self._gate.opens) :]
+            return _Place("begin") if last == self._gate.opens else _Place("free", last)
+        return _Place("over" if token in self._others(place) else "bound")
+
+    def _mask(self, place: _Place) -> bytes | None:
+        match place.phase:
+            case "over":
+                return None
+            case "free":
+                return self._goes_on
+            case "first" | "begin" | "bound":
+                mask = self._matcher.compute_bitmask()
+                if self._matcher.is_error() or not any(mask):
+                    self._fail()
+                    return bytes(len(mask))
+                return _with(mask, self._others(place))
+
+    def _fail(self) -> None:
+        why = self._matcher.get_error() or "nothing may follow"
+        told = f"the answer cannot be kept to '{self._field}' any longer: {why[:300]}"
+        self.failed = self.failed or told
+
+
+def _has(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
+
+
+def _with(mask: bytes, tokens: Sequence[int]) -> bytes:
+    if not tokens:
+        return mask
+    changed = bytearray(mask)
+    for token in tokens:
+        changed[token // 8] |= 1 << token % 8
+    return bytes(changed)
+
+
+def _all_but(tokens: frozenset[int], vocabulary: int) -> bytes:
+    mask = bytearray(b"\xff" * -(-vocabulary // 8))
+    for token in tokens:
+        mask[token // 8] &= ~(1 << token % 8) & 0xFF
+    return bytes(mask)

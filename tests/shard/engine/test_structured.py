@@ -1,0 +1,151 @@
+"""Answers under a grammar: whole and valid, with drafts or without, alone, in batches, resumed."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engines import ORACLE, Answer, answer, request, split_engine, whole_engine
+from jsonschema import Draft202012Validator
+from random_schemas import random_schema
+from small import PROMPT, small_engine
+from test_batching import Reader, together
+
+from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import InvalidRequest
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars import GrammarSpec
+
+SCHEMAS = 200
+TOGETHER = 20
+LONG = 900
+WHO: list[int] = ORACLE[0]["prompt_ids"]
+
+
+@functools.cache
+def demo() -> TextEngine:
+    return whole_engine()
+
+
+@functools.cache
+def codec() -> TextCodec:
+    from models import DEMO
+
+    return TextCodec.load(DEMO)
+
+
+def grammar(schema: dict[str, Any]) -> TokenGrammar:
+    return codec().grammars.compile(GrammarSpec("json_schema", json.dumps(schema), "f"), Gate())
+
+
+def asked(seed: int, k: int, prompt: Sequence[int] = PROMPT, **changes: Any) -> EngineRequest:
+    return request(prompt, k, LONG, grammar=grammar(random_schema(seed)), **changes)
+
+
+def document(ids: Sequence[int]) -> Any:
+    """Raises ValueError where it is not whole."""
+    assert ids[-1] in codec().end_tokens
+    return json.loads(codec().decode(ids[:-1]))
+
+
+def faults(seed: int, ids: Sequence[int]) -> list[Any]:
+    return list(Draft202012Validator(random_schema(seed)).iter_errors(document(ids)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_demo_which_knows_no_json_gives_a_valid_document_with_any_number_of_drafts(
+    seed: int,
+) -> None:
+    plain = answer(demo(), asked(seed, 0, WHO))
+    assert not faults(seed, plain.ids)
+    for k in (1, 3):
+        drafted = answer(demo(), asked(seed, k, WHO))
+        assert drafted.ids == plain.ids
+        assert drafted.stats.proposed_draft_tokens > 0
+
+
+def test_two_hundred_random_schemas_in_batches_with_drafts_and_without() -> None:
+    """A random model, which tells a token sooner than the demo."""
+    served = small_engine(batching=True)
+    told: dict[int, list[list[int]]] = {}
+    for k in (0, 2):
+        told[k] = []
+        for start in range(0, SCHEMAS, TOGETHER):
+            seeds = range(start, start + TOGETHER)
+            readers = [Reader(asked(seed, k)) for seed in seeds]
+            together(served, readers)
+            for seed, reader in zip(seeds, readers, strict=True):
+                assert reader.fault is None and reader.done is not None
+                assert reader.done.stats.batch_size > 1
+                assert not faults(seed, reader.ids), seed
+                told[k].append(reader.ids)
+    assert told[0] == told[2]
+    alone = small_engine(batching=False)
+    for seed in (0, 77, 199):
+        assert list(answer(alone, asked(seed, 2)).ids) == told[0][seed]
+
+
+SAMPLED = [Sampling(0.9, seed=5), Sampling(0.9, top_k=20), Sampling(1.2, top_p=0.9)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_sampled_answers_are_valid_too(sampling: Sampling, k: int) -> None:
+    served = small_engine(batching=False)
+    for seed in range(4):
+        assert not faults(seed, answer(served, asked(seed, k, sampling=sampling)).ids)
+
+
+def test_a_seed_draws_the_same_under_a_grammar_with_drafts_and_without() -> None:
+    served, seeded = small_engine(batching=False), Sampling(0.9, seed=3)
+    for seed in range(4):
+        plain, drafted = (answer(served, asked(seed, k, sampling=seeded)) for k in (0, 3))
+        assert plain.ids == drafted.ids
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_resumed_answer_goes_on_in_its_grammar(k: int) -> None:
+    whole: Answer = answer(small_engine(batching=False), asked(1, k))
+    cut = len(whole.rounds) // 2
+    resumed = asked(1, k, attempt=2, replay=whole.rounds[:cut], rebuild_all=True)
+    rest = answer(small_engine(batching=False), resumed)
+    before = tuple(token for made in whole.rounds[:cut] for token in made.tokens)
+    assert before + rest.ids == whole.ids
+    assert 0 < len(before) < len(whole.ids)
+
+
+def test_a_model_over_two_stages_keeps_to_the_grammar() -> None:
+    split, _, _ = split_engine([0, 8, 16])
+    told = answer(split, asked(2, 0, WHO))
+    assert not faults(2, told.ids)
+    assert told.ids == answer(demo(), asked(2, 0, WHO)).ids
+
+
+class GivesUp(TokenGrammar):
+    """As a grammar that hits a limit in the middle."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        super().take([codec().encode_text("zzz")[0]])
+
+
+def test_a_grammar_that_fails_ends_its_own_answer_alone_and_says_why() -> None:
+    made = grammar(random_schema(0))
+    failing = GivesUp(made._matcher, codec().end_tokens, 4096, Gate(), "response_format")  # pyright: ignore[reportPrivateUsage]
+    served = small_engine(batching=True)
+    readers = [Reader(request(PROMPT, 2, 60, grammar=failing)), Reader(asked(3, 2))]
+    together(served, readers)
+    first, second = readers
+    assert isinstance(first.fault, InvalidRequest) and "response_format" in first.fault.message
+    assert second.fault is None and not faults(3, second.ids)
+    assert served.live_requests == 0
+
+
+def test_log_probabilities_are_those_under_the_grammar() -> None:
+    told = answer(small_engine(batching=False), asked(0, 2, top_logprobs=3))
+    entries = [entry for made in told.rounds for entry in made.logprobs]
+    assert [entry.token for entry in entries] == list(told.ids)
+    assert all(entry.top[0][0] == entry.token for entry in entries), "greedy"

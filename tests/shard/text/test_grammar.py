@@ -1,0 +1,175 @@
+"""Grammars over a real tokenizer: where they begin, how far drafts go, and what is refused."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from models import DEMO
+
+from exo_node.placement.errors import InvalidRequest
+from exo_node.shard.text.channels import AnswerFormat
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
+from exo_node.shard.text.grammars import MAX_CHARS, GrammarSpec, check, spec_of
+
+CODEC = TextCodec.load(DEMO)
+ENDS = sorted(CODEC.end_tokens)
+SPEC = GrammarSpec("regex", "(yes|no)", "regex")
+THINK, SAID = 4000, 4001
+"""Any two ids serve as the marks of a model that reasons."""
+
+
+def compiled(spec: GrammarSpec = SPEC, gate: Gate = Gate()) -> TokenGrammar:  # noqa: B008
+    return CODEC.grammars.compile(spec, gate)
+
+
+def allowed(mask: bytes | None) -> set[int]:
+    assert mask is not None
+    return {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1}
+
+
+def ids(text: str) -> list[int]:
+    return CODEC.encode_text(text)
+
+
+def behind(grammar: TokenGrammar, tokens: list[int]) -> TokenGrammar:
+    grammar.take(tokens)
+    return grammar
+
+
+def test_only_what_goes_on_with_the_text_may_follow() -> None:
+    found = allowed(compiled().masks([])[0])
+    texts = {CODEC.decode([token]) for token in found}
+    assert texts == {t for t in ("y", "ye", "yes", "n", "no") if len(ids(t)) == 1}
+    assert allowed(behind(compiled(), ids("yes")).masks([])[0]) == set(ENDS)
+    assert behind(compiled(), [*ids("yes"), ENDS[0]]).masks([]) == [None]
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_masks_of_drafts_are_those_of_the_same_committed_tokens(count: int) -> None:
+    spec = GrammarSpec("regex", "[a-d]{3}-[0-9]+", "regex")
+    drafts = [token for char in "abc-7" for token in ids(char)][:count]
+    grammar = compiled(spec)
+    rows = grammar.masks(drafts)
+    assert rows == [behind(compiled(spec), drafts[:n]).masks([])[0] for n in range(count + 1)]
+    assert grammar.masks([]) == rows[:1], "looking ahead leaves no trace"
+
+
+def test_behind_a_draft_that_falls_rows_are_free_and_the_grammar_goes_on() -> None:
+    grammar = compiled()
+    wrong = ids("maybe")
+    first, *rest = grammar.masks([ENDS[0], *wrong])
+    assert rest == [None] * (1 + len(wrong))
+    assert grammar.masks([]) == [first] and not grammar.failed
+    grammar.take(ids("no"))
+    assert grammar.masks([ENDS[0], *wrong])[1:] == [None] * (1 + len(wrong))
+    assert not grammar.failed
+
+
+def test_reasoning_is_free_and_cannot_end_the_answer() -> None:
+    grammar = compiled(gate=Gate(opens=(SAID,)))
+    free = allowed(grammar.masks([])[0])
+    assert not free & set(ENDS) and {SAID, *ids("maybe")} <= free
+    rows = grammar.masks([*ids("maybe"), SAID, *ids("no")])
+    assert allowed(rows[-1]) == set(ENDS)
+    grammar.take([5, 6, SAID])
+    assert grammar.masks([]) == compiled().masks([])
+
+
+def test_an_answer_may_open_its_reasoning_itself() -> None:
+    grammar = compiled(gate=Gate(opens=(SAID,), entry=THINK))
+    first = allowed(grammar.masks([])[0])
+    assert first == allowed(compiled().masks([])[0]) | {THINK}
+    assert grammar.masks([*ids("no")[:1]])[1] == behind(compiled(), ids("no")[:1]).masks([])[0]
+    assert THINK not in allowed(behind(grammar, [THINK, 5, SAID]).masks([])[0])
+
+
+def test_a_call_of_a_tool_may_take_the_texts_place() -> None:
+    call = 4002
+    grammar = compiled(gate=Gate(opens=(SAID,), call=call))
+    grammar.take([5, SAID])
+    assert allowed(grammar.masks([])[0]) == allowed(compiled().masks([])[0]) | {call}
+    assert behind(grammar, [call]).masks([7, 8]) == [None] * 3
+    begun = behind(compiled(gate=Gate(call=call)), ids("no")[:1])
+    assert call not in allowed(begun.masks([])[0])
+
+
+def test_gates_follow_from_the_format_and_the_prompt() -> None:
+    thinks = AnswerFormat(starts=(THINK,), ends=(SAID,), opens=(SAID,), calls=(4002,))
+    closed, opened = [1, THINK, 2, SAID, 3], [1, THINK, 2]
+    assert gate_of(AnswerFormat(), [1], calls=False) == Gate()
+    assert gate_of(thinks, [1], calls=False) == Gate((SAID,), THINK)
+    assert gate_of(thinks, closed, calls=False) == Gate()
+    assert gate_of(thinks, opened, calls=False) == Gate((SAID,))
+    assert gate_of(thinks, opened, calls=True) == Gate((SAID,), None, 4002)
+    assert gate_of(AnswerFormat(), [1], calls=True) is None
+    assert gate_of(AnswerFormat(initial="header"), [1], calls=False) is None
+
+
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(200):
+    DEEP = {"type": "array", "items": DEEP}
+
+HOSTILE: list[tuple[str, str]] = [
+    ("regex", "(" * 5000 + "a" + ")" * 5000),
+    ("regex", "(" * 3),
+    ("regex", "(?=a)b"),
+    ("regex", "((a{1,900}){1,900}){1,900}b"),
+    ("regex", "(x+x+)+y" * 4000),
+    ("lark", "start: start"),
+    ("lark", "start: nothing"),
+    ("lark", 'start: "a" start "a" |'),
+    ("lark", "no grammar at all"),
+    ("json_schema", "{"),
+    ("json_schema", "[]"),
+    ("json_schema", '{"type": "wrong"}'),
+    ("json_schema", '{"$ref": "#/nowhere"}'),
+    ("json_schema", '{"$ref": "https://example.com/schema"}'),
+    ("json_schema", '{"$ref": "#"}'),
+    ("json_schema", '{"not": {}}'),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}'),
+    ("json_schema", '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'),
+    ("json_schema", json.dumps(DEEP)),
+    ("json_schema", json.dumps({"enum": [f"{i:06}x" for i in range(20_000)]})),
+    ("json_schema", json.dumps({"type": "string", "pattern": "(a{1,99}){1,999}"})),
+    ("json_schema", json.dumps({"type": "string", "minLength": 10**9})),
+    ("json_schema", json.dumps({"properties": {f"p{i}": {"$ref": "#"} for i in range(5000)}})),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), HOSTILE, ids=lambda value: str(value)[:40])
+def test_hostile_grammars_are_refused_by_name_or_bounded(kind: str, text: str) -> None:
+    """Each either is refused, or gives masks, of which none takes long."""
+    spec = spec_of(kind, text, "response_format")
+    began = time.process_time()
+    try:
+        check(spec)
+        if time.process_time() - began > 2.0:  # the helper's limit
+            return
+        grammar = compiled(spec)
+    except InvalidRequest as fault:
+        assert fault.param == "response_format" and len(fault.message) < 1000
+        return
+    for _ in range(20):
+        began = time.process_time()
+        (mask,) = grammar.masks([])
+        assert time.process_time() - began < 2.0
+        if grammar.failed or mask is None:
+            return
+        grammar.take([min(allowed(mask))])
+
+
+def test_a_grammar_of_any_size_is_not_even_sent() -> None:
+    with pytest.raises(InvalidRequest, match="characters") as caught:
+        _ = spec_of("regex", "a" * (MAX_CHARS + 1), "regex")
+    assert caught.value.param == "regex"
+    with pytest.raises(InvalidRequest):
+        _ = spec_of("gbnf", "a", "grammar")
+
+
+def test_a_token_that_may_not_stand_there_fails_the_grammar_for_good() -> None:
+    grammar = behind(compiled(), ids("maybe"))
+    assert "regex" in grammar.failed
+    (mask,) = grammar.masks([])
+    assert mask is not None and not any(mask)
