@@ -35,7 +35,9 @@ class ResponseFormat(StrictBody):
     def _has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError(
-                "schema", "belongs to the type 'json_schema', which needs it", {"at": "json_schema"}
+                "schema",
+                "belongs to the type 'json_schema', which needs it",
+                {"at": ".json_schema"},
             )
         return self
 

@@ -8,6 +8,7 @@ import pytest
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
 from openai import OpenAI
+from pydantic import BaseModel
 
 from exo_node.node.chat.requests import Called, Event, Reasoned, Started, TextDelta
 from exo_node.placement.errors import PeerLost, QueueFull
@@ -381,7 +382,7 @@ def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0]"),
     ],
@@ -442,8 +443,49 @@ def test_ollamas_client_gets_errors_as_text(node: Node) -> None:
     assert caught.value.status_code == 404
     with pytest.raises(module("ollama").ResponseError, match="a node is gone"):
         _ = list(client.chat(model="breaks", messages=ASK, stream=True))
-    with pytest.raises(module("ollama").ResponseError, match="'format'"):
-        _ = client.chat(model="demo", messages=ASK, format="json")
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {}}, "required": ["b"]}
+
+
+def test_every_dialect_says_what_an_answer_may_be(node: Node) -> None:
+    """By the field that its clients have for it; the schema's own order of members is kept."""
+    chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    openai = chatgpt(node)
+    form: Any = chat
+    _ = openai.chat.completions.create(model="demo", messages=ASK, response_format=form)
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    _ = openai.responses.create(model="demo", input="hi", text=text)
+    _ = llama(node).chat(model="demo", messages=ASK, format=SCHEMA)
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    body = {"model": "demo", "max_tokens": 5, "messages": ASK, "output_config": output}
+    assert node.ask("POST", "/v1/messages", body).status == 200
+    _ = llama(node).generate(model="demo", prompt="hi", format="json")
+    forms = [request.grammar for request in node.chat.requests]
+    assert [form.field for form in forms if form] == [
+        "response_format",
+        "text.format",
+        "format",
+        "output_config.format",
+        "format",
+    ]
+    assert [json.loads(form.text) for form in forms if form] == [SCHEMA] * 4 + [{"type": "object"}]
+    assert all(list(json.loads(f.text)["properties"]) == ["b", "a"] for f in forms[:4] if f)
+
+
+def test_openais_client_parses_into_a_class(node: Node) -> None:
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    node.chat.scripts["demo"] = says(
+        Started((1,)), TextDelta('{"name": "Ada", "age": 36}', (2,)), FINISHED
+    )
+    found = chatgpt(node).chat.completions.parse(model="demo", messages=ASK, response_format=Person)
+    assert found.choices[0].message.parsed == Person(name="Ada", age=36)
+    (request,) = node.chat.requests
+    assert request.grammar is not None
+    assert json.loads(request.grammar.text)["required"] == ["name", "age"]
 
 
 @pytest.mark.parametrize("media_type", ["", "application/x-www-form-urlencoded"])

@@ -151,6 +151,54 @@ def test_null_counts_as_not_given(name: str) -> None:
     assert parsed(**{name: None}) == parsed()
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"b": 1}},
+                }
+            },
+            "json_schema",
+            '{"b":1}',
+        ),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": "start: x"}, "lark", "start: x"),
+    ],
+    ids=str,
+)
+def test_the_form_of_an_answer_is_a_grammar(
+    fields: dict[str, object], kind: str, text: str
+) -> None:
+    form = parsed(**fields).form
+    assert form is not None
+    assert (form.kind, form.text.replace("\n", "")) == (kind, text)
+    assert form.field == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+        ({"grammar": "start: x", "regex": "a"}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"regex": "a" * (1 << 19)}, "regex"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_form_that_is_none_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = parsed(**fields)
+    assert str(caught.value.param).startswith(param)
+
+
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
@@ -158,7 +206,6 @@ UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"prediction": {}}, "prediction"),

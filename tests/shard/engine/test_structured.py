@@ -9,8 +9,8 @@ import pytest
 from engines import ORACLE, Answer, answer, request, split_engine, whole_engine
 from jsonschema import Draft202012Validator
 from random_schemas import random_schema
+from readers import Reader, together
 from small import PROMPT, small_engine
-from test_batching import Reader, together
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
@@ -53,7 +53,8 @@ def document(ids: Sequence[int]) -> Any:
 
 
 def faults(seed: int, ids: Sequence[int]) -> list[Any]:
-    return list(Draft202012Validator(random_schema(seed)).iter_errors(document(ids)))
+    validator: Any = Draft202012Validator(random_schema(seed))
+    return list(validator.iter_errors(document(ids)))
 
 
 @pytest.mark.parametrize("seed", range(6))

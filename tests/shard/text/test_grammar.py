@@ -2,7 +2,6 @@
 
 import json
 import time
-from typing import Any
 
 import pytest
 from models import DEMO
@@ -107,9 +106,7 @@ def test_gates_follow_from_the_format_and_the_prompt() -> None:
     assert gate_of(AnswerFormat(initial="header"), [1], calls=False) is None
 
 
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(200):
-    DEEP = {"type": "array", "items": DEEP}
+DEEP = '{"items": ' * 200 + "true" + "}" * 200
 
 HOSTILE: list[tuple[str, str]] = [
     ("regex", "(" * 5000 + "a" + ")" * 5000),
@@ -130,7 +127,7 @@ HOSTILE: list[tuple[str, str]] = [
     ("json_schema", '{"not": {}}'),
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}'),
     ("json_schema", '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'),
-    ("json_schema", json.dumps(DEEP)),
+    ("json_schema", DEEP),
     ("json_schema", json.dumps({"enum": [f"{i:06}x" for i in range(20_000)]})),
     ("json_schema", json.dumps({"type": "string", "pattern": "(a{1,99}){1,999}"})),
     ("json_schema", json.dumps({"type": "string", "minLength": 10**9})),
