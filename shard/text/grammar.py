@@ -1,11 +1,12 @@
 """What an answer may be, token by token: a compiled grammar and where in the answer it holds."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .channels import AnswerFormat
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class Gate(NamedTuple):
@@ -50,7 +51,7 @@ class TokenGrammar:
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        matcher: "LLMatcher",
         ends: frozenset[int],
         vocabulary: int,
         gate: Gate,

@@ -1,13 +1,17 @@
-"""Grammars of requests, compiled within limits: JSON schemas, regular expressions, Lark."""
+"""Grammars of requests, compiled within limits: JSON schemas, regular expressions, Lark.
+
+The library is imported where it is used: most runners never need it.
+"""
 
 import json
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, get_args
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from ...placement.errors import InvalidRequest
 from .grammar import Gate, TokenGrammar
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
 
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_CHARS: Final = 256 << 10
@@ -41,6 +45,8 @@ def check(spec: GrammarSpec) -> None:
 
     Runs in the helper process: what passes its limits here passes them in the runner.
     """
+    from llguidance import LLMatcher
+
     why = LLMatcher.validate_grammar(_source(spec), None, limits=_limits())
     if why and not why.startswith("WARNING"):
         raise refused(spec, why)
@@ -52,6 +58,8 @@ def refused(spec: GrammarSpec, why: str) -> InvalidRequest:
 
 
 def _source(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+
     match spec.kind:
         case "json_schema":
             try:
@@ -66,8 +74,10 @@ def _source(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_lark(spec.text)
 
 
-def _limits() -> LLParserLimits:
+def _limits() -> "LLParserLimits":
     """Of one grammar: about 100 MiB at most, and 20 ms for a mask."""
+    from llguidance import LLParserLimits
+
     return LLParserLimits(max_lexer_states=50_000, max_grammar_size=50_000, verbose_errors=False)
 
 
@@ -82,6 +92,8 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec, gate: Gate) -> TokenGrammar:
         """For one answer; its first mask is ready. Raises InvalidRequest."""
+        from llguidance import LLMatcher
+
         tokenizer = self._vocabulary(spec)
         matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_limits())
         if matcher.is_error():
@@ -93,8 +105,10 @@ class Grammars:
             raise refused(spec, "no answer can satisfy it")
         return grammar
 
-    def _vocabulary(self, spec: GrammarSpec) -> LLTokenizer:
+    def _vocabulary(self, spec: GrammarSpec) -> "LLTokenizer":
         """Built when it is first wanted: it takes a second for a large vocabulary."""
+        from llguidance import LLTokenizer
+
         if self._built is None:
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if backend is None:

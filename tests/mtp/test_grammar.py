@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from exo_node.mtp.finite import NO_TOKEN
@@ -47,8 +45,8 @@ def logits(rows: int, seed: int = 0) -> mx.array:
 
 
 def best(row: mx.array, ids: Sequence[int]) -> int:
-    values: Any = np.array(row)
-    return max(ids, key=lambda i: float(values[i]))
+    values = mx.stack([row[i] for i in ids])
+    return ids[as_ids(mx.argmax(values)[None])[0]]
 
 
 def test_what_a_mask_lacks_has_no_probability_and_the_rest_is_untouched() -> None:

@@ -1,6 +1,7 @@
 """A real node and the demo model, asked in every dialect: the same tokens, whichever asks."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,17 +93,65 @@ def test_a_stream_of_lines_is_ollamas(demo: Node) -> None:
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
+MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_every_dialect_gives_the_same_document_by_native_mtp_and_without(demo: Node) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    wish = {"messages": ASK, "temperature": 0, "max_tokens": 200}
+    chat = asked(demo, "/v1/chat/completions", {**wish, "response_format": form})
+    text = chat["choices"][0]["message"]["content"]
+    document = json.loads(text)
+    assert list(document) == ["name", "tags"] and set(document["tags"]) <= {"a", "b"}
+    assert chat["generation_stats"]["proposed_draft_tokens"] > 0
+    plain = asked(
+        demo, "/v1/chat/completions", {**wish, "response_format": form, "num_draft_tokens": 0}
+    )
+    assert plain["choices"][0]["message"]["content"] == text
+    output = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    response = asked(demo, "/v1/responses", {"input": PROMPT, "temperature": 0, "text": output})
+    assert response["output"][0]["content"][0]["text"] == text
+    options = {"temperature": 0}
+    ollama = {"messages": ASK, "options": options, "stream": False, "format": SCHEMA}
+    assert asked(demo, "/api/chat", ollama)["message"]["content"] == text
+    message = asked(demo, "/v1/messages", {**wish, "output_config": output})
+    assert message["content"][0]["text"] == text
+
+
+def test_a_regular_expression_and_a_grammar_hold_for_bare_text_too(demo: Node) -> None:
+    wish = {"prompt": "Is it?", "temperature": 0, "max_tokens": 20}
+    found = asked(demo, "/v1/completions", {**wish, "regex": "(yes|no), [a-z]{3}"})
+    assert re.fullmatch("(yes|no), [a-z]{3}", found["choices"][0]["text"])
+    found = asked(
+        demo, "/v1/completions", {**wish, "grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}
+    )
+    assert re.fullmatch("a[0-9]{2}", found["choices"][0]["text"])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/detokenize", {"tokens": [10**6]}, 400),
+        ("/v1/completions", {"prompt": "x", "regex": "("}, 400),
+        ("/v1/completions", {"prompt": "x", "grammar": "start: start"}, 400),
+        ("/api/chat", {"messages": ASK, "format": {"type": "nonsense"}}, 400),
+        ("/api/chat", {"messages": ASK, "format": MANY}, 400),
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [10**6]}, 400),
         ("/v1/completions", {"prompt": "x " * 9000}, 400),
         ("/v1/messages", {"messages": ASK, "max_tokens": 10**9}, 400),
         ("/api/chat", {"messages": ASK, "options": {"draft_num_predict": 99}}, 400),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_bad_input_is_refused_and_the_next_request_is_served(
     demo: Node, path: str, body: dict[str, Any], status: int
