@@ -2704,7 +2704,7 @@ class Grammar(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"json_schema" | "regex" | "lark" """
+    """"json_schema" | "regex" | "lark" | "calls": one of `tools` at least"""
     text: _builtins.str
     field: _builtins.str
     """of the client's request, for errors"""

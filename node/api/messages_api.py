@@ -39,6 +39,7 @@ def generation_request(
 ) -> GenerationRequest:
     fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     given = {name: value for name, value in fields.items() if value is not None}
+    tools = body.declared(ignored)
     return GenerationRequest(
         id=request_id,
         model=ModelId(body.model),
@@ -47,9 +48,9 @@ def generation_request(
         given=frozenset(given),
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
-        tools=body.declared(ignored),
+        tools=tools,
         options=body.options,
-        grammar=body.form,
+        grammar=body.forced(tools) or body.form,
     )
 
 

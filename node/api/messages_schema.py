@@ -1,12 +1,13 @@
 """The body of Anthropic's `POST /v1/messages`, and what it is to the node's own request."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ...placement.errors import InvalidRequest, UnsupportedParameter
-from ..chat.requests import Grammar
+from ...placement.errors import InvalidRequest
+from ..chat.requests import Grammar, calls_of
 from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS
@@ -97,17 +98,6 @@ class MessagesBody(TolerantBody):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
-    @model_validator(mode="after")
-    def _calls_are_free(self) -> "MessagesBody":
-        choice = self.tool_choice
-        if choice is not None and choice.type in ("any", "tool"):
-            raise UnsupportedParameter(
-                f"'tool_choice' {choice.type!r} is not supported: this node cannot make a model "
-                "call a tool; send auto",
-                param="tool_choice",
-            )
-        return self
-
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages as chat templates take them; types of blocks that are dropped go to
         `ignored`."""
@@ -124,6 +114,24 @@ class MessagesBody(TolerantBody):
         own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
         ignored += [f"tools[] of type {t.type}" for t in self.tools or () if t not in own]
         return tuple(tool.for_template() for tool in own)
+
+    def forced(self, declared: Sequence[dict[str, Any]]) -> Grammar | None:
+        """A call that the model must make. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if choice is None or choice.type not in ("any", "tool"):
+            return None
+        names = [tool["function"]["name"] for tool in declared]
+        if not names or (choice.type == "tool" and choice.name not in names):
+            raise InvalidRequest(
+                "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
+            )
+        if self.form is not None:
+            raise InvalidRequest(
+                f"'tool_choice' cannot be enforced together with '{self.form.field}'",
+                param="tool_choice",
+            )
+        wanted = [choice.name or ""] if choice.type == "tool" else None
+        return calls_of(wanted, parallel=choice.disable_parallel_tool_use is not True)
 
     @property
     def form(self) -> Grammar | None:

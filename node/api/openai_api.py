@@ -50,7 +50,7 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
         options=body.template_options,
         top_logprobs=body.wanted_logprobs,
         background=body.background,
-        grammar=body.form,
+        grammar=body.forced or body.form,
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
+from ..chat.requests import Grammar, calls_of
 from .body_schema import StrictBody
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
@@ -56,7 +57,6 @@ WITHOUT_EFFECT: Final = (
     "keep_alive",
     "safety_identifier",
     "verbosity",
-    "parallel_tool_calls",
 )
 """Hints that change no answer, or that this node follows anyway: it caches every prompt."""
 
@@ -198,14 +198,15 @@ class Message(StrictBody):
         return message
 
 
-def _choice(value: Any) -> Any:
-    """Nothing makes a model call: what asks for that would be a promise without a keeper."""
-    if value in ("none", "auto", None):
-        return value
-    raise PydanticCustomError(
-        "unsupported_parameter",
-        'is not supported by this node but for "auto" and "none": it cannot make a model call',
-    )
+class NamedFunction(StrictBody):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(StrictBody):
+    """The one tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class StreamOptions(StrictBody):
@@ -238,7 +239,7 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     return_token_ids: bool | None = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_choice)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: Effort | None = None
     """Goes to the template's own variable; "none" switches reasoning off, others switch it on."""
     chat_template_kwargs: TemplateKwargs | None = None
@@ -267,6 +268,39 @@ class ChatBody(SamplingBody):
                 "without_logprobs", 'needs "logprobs": true beside it', {"at": "top_logprobs"}
             )
         return self
+
+    @model_validator(mode="after")
+    def _can_call(self) -> "ChatBody":
+        """What the model must do has to be possible, and the answer's only form."""
+        forced = self.forced
+        if forced is None:
+            return self
+        declared = [tool.function.name for tool in self.tools or ()]
+        missing = [name for name in self.forced_names or () if name not in declared]
+        if missing or not declared:
+            raise PydanticCustomError(
+                "not_declared", "insists on a tool that 'tools' lacks", {"at": "tool_choice"}
+            )
+        if self.form is not None:
+            raise PydanticCustomError(
+                "one_of",
+                "cannot be enforced together with '{other}'",
+                {"other": self.form.field, "at": "tool_choice"},
+            )
+        return self
+
+    @property
+    def forced_names(self) -> list[str] | None:
+        """None: any."""
+        choice = self.tool_choice
+        return [choice.function.name] if isinstance(choice, NamedTool) else None
+
+    @property
+    def forced(self) -> Grammar | None:
+        """A call that the model must make."""
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        return calls_of(self.forced_names, parallel=self.parallel_tool_calls is not False)
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -26,7 +26,7 @@ from .answering import Answering, Said
 from .dialects import named
 from .errors import HttpFault
 from .openai_api import call_id, statistics
-from .responses_schema import ResponsesBody, custom_input
+from .responses_schema import NamedChoice, ResponsesBody, custom_input
 from .sse import comment
 from .tolerant_body import read_tolerant, told_of
 
@@ -47,6 +47,7 @@ class Responses:
         body.check()
         fields = {"temperature": body.temperature, "top_p": body.top_p}
         given = {name: value for name, value in fields.items() if value is not None}
+        tools = body.declared(ignored)
         asked = GenerationRequest(
             id=RequestId(request.state.request_id),
             model=ModelId(body.model),
@@ -54,10 +55,10 @@ class Responses:
             sampling=replace(Sampling(temperature=1.0), **given),
             given=frozenset(given),
             max_tokens=body.max_output_tokens,
-            tools=body.declared(ignored),
+            tools=tools,
             options=body.options,
             background=body.service_tier == "flex",
-            grammar=body.form,
+            grammar=body.forced(tools) or body.form,
         )
         return await self._answering.respond(
             request,
@@ -233,12 +234,17 @@ class _Response:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": _choice(body),
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "store": False,
             "usage": None,
         }
         return told if end is None else told | _usage(end)
+
+
+def _choice(body: ResponsesBody) -> Any:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto"
 
 
 def _usage(end: Finished) -> dict[str, Any]:

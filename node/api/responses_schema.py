@@ -1,12 +1,13 @@
 """The body of OpenAI's `POST /v1/responses`, and what it is to the node's own request."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
-from ..chat.requests import Grammar
+from ..chat.requests import Grammar, calls_of
 from .strict_json import decode
 from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
@@ -88,6 +89,13 @@ class TextOptions(TolerantBody):
     verbosity: str | None = None
 
 
+class NamedChoice(TolerantBody):
+    """The one tool that the model must call."""
+
+    type: Literal["function", "custom"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class ResponsesBody(TolerantBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: str | Annotated[list[InputItem], Field(max_length=8192)]
@@ -97,7 +105,7 @@ class ResponsesBody(TolerantBody):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -120,11 +128,26 @@ class ResponsesBody(TolerantBody):
                 raise _unsupported(name, "this node keeps no responses; send the whole input")
         if self.background:
             raise _unsupported("background", "this node answers at once; leave it out")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise _unsupported("tool_choice", "this node cannot make a model call; send 'auto'")
         asked = self.text.format if self.text else None
         if asked and asked.type == "json_schema" and asked.json_schema is None:
             raise InvalidRequest("'text.format' has no schema", param="text.format.schema")
+
+    def forced(self, declared: Sequence[dict[str, Any]]) -> Grammar | None:
+        """A call that the model must make. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return None
+        wanted = [choice.name] if isinstance(choice, NamedChoice) else None
+        names = [tool["function"]["name"] for tool in declared]
+        if not names or not set(wanted or ()) <= set(names):
+            raise InvalidRequest(
+                "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
+            )
+        if self.form is not None:
+            raise InvalidRequest(
+                "'tool_choice' cannot be enforced together with 'text.format'", param="tool_choice"
+            )
+        return calls_of(wanted, parallel=self.parallel_tool_calls is not False)
 
     @property
     def form(self) -> Grammar | None:

@@ -1,6 +1,7 @@
 """One internal request and the events of its answer, whatever dialect the client speaks."""
 
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,11 +12,20 @@ from ...placement.ids import ModelId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer may be. `field` is the client's own name for it."""
+    """What an answer may be. `field` is the client's own name for it.
 
-    kind: Literal["json_schema", "regex", "lark"]
+    `calls`: calls of the request's tools; `text` is what `calls_of` makes.
+    """
+
+    kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
     field: str
+
+
+def calls_of(names: Sequence[str] | None, *, parallel: bool) -> Grammar:
+    """The model must call one of the tools with these names, of any with None."""
+    chosen = None if names is None else list(names)
+    return Grammar("calls", json.dumps({"names": chosen, "parallel": parallel}), "tool_choice")
 
 
 @dataclass(frozen=True, slots=True)

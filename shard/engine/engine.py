@@ -89,6 +89,7 @@ class TextEngine:
         self.token_bytes = codec.token_bytes
         self.answer_format = codec.answer_format
         self.grammars = codec.grammars
+        self.call_grammar = codec.call_grammar
         fed = None if head is None else head.hidden_kind
         family = family_of(stage.model, fed) if link is None else None
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)

@@ -155,11 +155,14 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
         """For this attempt. Raises InvalidRequest naming the field."""
-        asked = request.grammar
-        spec = spec_of(asked.kind, asked.text, asked.field)
+        asked, kind, text = request.grammar, request.grammar.kind, request.grammar.text
+        insists = kind == "calls"
+        if insists:
+            kind, text = "lark", self._engine.call_grammar(text, tools_from_json(request.tools))
+        spec = spec_of(kind, text, asked.field)
         gate = Gate()
         if not request.bare:
-            form, calls = self._engine.answer_format, bool(request.tools)
+            form, calls = self._engine.answer_format, bool(request.tools) and not insists
             gate = gate_of(form, prompt, calls=calls)
         if gate is None:
             raise refused(spec, "this node does not know where in this model's answers it holds")

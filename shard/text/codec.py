@@ -13,6 +13,7 @@ from ...placement.errors import InvalidCheckpoint, InvalidRequest
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, shown, size_of
 from .answer_format import format_of
+from .call_grammar import call_grammar
 from .control_tokens import ControlTokens
 from .grammars import Grammars
 from .messages import too_long
@@ -113,6 +114,10 @@ class TextCodec:
     def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
         """The calls of tools in a text that the model marked as such; None: it holds none."""
         return parse_calls(self._parser, text, tools)
+
+    def call_grammar(self, asked: str, tools: Sequence[Mapping[str, Any]]) -> str:
+        """See there. Raises InvalidRequest."""
+        return call_grammar(self._tokenizer, asked, tools)
 
     def stream(self, stop: Sequence[str], *, ignore_end: bool) -> "TextStream":
         """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""

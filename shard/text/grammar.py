@@ -30,9 +30,9 @@ def gate_of(form: AnswerFormat, prompt: Sequence[int], *, calls: bool) -> Gate |
     """
     begins = form.begins_in(prompt)
     headed = form.route is not None
-    if begins == "call" or (calls and not headed and len(form.calls) != 1):
+    if begins == "call" or (calls and len(form.calls) > 1):
         return None
-    call = form.calls[0] if calls and not headed else None
+    call = form.calls[0] if calls and form.calls else None
     if begins != "content":
         return Gate(form.opens, None, call, calls and headed) if form.opens else None
     entry = form.entry(prompt)

@@ -93,6 +93,7 @@ def test_a_stream_of_lines_is_ollamas(demo: Node) -> None:
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -145,6 +146,11 @@ def test_a_regular_expression_and_a_grammar_hold_for_bare_text_too(demo: Node) -
         ("/v1/completions", {"prompt": "x", "grammar": "start: start"}, 400),
         ("/api/chat", {"messages": ASK, "format": {"type": "nonsense"}}, 400),
         ("/api/chat", {"messages": ASK, "format": MANY}, 400),
+        (
+            "/v1/chat/completions",
+            {"messages": ASK, "tool_choice": "required", "tools": [TOOL]},
+            400,
+        ),
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [10**6]}, 400),
         ("/v1/completions", {"prompt": "x " * 9000}, 400),

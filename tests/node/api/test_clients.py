@@ -473,6 +473,29 @@ def test_every_dialect_says_what_an_answer_may_be(node: Node) -> None:
     assert all(list(json.loads(f.text)["properties"]) == ["b", "a"] for f in forms[:4] if f)
 
 
+def test_every_dialect_can_insist_on_a_call(node: Node) -> None:
+    function: Any = {"name": "weather", "parameters": PARAMETERS}
+    tools: Any = [{"type": "function", "function": function}]
+    openai = chatgpt(node)
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    for wanted in ("required", choice):
+        _ = openai.chat.completions.create(
+            model="demo", messages=ASK, tools=tools, tool_choice=wanted
+        )
+    own: Any = [{"type": "function", **function, "strict": False}]
+    _ = openai.responses.create(model="demo", input="hi", tools=own, tool_choice="required")
+    found = openai.responses.create(
+        model="demo", input="hi", tools=own, tool_choice={"type": "function", "name": "weather"}
+    )
+    assert getattr(found.tool_choice, "name", None) == "weather"
+    body = {"model": "demo", "max_tokens": 5, "messages": ASK}
+    body |= {"tools": [{"name": "weather", "input_schema": PARAMETERS}]}
+    for kind in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        assert node.ask("POST", "/v1/messages", body | {"tool_choice": kind}).status == 200
+    told = [json.loads(r.grammar.text)["names"] for r in node.chat.requests if r.grammar]
+    assert told == [None, ["weather"]] * 3
+
+
 def test_openais_client_parses_into_a_class(node: Node) -> None:
     class Person(BaseModel):
         name: str

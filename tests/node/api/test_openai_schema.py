@@ -199,12 +199,52 @@ def test_a_form_that_is_none_is_refused_by_name(fields: dict[str, object], param
     assert str(caught.value.param).startswith(param)
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"tool_choice": "required"}, {"names": None, "parallel": True}),
+        ({"tool_choice": NAMED}, {"names": ["f"], "parallel": True}),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"names": None, "parallel": False},
+        ),
+    ],
+    ids=str,
+)
+def test_a_call_that_must_be_made_is_a_grammar(
+    fields: dict[str, object], wanted: dict[str, object]
+) -> None:
+    forced = parsed(tools=[TOOL], **fields).forced
+    assert forced is not None
+    assert (forced.kind, json.loads(forced.text)) == ("calls", wanted)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": NAMED},
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+        {"tool_choice": "required", "tools": [TOOL], "regex": "a"},
+        {"tool_choice": "must", "tools": [TOOL]},
+        {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]},
+    ],
+    ids=str,
+)
+def test_a_call_that_cannot_be_made_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = parsed(**fields)
+    assert str(caught.value.param).startswith("tool_choice")
+
+
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),

@@ -102,7 +102,8 @@ def test_gates_follow_from_the_format_and_the_prompt() -> None:
     assert gate_of(thinks, closed, calls=False) == Gate()
     assert gate_of(thinks, opened, calls=False) == Gate((SAID,))
     assert gate_of(thinks, opened, calls=True) == Gate((SAID,), None, 4002)
-    assert gate_of(AnswerFormat(), [1], calls=True) is None
+    assert gate_of(AnswerFormat(), [1], calls=True) == Gate(), "it cannot call any"
+    assert gate_of(AnswerFormat(calls=(1, 2)), [1], calls=True) is None
     assert gate_of(AnswerFormat(initial="header"), [1], calls=False) is None
 
 

@@ -1,0 +1,126 @@
+"""The grammar of a call that a request insists on, in the format of a model's own calls."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from ...placement.errors import InvalidRequest
+from .answer_format import call_markers, is_deepseek, is_harmony
+
+FIELD: Final = "tool_choice"
+_MOST_CALLS: Final = 16
+_DEFINITIONS: Final = ("$defs", "definitions")
+Tool = Mapping[str, Any]
+
+
+def call_grammar(tokenizer: Any, asked: str, tools: Sequence[Tool]) -> str:
+    """In Lark. `tokenizer` is mlx-lm's wrapper; `asked` is JSON: the `names` that may be called
+    (null: any), and whether calls may be `parallel`.
+
+    Raises InvalidRequest.
+    """
+    wanted: dict[str, Any] = json.loads(asked)
+    names: list[str] | None = wanted["names"]
+    declared = [tool["function"] for tool in tools]
+    chosen = [tool for tool in declared if names is None or tool["name"] in names]
+    if not chosen:
+        raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
+    match _format(tokenizer):
+        case "json_tools":
+            calls = [_json_call(number, tool) for number, tool in enumerate(chosen)]
+        case "qwen3_coder":
+            calls = [_tagged_call(number, tool) for number, tool in enumerate(chosen)]
+        case "glm47":
+            calls = [_keyed_call(number, tool) for number, tool in enumerate(chosen)]
+        case other:
+            raise InvalidRequest(
+                f"'{FIELD}' cannot insist on a call: this node has no grammar for this model's "
+                f'calls ({other}); send "auto"',
+                param=FIELD,
+            )
+    start, end = (_marker(tokenizer, text) for text in call_markers(tokenizer))
+    which = " | ".join(f"call_{number}" for number in range(len(chosen)))
+    more = f'("\\n" call){{0,{_MOST_CALLS - 1}}}' if wanted["parallel"] else ""
+    rules = [f"start: call {more}", f"call: {start} ({which}) {end}"]
+    return "\n".join([*rules, *calls])
+
+
+def _format(tokenizer: Any) -> str:
+    if is_harmony(tokenizer):
+        return "Harmony"
+    if is_deepseek(tokenizer):
+        return "DeepSeek"
+    if not tokenizer.has_tool_calling:
+        return "none that is known"
+    return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+
+
+def _marker(tokenizer: Any, text: str) -> str:
+    """As a token where it is one that text cannot spell."""
+    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    if text in added and added[text].special:
+        (token,) = tokenizer.encode(text, add_special_tokens=False)
+        return f"<[{int(token)}]>"
+    return _text(text)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_call(number: int, tool: Tool) -> str:
+    """`{"name": …, "arguments": {…}}`, as Hermes and Qwen write it."""
+    head = _text(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+    schema = json.dumps({"type": "object", **(tool.get("parameters") or {})})
+    return f'call_{number}: "\\n"? {head} %json {schema} "}}" "\\n"?'
+
+
+def _tagged_call(number: int, tool: Tool) -> str:
+    """`<function=…>` and a `<parameter=…>` for each argument, as Qwen's newer models write it."""
+    rules: list[str] = []
+    parts = [_text(f"\n<function={tool['name']}>\n")]
+    for place, (name, schema, required) in enumerate(_arguments(tool)):
+        rule = f"value_{number}_{place}"
+        part = _text(f"<parameter={name}>\n") + f" {rule}"
+        rules.append(_value(rule, schema, "\n</parameter>\n"))
+        parts.append(part if required else f"({part})?")
+    parts.append(_text("</function>\n"))
+    return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
+
+
+def _keyed_call(number: int, tool: Tool) -> str:
+    """The name, and `<arg_key>` and `<arg_value>` for each argument, as GLM writes it."""
+    rules: list[str] = []
+    parts = [_text(tool["name"]), '"\\n"?']
+    for place, (name, schema, required) in enumerate(_arguments(tool)):
+        rule = f"value_{number}_{place}"
+        key = _text(f"<arg_key>{name}</arg_key>")
+        part = f'{key} "\\n"? "<arg_value>" {rule} "\\n"?'
+        rules.append(_value(rule, schema, "</arg_value>"))
+        parts.append(part if required else f"({part})?")
+    return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
+
+
+def _arguments(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
+    """By name: a schema that stands by itself, and whether it is required."""
+    parameters: dict[str, Any] = tool.get("parameters") or {}
+    shared = {name: parameters[name] for name in _DEFINITIONS if name in parameters}
+    known: dict[str, Any] = parameters.get("properties") or {}
+    required: list[str] = parameters.get("required") or []
+    found = [(name, _object(known[name]) | shared, name in required) for name in known]
+    return found + [(name, {"type": "string"}, True) for name in required if name not in known]
+
+
+def _object(schema: object) -> dict[str, Any]:
+    return dict(cast("dict[str, Any]", schema)) if isinstance(schema, dict) else {}
+
+
+def _value(rule: str, schema: dict[str, Any], closing: str) -> str:
+    """Strings stand as they are, up to what closes them; anything else is JSON."""
+    choices: object = schema.get("enum")
+    if isinstance(choices, list) and all(isinstance(c, str) for c in cast("list[object]", choices)):
+        either = " | ".join(_text(str(choice)) for choice in cast("list[object]", choices))
+        return f"{rule}: ({either}) {_text(closing)}"
+    if schema.get("type") == "string":
+        return f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"
+    return f"{rule}: %json {json.dumps(schema)} {_text(closing)}"

@@ -1,0 +1,143 @@
+"""Grammars of calls that a request insists on: what they let through, the parsers read."""
+
+import importlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import DEMO
+
+from exo_node.placement.errors import InvalidRequest
+from exo_node.shard.text.answer_format import DEEPSEEK, HARMONY
+from exo_node.shard.text.call_grammar import call_grammar
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars import check, spec_of
+from exo_node.shard.text.tool_calls import parse_calls
+
+CODEC = TextCodec.load(DEMO)
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+        "opts": {"$ref": "#/$defs/opts"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {
+        "opts": {
+            "type": "object",
+            "properties": {"dry": {"type": "boolean"}},
+            "required": ["dry"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or {}}}
+
+
+TOOLS = [tool("weather", PARAMETERS), tool("now")]
+CALLS = {
+    "json_tools": """<tool_call>
+{"name": "weather", "arguments": {"city": "Ulm", "days": 3, "opts": {"dry": true}}}
+</tool_call>""",
+    "qwen3_coder": """<tool_call>
+<function=weather>
+<parameter=city>
+Ulm
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=opts>
+{"dry": true}
+</parameter>
+</function>
+</tool_call>""",
+    "glm47": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n"
+    "<arg_key>days</arg_key><arg_value>3</arg_value>"
+    '<arg_key>opts</arg_key><arg_value>{"dry": true}</arg_value></tool_call>',
+}
+
+
+def tokenizer(kind: str, *vocabulary: str) -> Any:
+    """What the grammar looks at of mlx-lm's wrapper."""
+    return SimpleNamespace(
+        get_vocab=lambda: dict.fromkeys(vocabulary, 0),
+        added_tokens_decoder={},
+        has_tool_calling=bool(kind),
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
+        tool_parser=parser(kind) if kind else None,
+    )
+
+
+def parser(kind: str) -> Any:
+    return importlib.import_module(f"mlx_lm.tool_parsers.{kind}").parse_tool_call
+
+
+def after(kind: str, text: str, names: list[str] | None = None, parallel: bool = True) -> str:
+    """Whether an answer may end behind `text`, may go on, or could never have come to it."""
+    asked = json.dumps({"names": names, "parallel": parallel})
+    spec = spec_of("lark", call_grammar(tokenizer(kind), asked, TOOLS), "tool_choice")
+    check(spec)
+    grammar: TokenGrammar = CODEC.grammars.compile(spec, Gate())
+    grammar.take(CODEC.encode_text(text))
+    (mask,) = grammar.masks([])
+    end = min(CODEC.end_tokens)
+    if grammar.failed or mask is None:
+        return "never"
+    return "ends" if mask[end // 8] >> end % 8 & 1 else "goes on"
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_in_the_models_own_format_is_let_through_and_read(kind: str) -> None:
+    text = CALLS[kind]
+    assert after(kind, text) == "ends"
+    assert after(kind, f"{text}\n{text}") == "ends"
+    assert after(kind, text[:-1]) == "goes on"
+    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    (found,) = parse_calls(parser(kind), inner, TOOLS) or []
+    assert found.name == "weather"
+    assert json.loads(found.arguments) == {"city": "Ulm", "days": 3, "opts": {"dry": True}}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_anything_else_is_not(kind: str) -> None:
+    text = CALLS[kind]
+    assert after(kind, "") == "goes on"
+    assert after(kind, "It is") == "never"
+    assert after(kind, text.replace("weather", "wether")) == "never"
+    assert after(kind, text.replace("days", "daze")) == "never"
+    assert after(kind, text.replace("3", "x")) == "never"
+    assert after(kind, text.replace("true", "2")) == "never"
+    assert after(kind, text, names=["now"]) == "never"
+    assert after(kind, text, names=["weather"]) == "ends"
+    assert after(kind, f"{text}\n{text}", parallel=False) == "never"
+
+
+@pytest.mark.parametrize("made", [("", *HARMONY), ("", *DEEPSEEK), ("",), ("pythonic",)], ids=str)
+def test_a_format_without_a_grammar_is_refused_by_name(made: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="auto") as caught:
+        _ = call_grammar(tokenizer(*made), '{"names": null, "parallel": true}', TOOLS)
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_name_that_is_not_declared_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="declared"):
+        _ = call_grammar(tokenizer("json_tools"), '{"names": ["x"], "parallel": true}', TOOLS)
+
+
+def test_names_that_look_like_grammar_are_text() -> None:
+    wild = {"properties": {'a"\\n|b': {"type": "string"}, "<x>": {"enum": ['"', "\\"]}}}
+    for kind in CALLS:
+        lark = call_grammar(
+            tokenizer(kind), '{"names": null, "parallel": true}', [tool('f"g', wild)]
+        )
+        check(spec_of("lark", lark, "tool_choice"))
