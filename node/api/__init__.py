@@ -30,6 +30,7 @@ session_api.py: the login link of the dashboard
 sse.py: server-sent events
 static_files.py: the dashboard's files, compressed and with tags
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
+structured_schema.py: what a request says of its answer's form
 tolerant_body.py: bodies whose unknown fields are dropped and named
 tool_schema.py: tools and the options of a chat template, as a request declares them
 """
