@@ -262,10 +262,14 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def installed_distributions() -> frozenset[str]:
-    """The normalised names of every installed distribution (nothing is imported)."""
-    from importlib.metadata import distributions
+    """The normalised names of every installed distribution (nothing is imported).
 
-    return frozenset(re.sub(r"[-_.]+", "-", found.name).lower() for found in distributions())
+    Of their folders `name-version.dist-info`: importlib.metadata parses a file of each, which for a
+    hundred of them is a tenth of a node's start.
+    """
+    found = (path for folder in sys.path for path in Path(folder).glob("*.dist-info"))
+    names = (path.name.partition("-")[0] for path in found)
+    return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
 
 
 def check_mlx_extras(distributions: Collection[str], platform: str = sys.platform) -> None:
