@@ -11,6 +11,8 @@ import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.m
 const PLACES = {
   cluster: () => import("./cluster.js"),
   models: () => import("./models.js"),
+  insight: () => import("./insight.js"),
+  connect: () => import("./connect.js"),
   settings: () => import("./settings.js"),
 };
 const talk = new Talk();
@@ -23,6 +25,10 @@ function App({ refusal }) {
   useEffect(() => {
     if (place === "chat" && talk.ready) talk.show(detail);
   }, [place, detail]);
+  // What changed without an event, such as a setting, is known where somebody goes to look.
+  useEffect(() => {
+    if (data.cluster) refresh();
+  }, [place]);
   // The address names the conversation once it has a beginning, so that a reload finds it.
   const shown = talk.current.messages.length > 0 ? talk.current.id : "";
   useEffect(() => {
@@ -46,7 +52,7 @@ function App({ refusal }) {
           ${location.host}.</p>`}
       </div>
       ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
-      <main id="main" tabindex="-1" class=${`place-${place} ${lost ? "stale" : ""}`}>
+      <main id="main" tabindex=${place === "chat" ? "-1" : "0"} class=${`place-${place} ${lost ? "stale" : ""}`}>
         ${locked
           ? html`<${KeyPrompt} onKey=${enter} />`
           : place === "chat"

@@ -9,6 +9,8 @@ const PLACES = [
   ["chat", "Chat", "M4 5.5h12v8H9l-3.5 3v-3H4z"],
   ["cluster", "Cluster", "M10 3.2v3.6M5.6 12.4l2.6-1.8M14.4 12.4l-2.6-1.8M10 6.8a2.4 2.4 0 1 0 .01 0M4 13.8a1.9 1.9 0 1 0 .01 0M16 13.8a1.9 1.9 0 1 0 .01 0"],
   ["models", "Models", "M10 3l6.5 3.4L10 9.8 3.5 6.4zM3.5 10L10 13.4 16.5 10M3.5 13.6L10 17l6.5-3.4"],
+  ["insight", "Insight", "M3.5 16.5h13M5 13.5l3-4 3 2.5 4-6.5"],
+  ["connect", "Connect", "M7.5 3.5v4M12.5 3.5v4M5.5 7.5h9v2.2a4.5 4.5 0 0 1-9 0zM10 14.2v3"],
   ["settings", "Settings", "M4 6h7M14.5 6H16M4 14h1.5M9 14h7M12.7 4.2a1.8 1.8 0 1 0 .01 0M7.2 12.2a1.8 1.8 0 1 0 .01 0"],
 ];
 
@@ -42,7 +44,7 @@ export function SideBar({ place, talk, joining, locked }) {
     </aside>`;
 }
 
-const TITLES = { cluster: "Cluster", models: "Models", settings: "Settings" };
+const TITLES = { cluster: "Cluster", models: "Models", insight: "Insight", connect: "Connect", settings: "Settings" };
 
 /** What is answered by which model, where it runs and how fast the last answer was. */
 export function Header({ place, state, talk }) {

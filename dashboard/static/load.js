@@ -12,6 +12,7 @@ export function LoadDialog({ model, nodes, onClose }) {
   const { preview, failure } = usePreview(model.id, minNodes, split);
   const [way, setWay] = useState("best");
   const [busy, setBusy] = useState(false);
+  const [agreed, setAgreed] = useState(false);
   const [refused, setRefused] = useState("");
   useEffect(() => {
     box.current.showModal();
@@ -36,7 +37,7 @@ export function LoadDialog({ model, nodes, onClose }) {
     <dialog ref=${box} aria-labelledby="load-title" onClose=${onClose}>
       <form onSubmit=${load}>
         <div>
-          <h2 id="load-title">Load ${model.id}</h2>
+          <h2 id="load-title">${model.downloaded === false ? "Download and load" : "Load"} ${model.id}</h2>
           <p class="muted small">${bytes(model.size_bytes)} · ${model.quantization ?? model.format ?? ""} · ${fits(model)}</p>
         </div>
         ${!preview && !failure && html`<p class="muted pulse">Planning…</p>`}
@@ -55,10 +56,14 @@ export function LoadDialog({ model, nodes, onClose }) {
               onMinNodes=${(n) => { setSplit(null); setWay("best"); setMinNodes(n); }}
               onSplit=${(one) => { setWay("best"); setSplit(one); }} />
           </details>`}
+        ${model.downloaded === false && html`
+          <label class="check"><input type="checkbox" checked=${agreed} onChange=${({ target }) => setAgreed(target.checked)} />
+            <span>Yes, download ${bytes(model.size_bytes)} to each node of the plan, then load it. ${" "}
+              <span class="muted small">A download that breaks off goes on where it stopped.</span></span></label>`}
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
           <button type="button" onClick=${onClose}>Cancel</button>
-          <button class="primary" disabled=${!preview || busy}>${busy ? "Loading…" : "Load"}</button>
+          <button class="primary" disabled=${!preview || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
         </div>
       </form>
     </dialog>`;

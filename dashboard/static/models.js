@@ -32,7 +32,7 @@ export function Place({ state, data, refresh }) {
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
       ${group("On disk, not usable", groups.broken)}
-      <${Catalogue} models=${models ?? []} />
+      <${Catalogue} models=${models ?? []} onFetch=${setAsked} />
       ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
     </div>`;
 }
@@ -156,7 +156,7 @@ function Unload({ live, busy, name, onUnload }) {
 }
 
 /** What there are cards of and no files: asked for when somebody looks. */
-function Catalogue({ models }) {
+function Catalogue({ models, onFetch }) {
   const [found, setFound] = useState(null);
   const [failure, setFailure] = useState("");
   const here = new Set(models.map(({ id }) => id));
@@ -180,7 +180,8 @@ function Catalogue({ models }) {
             <li key=${model.id} class="model">
               <p class="line"><strong class="model-id"><span class="owner">${owner}/</span>${name}</strong></p>
               <p class="muted small">${facts(model, []).join(" · ")}</p>
-              ${model.fits?.nodes > 0 && html`<p class="small wide"><code>exo-node models pull ${model.id}</code></p>`}
+              ${model.fits?.nodes > 0 && html`<div class="actions"><button
+                aria-label=${`Download and load ${model.id}`} onClick=${() => onFetch(model)}>Download…</button></div>`}
             </li>`;
         })}
       </ul>

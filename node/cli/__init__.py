@@ -14,6 +14,7 @@ model_table.py: tables of models
 models.py: `exo-node models`
 output.py: tables and lines on the terminal
 plan.py: `exo-node plan`
+session.py: `exo-node chat` without a prompt
 start.py: `exo-node start` and `exo-node stop`
 verify.py: `exo-node verify`
 """

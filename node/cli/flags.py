@@ -42,14 +42,52 @@ def client_settings(port: str | None, data_dir: str | None) -> "ClientSettings":
     return load_client_settings({"port": port, "data_dir": data_dir}, environment())
 
 
+# ------------------------------------------------------------------- what the shell completes
+
+
+def known_models(incomplete: str) -> list[str]:
+    """Ids of models on disk that begin so."""
+    return _known("/v1/models", "id", incomplete)
+
+
+def known_nodes(incomplete: str) -> list[str]:
+    """Names in a list with commas of which the last is being typed."""
+    before, comma, last = incomplete.rpartition(",")
+    found = _known("/v1/cluster", "name", last, within="nodes")
+    return [f"{before}{comma}{name}" for name in found]
+
+
+def _known(path: str, field: str, incomplete: str, within: str = "data") -> list[str]:
+    """A shell that completes shows no errors: without a node there is nothing to offer."""
+    from ...placement.errors import ExoNodeError
+    from .client import call, locate
+
+    try:
+        entries = call(locate(client_settings(None, None)), path, timeout_s=2).get(within, [])
+    except ExoNodeError:
+        return []
+    return sorted(
+        name for name in (str(e.get(field)) for e in entries) if name.startswith(incomplete)
+    )
+
+
 # ---------------------------------------------------------------------------------------- of chat
 
 Prompt = Annotated[
-    str, typer.Argument(metavar="PROMPT", help="What to ask; - reads it from stdin.")
+    str | None,
+    typer.Argument(
+        metavar="[PROMPT]",
+        help="What to ask; - or a pipe: stdin says. On a terminal nothing begins a conversation.",
+        show_default=False,
+    ),
 ]
 ChatModel = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="A model's id; default: the loaded one, else the small demo."),
+    typer.Option(
+        metavar="ID",
+        autocompletion=known_models,
+        help="A model's id; default: the loaded one, else the small demo.",
+    ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after that many.")]
 Temperature = Annotated[
@@ -91,7 +129,9 @@ Report = Annotated[
 
 # ---------------------------------------------------------------------------------------- of plan
 
-PlannedModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id.")]
+PlannedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=known_models)
+]
 MinNodes = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
 ]
@@ -102,10 +142,15 @@ Context = Annotated[
     int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
 ]
 Nodes = Annotated[
-    str | None, typer.Option(metavar="A,B", help="Just these nodes, in whatever order.")
+    str | None,
+    typer.Option(
+        metavar="A,B", autocompletion=known_nodes, help="Just these nodes, in whatever order."
+    ),
 ]
 Layers = Annotated[
     str | None,
     typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
 ]
-Exclude = Annotated[str | None, typer.Option(metavar="A,B", help="Not these nodes.")]
+Exclude = Annotated[
+    str | None, typer.Option(metavar="A,B", autocompletion=known_nodes, help="Not these nodes.")
+]

@@ -23,6 +23,8 @@ from .join import add_join_commands
 from .start import VARIABLES, start
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .client import Endpoint
 
 _EXIT_FAILED: Final = 1
@@ -31,8 +33,20 @@ _DEMO: Final = "demo"
 _CHAT: Final = "/v1/chat/completions"
 
 
+_ORDER: Final = (
+    *("start", "chat", "status", "models", "dashboard", "stop"),
+    *("nodes", "approve", "deny", "join", "key", "leave", "rekey"),
+    *("plan", "events", "verify", "bench"),
+)
+"""As people come to need them."""
+
+
 class _Commands(TyperGroup):
     """The CLI's one edge: an error of the tree becomes a line on stderr and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -98,7 +112,7 @@ app.command(epilog=VARIABLES)(start)
 
 @app.command()
 def chat(
-    prompt: flags.Prompt,
+    prompt: flags.Prompt = None,
     model: flags.ChatModel = None,
     max_tokens: flags.MaxTokens = None,
     temperature: flags.Temperature = None,
@@ -107,30 +121,45 @@ def chat(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the node one question.
+    """Ask the node one question, or, without PROMPT on a terminal, have a conversation.
 
     The answer streams to stdout; its numbers follow on stderr.
     """
     from . import client as cli_client
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
-    endpoint = cli_client.locate(client_settings(port, data_dir))
-    options = {
+    settings = client_settings(port, data_dir)
+    given = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "num_draft_tokens": num_draft_tokens,
     }
-    body: dict[str, Any] = {
-        "model": model or _pick_model(endpoint),
-        "messages": [{"role": "user", "content": text}],
-        **{key: value for key, value in options.items() if value is not None},
-    }
+    options = {key: value for key, value in given.items() if value is not None}
+    if prompt is None and not as_json and sys.stdin.isatty():
+        _converse(cli_client.locate(settings), model, options, settings.data_dir)
+        return
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
+    endpoint = cli_client.locate(settings)
+    messages = [{"role": "user", "content": text}]
+    body = {"model": model or _pick_model(endpoint), "messages": messages, **options}
     if as_json:
         _print_json(cli_client.call(endpoint, _CHAT, body, timeout_s=None))
     else:
         _stream_answer(endpoint, body)
+
+
+def _converse(
+    endpoint: "Endpoint", model: str | None, options: dict[str, Any], folder: "Path"
+) -> None:
+    from . import client as cli_client
+    from . import session as cli_session
+
+    listed = cli_client.call(endpoint, "/v1/models", timeout_s=60).get("data", [])
+    models = tuple(str(entry["id"]) for entry in listed if not entry.get("error"))
+    session = cli_session.Session(model or _pick_model(endpoint), models, options)
+    terminal = cli_session.Terminal(folder, tuple(f"/model {id}" for id in models))
+    cli_session.run(session, terminal, lambda body: cli_client.stream(endpoint, _CHAT, body))
 
 
 def _stream_answer(endpoint: "Endpoint", body: Mapping[str, Any]) -> None:

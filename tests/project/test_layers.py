@@ -87,6 +87,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
+    "prompt_toolkit": ("node/cli/session.py",),
     "ssl": ("node/join/*",),
     "matplotlib": ("shard/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),

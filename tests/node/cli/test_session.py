@@ -1,0 +1,210 @@
+"""`exo-node chat` as a conversation: its commands, and a person at a real terminal."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import time
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node, serve_stub
+
+from exo_node.node.cli import flags
+from exo_node.node.cli.client import CallFailed, Comment
+from exo_node.node.cli.session import HELP, End, Json, Session, run
+
+_CHAT = "/v1/chat/completions"
+WITHIN_S = 30.0
+EDITING = b"\x1b[?2004h"
+"""Switches on bracketed paste."""
+
+
+def delta(text: str) -> Json:
+    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+
+class Typed:
+    """Lines that somebody types; an exception among them is raised."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        self._lines = list(lines)
+
+    def read(self, prompt: str) -> str:
+        if not self._lines:
+            raise EOFError
+        line = self._lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+def talked(
+    session: Session, *lines: str | BaseException, fault: BaseException | None = None
+) -> Any:
+    """The bodies that were asked for; each answer is the number of its question."""
+    bodies: list[Json] = []
+
+    def ask(body: Mapping[str, Any]) -> Iterable[Json | Comment]:
+        bodies.append(json.loads(json.dumps(body)))
+        yield delta(f"answer {len(bodies)}")
+        if fault is not None:
+            raise fault
+        yield {"choices": [], "generation_stats": {"drafter_kind": "none", "generation_tps": 3}}
+
+    run(session, Typed(*lines), ask)
+    return bodies
+
+
+def test_each_question_comes_with_what_was_said_before() -> None:
+    bodies = talked(Session("demo"), "/system Be short.", "one", "two", "/clear", "three")
+    system = {"role": "system", "content": "Be short."}
+    first = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "answer 1"}]
+    assert bodies[1]["messages"] == [system, *first, {"role": "user", "content": "two"}]
+    assert bodies[2]["messages"] == [system, {"role": "user", "content": "three"}]
+
+
+def test_settings_reach_the_request_and_are_taken_back() -> None:
+    session = Session("demo", ("demo", "big"))
+    lines = ("/set temperature 0.5", "/k 2", "/model big", "one", "/set temperature -", "/k", "two")
+    one, two = talked(session, *lines)
+    assert (one["temperature"], one["num_draft_tokens"], one["model"]) == (0.5, 2, "big")
+    assert not {"temperature", "num_draft_tokens"} & two.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/nonsense", "there is no /nonsense"),
+        ("/set", "everything is the model's own"),
+        ("/set color 3", "/set NAME VALUE"),
+        ("/set top_k 1.5", "1.5 is no whole number"),
+        ("/model nope", "nope is not on this cluster; demo, big are"),
+        ("/stats", "nothing was answered yet"),
+        ("/save", "/save FILE"),
+        ("/save /nowhere/at/all", "cannot be written"),
+        ("/help", HELP),
+    ],
+)
+def test_a_command_says_what_it_did_or_what_is_wrong(line: str, told: str) -> None:
+    assert told in Session("demo", ("demo", "big")).command(line)
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said_of_it() -> None:
+    session = Session("demo")
+    bodies = talked(session, "one", KeyboardInterrupt(), "two", fault=KeyboardInterrupt())
+    assert [message["content"] for message in bodies[1]["messages"]] == ["one", "answer 1", "two"]
+
+
+def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[int] = []
+
+    def ask(body: Mapping[str, Any]) -> Iterable[Json | Comment]:
+        asked.append(len(body["messages"]))
+        raise CallFailed("the node is gone")
+        yield {}
+
+    run(Session("demo"), Typed("one", "two"), ask)
+    assert asked == [1, 1]
+    assert capsys.readouterr().err.count("exo-node: the node is gone") == 2
+
+
+def test_lines_between_triple_quotes_are_one_message() -> None:
+    [body] = talked(Session("demo"), '"""first', "", 'second"""')
+    assert body["messages"][0]["content"] == "first\n\nsecond"
+
+
+def test_a_conversation_is_saved(tmp_path: Path) -> None:
+    session = Session("demo")
+    _ = talked(session, "one", f"/save {tmp_path / 'said.json'}")
+    saved = json.loads((tmp_path / "said.json").read_text())
+    assert saved["messages"] == session.said and saved["model"] == "demo"
+
+
+def test_quit_ends_it() -> None:
+    with pytest.raises(End):
+        _ = Session("demo").command("/quit")
+    assert len(talked(Session("demo"), "one", "/quit", "two")) == 1
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def stub() -> Generator[Stub]:
+    with serve_stub() as served:
+        served.replies = {
+            "/v1/models": as_json({"object": "list", "data": [{**DEMO, "loaded": True}]}),
+            _CHAT: as_events(delta("Hello"), "data: [DONE]"),
+        }
+        yield served
+
+
+def test_a_pipe_without_a_prompt_is_the_prompt(stub: Stub) -> None:
+    done = exo_node("chat", "--port", str(stub.port), stdin="from a pipe")
+    assert (done.returncode, done.stdout) == (0, "Hello\n"), done.stderr
+    assert stub.bodies[0]["messages"] == [{"role": "user", "content": "from a pipe"}]
+
+
+def test_on_a_terminal_nothing_begins_a_conversation(stub: Stub, tmp_path: Path) -> None:
+    mine, theirs = pty.openpty()
+    command = [*COMMAND, "chat", "--port", str(stub.port), "--data-dir", str(tmp_path)]
+    child = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**environment(), "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    screen = bytearray()
+
+    def see(text: bytes) -> None:
+        """Then that the editor has the terminal, which would take Ctrl-D for its own."""
+        until = time.monotonic() + WITHIN_S
+        while EDITING not in screen.partition(text)[2]:
+            assert time.monotonic() < until, bytes(screen)
+            if select.select([mine], [], [], 1)[0]:
+                screen.extend(os.read(mine, 4096))
+
+    try:
+        see(b"/help lists the commands")
+        _ = os.write(mine, b"hi\r")
+        see(b"Hello")
+        _ = os.write(mine, b"/set top_k 3\r")
+        see(b"top_k is 3")
+        _ = os.write(mine, b"\x04")
+        assert child.wait(WITHIN_S) == 0
+    finally:
+        child.kill()
+        _ = child.wait()
+        os.close(mine)
+    assert stub.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
+    history = tmp_path / "chat_history"
+    assert "hi" in history.read_text() and history.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_shell_completes_models_and_nodes_of_the_running_node(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"nodes": [{"name": "mac-1"}, {"name": "mac-2"}, {"name": "linux"}]}
+    stub.replies["/v1/cluster"] = as_json(nodes)
+    monkeypatch.setenv("EXO_PORT", str(stub.port))
+    assert flags.known_models("d") == ["demo"]
+    assert flags.known_models("x") == []
+    assert flags.known_nodes("linux,mac") == ["linux,mac-1", "linux,mac-2"]
+    monkeypatch.setenv("EXO_PORT", "1")
+    assert flags.known_models("d") == []
+
+
+def test_help_lists_first_what_people_do_first() -> None:
+    shown = exo_node("--help").stdout.partition("Commands:")[2].split("\n")
+    names = [line.split()[0] for line in shown if line.startswith("  ") and line[2] != " "]
+    assert names[:4] == ["start", "chat", "status", "models"]
+    assert {"nodes", "rekey", "bench", "verify"} <= set(names)
