@@ -5,6 +5,7 @@ bench_cluster.py: `exo-node bench cluster`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
 convert_models.py: `exo-node models graft`, `convert` and `check`
+doctor.py: `exo-node doctor`
 events.py: `exo-node events`
 flags.py: flags that several commands share
 get_models.py: `exo-node models pull`, `rm`, `show` and `recommend`
@@ -14,6 +15,8 @@ model_table.py: tables of models
 models.py: `exo-node models`
 output.py: tables and lines on the terminal
 plan.py: `exo-node plan`
+report.py: `exo-node report`
+service.py: `exo-node service`
 session.py: `exo-node chat` without a prompt
 start.py: `exo-node start` and `exo-node stop`
 verify.py: `exo-node verify`

@@ -18,8 +18,11 @@ from ...placement.errors import ExoNodeError, InvalidSettings
 from . import flags
 from .bench import bench
 from .convert_models import models
+from .doctor import doctor
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import add_join_commands
+from .report import report
+from .service import service
 from .start import VARIABLES, start
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ _CHAT: Final = "/v1/chat/completions"
 _ORDER: Final = (
     *("start", "chat", "status", "models", "dashboard", "stop"),
     *("nodes", "approve", "deny", "join", "key", "leave", "rekey"),
-    *("plan", "events", "verify", "bench"),
+    *("plan", "events", "service", "doctor", "report", "verify", "bench"),
 )
 """As people come to need them."""
 
@@ -78,6 +81,9 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
+app.add_typer(service, name="service")
+app.command()(doctor)
+app.command()(report)
 add_join_commands(app)
 
 

@@ -1,0 +1,221 @@
+"""`exo-node service`: the node as this user's service, by systemd on Linux and launchd on macOS."""
+
+import json
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import platformdirs
+import typer
+
+from ...placement.errors import ExoNodeError, InvalidSettings
+from ..machine.private_files import replace_private
+from .flags import AsJson, DataDir, client_settings
+
+UNIT: Final = "exo-node.service"
+LABEL: Final = "exo-node.node"
+_WITHIN_S: Final = 60
+_STOP_S: Final = 120
+"""Longer than a node lets answers go on that are in progress."""
+
+service = typer.Typer(
+    no_args_is_help=True, help="Run the node whenever you are logged in.", rich_markup_mode=None
+)
+
+
+class Manager(Protocol):
+    """What starts and watches services on this system."""
+
+    @property
+    def file(self) -> Path:
+        """The definition."""
+        ...
+
+    def text(self, command: list[str]) -> bytes: ...
+
+    def start(self) -> list[list[str]]:
+        """The commands that take the definition up and start it."""
+        ...
+
+    def stop(self) -> list[list[str]]: ...
+
+    def state(self) -> list[str]:
+        """A command whose exit status is 0 while the service runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Systemd:
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "systemd" / "user" / UNIT
+
+    def text(self, command: list[str]) -> bytes:
+        lines = [
+            "[Unit]",
+            "Description=exo-node: large models on the machines of this cluster",
+            "",
+            "[Service]",
+            f"ExecStart={_command_line(command)}",
+            # Settings and keys; lines such as EXO_API_KEY=…
+            f"EnvironmentFile=-{str(self.folder).replace('%', '%%')}/exo-node/environment",
+            "Restart=on-failure",
+            "RestartSec=5",
+            # Wrong settings, and another process with this node's id: starting again mends neither.
+            "RestartPreventExitStatus=2 3",
+            f"TimeoutStopSec={_STOP_S}",
+            "",
+            "[Install]",
+            "WantedBy=default.target",
+            "",
+        ]
+        return "\n".join(lines).encode()
+
+    def start(self) -> list[list[str]]:
+        base = ["systemctl", "--user"]
+        return [[*base, "daemon-reload"], [*base, "enable", UNIT], [*base, "restart", UNIT]]
+
+    def stop(self) -> list[list[str]]:
+        return [["systemctl", "--user", "disable", "--now", UNIT]]
+
+    def state(self) -> list[str]:
+        return ["systemctl", "--user", "is-active", "--quiet", UNIT]
+
+
+@dataclass(frozen=True, slots=True)
+class Launchd:
+    """After launchd.plist(5) and launchctl(1). It was not run: there was no Mac."""
+
+    home: Path
+    uid: int
+
+    @property
+    def file(self) -> Path:
+        return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+    def text(self, command: list[str]) -> bytes:
+        log = str(self.home / "Library" / "Logs" / "exo-node.log")
+        return plistlib.dumps(
+            {
+                "Label": LABEL,
+                "ProgramArguments": command,
+                "RunAtLoad": True,
+                "KeepAlive": {"SuccessfulExit": False},
+                "ThrottleInterval": 10,
+                "ExitTimeOut": _STOP_S,
+                "ProcessType": "Interactive",  # the others are slowed down
+                "StandardOutPath": log,
+                "StandardErrorPath": log,
+            }
+        )
+
+    def start(self) -> list[list[str]]:
+        return [["launchctl", "bootstrap", f"gui/{self.uid}", str(self.file)]]
+
+    def stop(self) -> list[list[str]]:
+        return [["launchctl", "bootout", f"gui/{self.uid}/{LABEL}"]]
+
+    def state(self) -> list[str]:
+        return ["launchctl", "print", f"gui/{self.uid}/{LABEL}"]
+
+
+def manager_of(platform: str) -> Manager:
+    """Raises ExoNodeError where there is none."""
+    if platform == "darwin":
+        return Launchd(Path.home(), os.getuid())
+    if shutil.which("systemctl") is None:
+        raise ExoNodeError(
+            "this system has no systemctl; run `exo-node start` by what starts services here"
+        )
+    return Systemd(platformdirs.user_config_path())
+
+
+@service.command()
+def install(data_dir: DataDir = None) -> None:
+    """Start the node now and at each login. Running it again takes up a changed data folder.
+
+    Settings stand as EXO_… lines in ~/.config/exo-node/environment (Linux). To run on after you
+    log out: loginctl enable-linger.
+    """
+    manager = manager_of(sys.platform)
+    folder = client_settings(None, data_dir).data_dir.absolute()
+    manager.file.parent.mkdir(parents=True, exist_ok=True)
+    if manager.file.exists() and sys.platform == "darwin":
+        _ = _ran(manager.stop()[0])
+    replace_private(manager.file, manager.text([*_program(), "start", "--data-dir", str(folder)]))
+    for command in manager.start():
+        if fault := _ran(command):
+            raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
+    _note(f"the node runs as a service, defined in {manager.file}")
+
+
+@service.command()
+def status(as_json: AsJson = False) -> None:
+    """Say whether the service is installed and runs. Exit status 1 where it does not run."""
+    manager = manager_of(sys.platform)
+    installed = manager.file.exists()
+    runs = installed and not _ran(manager.state())
+    if as_json:
+        print(json.dumps({"installed": installed, "running": runs, "file": str(manager.file)}))
+    elif not installed:
+        print("not installed; `exo-node service install` does it")
+    else:
+        print(f"{'running' if runs else 'installed, not running'}, {manager.file}")
+    raise typer.Exit(0 if runs else 1)
+
+
+@service.command()
+def uninstall(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Stop the service and remove it. The data folder stays."""
+    manager = manager_of(sys.platform)
+    if not manager.file.exists():
+        _note("it is not installed")
+        return
+    if not yes:
+        question = "Stop the node and remove its service?"
+        if not sys.stdin.isatty():
+            raise InvalidSettings(f"{question} If so: add --yes", param="--yes")
+        _ = typer.confirm(question, abort=True, err=True)
+    faults = [fault for command in manager.stop() if (fault := _ran(command))]
+    manager.file.unlink()
+    _note(f"removed {manager.file}" + (f"; stopping it failed: {faults[0]}" if faults else ""))
+
+
+def _program() -> list[str]:
+    """The command of this very installation."""
+    beside = Path(sys.executable).with_name("exo-node")
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "exo_node.node.cli.main"]
+
+
+def _ran(command: list[str]) -> str:
+    """What went wrong, empty where nothing did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return str(fault)
+    return "" if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
+
+
+def _command_line(command: list[str]) -> str:
+    """For ExecStart: systemd.service(5) expands % everywhere, and $ in arguments only."""
+    program, *arguments = (_quoted(word) for word in command)
+    return " ".join([program, *(word.replace("$", "$$") for word in arguments)])
+
+
+def _quoted(word: str) -> str:
+    for special, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
+        word = word.replace(special, escaped)
+    return f'"{word}"'
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

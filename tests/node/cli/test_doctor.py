@@ -1,0 +1,101 @@
+"""`exo-node doctor` and `exo-node report`, over a node that is made up."""
+
+import json
+import socket
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_stub import Stub, as_events, as_json, exo_node, serve_stub
+
+from exo_node.node.cli.doctor import disk, ports
+
+SECRET = "the cluster key"
+
+
+@pytest.fixture
+def stub() -> Generator[Stub]:
+    with serve_stub() as served:
+        yield served
+
+
+def answers(stub: Stub, *others: dict[str, Any], **cluster: Any) -> None:
+    me = {"name": "one", "self": True, "version": "1", "status": "alive"}
+    told = {"head": "a", "nodes": [me, *others], **cluster}
+    stub.replies["/v1/cluster"] = as_json(told)
+    stub.replies["/v1/join/requests"] = as_json({"data": [], "open": False})
+
+
+def doctor(stub: Stub) -> Any:
+    done = exo_node("doctor", "--json", "--port", str(stub.port))
+    findings = json.loads(done.stdout)["findings"]
+    assert (done.returncode == 1) == any(each["state"] == "wrong" for each in findings)
+    return findings
+
+
+def of(findings: Any, what: str) -> list[tuple[str, str]]:
+    return [(each["state"], each["text"]) for each in findings if each["what"] == what]
+
+
+def test_a_sound_node_has_nothing_wrong(stub: Stub) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        other = {"name": "two", "host": "127.0.0.1", "port": port, "version": "1"}
+        answers(stub, {**other, "status": "alive"})
+        findings = doctor(stub)
+    assert "wrong" not in {each["state"] for each in findings}
+    [(state, text)] = of(findings, "member")
+    assert state == "ok" and text.startswith("two at 127.0.0.1")
+
+
+def test_what_is_wrong_is_told_with_its_remedy(stub: Stub) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gone = {"name": "gone", "host": "127.0.0.1", "port": port, "version": "1", "status": "dead"}
+    answers(stub, gone, {**gone, "name": "old", "version": "0"}, head=None, trouble="no disk")
+    findings = doctor(stub)
+    wrong = {each["text"]: each["remedy"] for each in findings if each["state"] == "wrong"}
+    assert {"none is elected", "no disk", "old has version 0, this node 1"} <= wrong.keys()
+    [remedy] = [wrong[text] for text in wrong if text.startswith("gone at")]
+    assert f"port {port}" in remedy and "firewall" in remedy
+
+
+def test_without_a_node_it_says_so_and_looks_at_the_ports(tmp_path: Path) -> None:
+    done = exo_node("doctor", EXO_DATA_DIR=str(tmp_path))
+    assert "no node runs" in done.stdout and "52415 (HTTP)" in done.stdout
+
+
+def test_a_port_in_use_and_a_file_in_place_of_the_folder_are_found(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", 52417))
+            holder.listen()
+        except OSError:
+            pass  # another program has it, which is what is to be found
+        assert "warning" in {each.state for each in ports()}
+    (tmp_path / "file").touch()
+    assert disk("data folder", tmp_path / "file").state == "wrong"
+
+
+def test_a_report_holds_what_may_be_seen_and_no_secret(stub: Stub, tmp_path: Path) -> None:
+    answers(stub)
+    stub.replies["/v1/events?follow=0&limit=200"] = as_events({"kind": "joined", "text": "two"})
+    for path in ("placements", "models", "settings", "mtp/stats"):
+        stub.replies[f"/v1/{path}"] = as_json({"data": []})
+    _ = (tmp_path / "cluster.key").write_text(SECRET)
+    file = tmp_path / "report.json"
+    done = exo_node("report", str(file), "--port", str(stub.port), EXO_DATA_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(file.read_text())
+    assert told["cluster"]["nodes"][0]["name"] == "one"
+    assert told["events"] == [{"kind": "joined", "text": "two"}]
+    assert "error" in told["profile"]  # a part that fails does not take the others away
+    assert SECRET not in file.read_text() and told["findings"]
+
+
+def test_a_report_that_cannot_be_written_is_an_error(stub: Stub) -> None:
+    answers(stub)
+    done = exo_node("report", "/nowhere/at/all", "--port", str(stub.port))
+    assert done.returncode == 1 and "cannot be written" in done.stderr

@@ -1,0 +1,97 @@
+"""`exo-node service`: its definitions, and the commands with a systemctl that writes down calls."""
+
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from api_stub import exo_node
+
+from exo_node.node.cli.service import LABEL, Launchd, Systemd
+
+Service = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Service:
+    if sys.platform != "linux":
+        pytest.skip("systemd is Linux's")
+    systemctl = tmp_path / "bin" / "systemctl"
+    systemctl.parent.mkdir()
+    _ = systemctl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit $EXIT\n')
+    systemctl.chmod(0o755)
+
+    def service(*words: str, exit: int = 0) -> "subprocess.CompletedProcess[str]":
+        path = f"{systemctl.parent}{os.pathsep}{os.environ['PATH']}"
+        config = str(tmp_path / "config")
+        return exo_node("service", *words, PATH=path, XDG_CONFIG_HOME=config, EXIT=str(exit))
+
+    return service
+
+
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+def test_it_is_installed_told_and_removed(run: Service, tmp_path: Path) -> None:
+    assert run("status").stdout.startswith("not installed")
+    done = run("install", "--data-dir", str(tmp_path / "a folder"))
+    assert done.returncode == 0, done.stderr
+    unit = tmp_path / "config" / "systemd" / "user" / "exo-node.service"
+    assert f'"start" "--data-dir" "{tmp_path}/a folder"' in unit.read_text()
+    assert calls(tmp_path) == [
+        "--user daemon-reload",
+        "--user enable exo-node.service",
+        "--user restart exo-node.service",
+    ]
+    assert (run("status").returncode, run("status", exit=3).returncode) == (0, 1)
+    refused = run("uninstall")
+    assert refused.returncode == 2 and "--yes" in refused.stderr and unit.exists()
+    assert run("uninstall", "--yes").returncode == 0
+    assert not unit.exists() and calls(tmp_path)[-1] == "--user disable --now exo-node.service"
+
+
+def test_a_manager_that_refuses_is_told(run: Service) -> None:
+    done = run("install", exit=1)
+    assert done.returncode == 1 and "daemon-reload" in done.stderr
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    program = tmp_path / "100 % $HOME"
+    program.mkdir()
+    command = program / "exo-node"
+    _ = command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    unit = tmp_path / "exo-node.service"
+    _ = unit.write_bytes(Systemd(tmp_path).text([str(command), "start", 'a "quoted" word']))
+    verify = ["systemd-analyze", "--user", "verify", str(unit)]
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path) -> None:
+    """Names and types of launchd.plist(5); it was run on no Mac."""
+    agent = Launchd(tmp_path, 501)
+    told = plistlib.loads(agent.text(["/bin/exo-node", "start"]))
+    types = {
+        "Label": str,
+        "ProgramArguments": list,
+        "RunAtLoad": bool,
+        "KeepAlive": dict,
+        "ThrottleInterval": int,
+        "ExitTimeOut": int,
+        "ProcessType": str,
+        "StandardOutPath": str,
+        "StandardErrorPath": str,
+    }
+    assert {name: type(value) for name, value in told.items()} == types
+    assert told["KeepAlive"] == {"SuccessfulExit": False}
+    assert told["ProcessType"] in {"Background", "Standard", "Adaptive", "Interactive"}
+    assert agent.file.name == f"{told['Label']}.plist" and told["Label"] == LABEL
