@@ -16,10 +16,10 @@ from trials import NEVER_END
 from witness import Seen, judge
 
 NAMES = ("a", "b", "c")
-WITHIN_S = 120.0
+WITHIN_S = 400.0
 """Long, so that a loaded machine fails no test."""
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def sees(running: Node, **wanted: str) -> bool:
