@@ -1,0 +1,158 @@
+"""The page of a real cluster: two nodes with the demo, a third one that asks to join."""
+
+import re
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import Visit, browsers, visit
+from nodes import Node, eventually, free_ports, node
+from playwright.sync_api import Browser, expect
+
+WITHIN_S = 300.0
+WITHIN_MS = 1000 * WITHIN_S
+"""Long, so that a loaded machine fails no test."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Pair:
+    browser: Browser
+    one: Node
+    two: Node
+    ports: list[int]
+    """Of node-to-node traffic: those of the two nodes, and one that is free."""
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Tests share it in the order of this file; the last one takes a node away."""
+    root = tmp_path_factory.mktemp("page")
+    ports = free_ports(3)
+    key = {"EXO_CLUSTER_KEY": "a" * 32}
+
+    def flags(own: int, other: int) -> list[str]:
+        return ["--no-mdns", "--grpc-port", str(own), "--peer", f"127.0.0.1:{other}"]
+
+    with (
+        browsers() as browser,
+        node(root / "mac-1", *flags(ports[0], ports[1]), env=key) as one,
+        node(root / "mac-2", *flags(ports[1], ports[0]), env=key) as two,
+    ):
+        eventually(lambda: len(alive(one)) == 2, WITHIN_S)
+        yield Pair(browser, one, two, ports, root)
+
+
+def alive(running: Node) -> list[str]:
+    nodes = running.call("GET", "/v1/cluster").body["nodes"]
+    return [each["name"] for each in nodes if each["status"] == "alive"]
+
+
+@contextmanager
+def owners(pair: Pair) -> Generator[Visit]:
+    """The first node's page, opened by the link that `exo-node dashboard` prints."""
+    ticket = pair.one.call("POST", "/v1/session/ticket", {}).body["ticket"]
+    with visit(pair.browser, f"http://127.0.0.1:{pair.one.port}") as seen:
+        _ = seen.go(f"#login={ticket}")
+        expect(seen.page.get_by_label("Message")).to_be_enabled(timeout=WITHIN_MS)
+        yield seen
+
+
+def go(seen: Visit, place: str) -> None:
+    seen.page.get_by_role("navigation").get_by_role("link", name=place, exact=True).click()
+
+
+def test_a_fresh_cluster_answers_the_first_message(pair: Pair) -> None:
+    with owners(pair) as seen:
+        page = seen.page
+        page.get_by_label("Message").fill("Tell me a story.")
+        page.keyboard.press("Enter")
+        said = page.locator("article.said")
+        again = said.get_by_role("button", name="Regenerate")
+        expect(again).to_be_enabled(timeout=WITHIN_MS)
+        expect(said.locator(".prose")).not_to_be_empty()
+        expect(said.locator(".brief")).to_contain_text("tok/s")
+        assert seen.violations() == []
+        seen.shot("chat")
+        for place in ("Cluster", "Models", "Insight", "Connect", "Settings"):
+            go(seen, place)
+            expect(page.get_by_role("heading", level=1)).to_have_text(place)
+            expect(page.get_by_text("One moment")).to_have_count(0)
+            assert seen.violations() == [], place
+            seen.shot(place.lower())
+
+
+def test_mtp_is_turned_off_and_says_why(pair: Pair) -> None:
+    with owners(pair) as seen:
+        go(seen, "Settings")
+        switch = seen.page.get_by_role("switch", name="Native multi-token prediction")
+        switch.uncheck()
+        go(seen, "Models")
+        expect(seen.page.locator(".model")).to_contain_text("MTP off:", timeout=WITHIN_MS)
+        go(seen, "Settings")
+        switch.check()
+        expect(switch).to_be_enabled()
+
+
+def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
+    with owners(pair) as seen:
+        page = seen.page
+        go(seen, "Models")
+        page.get_by_role("button", name="Unload demo").click()
+        page.get_by_role("button", name="Load demo").click(timeout=WITHIN_MS)
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("Best: mac-")
+        expect(dialog).to_contain_text("Next best")
+        expect(dialog).to_contain_text("if it leaves: moves to")
+        dialog.get_by_text("Spread it yourself").click()
+        dialog.get_by_label("At least").select_option("2")
+        expect(dialog).to_contain_text("Best: 2 nodes")
+        assert seen.violations() == []
+        seen.shot("preview")
+        dialog.get_by_role("button", name="Load", exact=True).click()
+        expect(page.locator(".model .state")).to_have_text("ready", timeout=WITHIN_MS)
+        expect(page.locator(".model")).to_contain_text("MTP off: the placement has 2 stages")
+        go(seen, "Cluster")
+        expect(page.locator(".topology .hop")).to_have_count(1)
+        expect(page.get_by_label("Layers of demo by node").locator("li")).to_have_count(2)
+        seen.shot("spread")
+
+
+def test_a_node_that_asks_is_let_in_by_its_digits(pair: Pair) -> None:
+    peer = f"127.0.0.1:{pair.ports[0]}"
+    flags = ["--no-mdns", "--grpc-port", str(pair.ports[2]), "--peer", peer]
+    with owners(pair) as seen, node(pair.root / "mac-3", *flags) as three:
+        page = seen.page
+        go(seen, "Cluster")
+        form = page.get_by_role("form", name="mac-3 asks to join")
+        field = form.get_by_label("The six digits")
+        expect(field).to_be_visible(timeout=WITHIN_MS)
+        assert seen.violations() == []
+        seen.shot("joining")
+        digits = three.call("GET", "/v1/join/requests").body["digits"]
+        field.fill(digits)
+        form.get_by_role("button", name="Approve mac-3").click()
+        expect(page.locator(".topology .name")).to_have_text(
+            ["mac-1", "mac-2", "mac-3"], timeout=WITHIN_MS
+        )
+        expect(page.locator(".timeline")).to_contain_text("mac-3")
+
+
+def test_an_answer_goes_on_when_a_node_is_killed_and_the_page_shows_the_loss(pair: Pair) -> None:
+    with owners(pair) as seen:
+        page = seen.page
+        page.get_by_label("Message").fill("Tell me a story.")
+        page.keyboard.press("Enter")
+        said = page.locator("article.said")
+        expect(said.locator(".prose")).not_to_be_empty(timeout=WITHIN_MS)
+        pair.two.process.kill()
+        expect(said.locator(".brief")).to_contain_text("resumed", timeout=WITHIN_MS)
+        go(seen, "Cluster")
+        expect(page.locator(".timeline .bad").first).to_be_visible(timeout=WITHIN_MS)
+        lost = page.locator(".topology .card", has_text="mac-2")
+        expect(lost).to_have_class(re.compile("dead"), timeout=WITHIN_MS)
+        seen.shot("killed")
