@@ -103,6 +103,11 @@ class Node:
         return self._local.version
 
     @property
+    def restart_within_s(self) -> float:
+        """What running answers have to end in where the node only starts anew."""
+        return self._timing.serving.drain_s
+
+    @property
     def http_port(self) -> int:
         """Where a started node listens."""
         return self._local.http_port
@@ -140,11 +145,19 @@ class Node:
         peering.search.start(self._peers)
         _ = at_the_end(peering.search.close)
 
-    async def drain(self) -> None:
-        """Takes no new work, gives up the head's lease, and waits a while for what runs."""
+    async def drain(self, within_s: float | None = None) -> None:
+        """Takes no new work, gives up the head's lease, and waits for what runs.
+
+        `within_s`: no longer than that, also where answers get on.
+        """
         self._leaving.begin()
         self._peering.cluster.leave()
-        if not await self._leaving.drained(self._live_requests):
+        try:
+            async with asyncio.timeout(within_s):
+                ended = await self._leaving.drained(self._live_requests, self._steps)
+        except TimeoutError:
+            ended = False
+        if not ended:
             log.warning("not everything ended in time; what still runs is cut off")
         self._events.close()
 
@@ -198,6 +211,11 @@ class Node:
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())
+
+    def _steps(self) -> int:
+        """Of this node's stages and of its clients' answers."""
+        stages = sum(state.progress for state in self._supervisor.states())
+        return stages + self._api.answer_events
 
     async def _cancel_background(self) -> None:
         for task in self._background:

@@ -85,6 +85,11 @@ class NodeApi:
         host = f"{self._settings.host}:{self._local.http_port}"
         return answer_forwarded(self._app, request, host, self._credentials())
 
+    @property
+    def answer_events(self) -> int:
+        """Of all answers of this node's clients so far; grows while one of them gets on."""
+        return self._chat.events
+
     def _credentials(self) -> dict[str, str]:
         """Headers with which this node calls its own application: the caller was checked there."""
         if (key := self._api_key) is not None:
@@ -99,9 +104,9 @@ class NodeApi:
     def _build(self) -> ASGIApp:
         totals = Totals()
         metrics = Metrics(totals)
-        chat = ChatService(self._head, self._stages, totals, metrics, self._timing.chat)
+        self._chat = ChatService(self._head, self._stages, totals, metrics, self._timing.chat)
         return build_app(
-            chat,
+            self._chat,
             self._operations(totals, metrics),
             static=asset,
             timing=self._timing.serving,

@@ -46,14 +46,20 @@ class Drain:
         """What still runs ends here, each request with an error that says why."""
         self._over.set()
 
-    async def drained(self, stages: Callable[[], int]) -> bool:
-        """Whether everything ended in time; `stages` counts the requests on this node's stages."""
-        try:
-            async with asyncio.timeout(self._timing.drain_s):
-                while self.running or stages():
-                    await asyncio.sleep(self._timing.drain_poll_s)
-        except TimeoutError:
-            return False
+    async def drained(self, stages: Callable[[], int], progress: Callable[[], int]) -> bool:
+        """Whether everything ended, however long that takes while something gets on.
+
+        `stages` counts the requests on this node's stages. `progress` changes with every step that
+        one of them, or of this node's own answers, makes: without any for `drain_s` this is False.
+        """
+        clock = asyncio.get_running_loop().time
+        known, since = progress(), clock()
+        while self.running or stages():
+            await asyncio.sleep(self._timing.drain_poll_s)
+            if (now := progress()) != known:
+                known, since = now, clock()
+            elif clock() - since >= self._timing.drain_s:
+                return False
         return True
 
     async def _until_over(self, request: Awaitable[None]) -> None:
@@ -63,8 +69,8 @@ class Drain:
             _ = await asyncio.wait((work, over), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise PeerLost(
-                    "this node stops, or starts anew with another cluster key, and does not wait "
-                    f"for longer than {self._timing.drain_s:.0f} s; ask another one, or try again"
+                    "this node stops, or starts anew with another cluster key, and waits no longer "
+                    "for this answer; ask another one, or try again"
                 )
             work.result()
         finally:

@@ -83,6 +83,8 @@ class ChatService:
         self._totals = totals
         self._metrics = metrics
         self.timing = timing
+        self.events = 0
+        """Of all answers so far: whether one gets on."""
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for its turn, then streams; see `requests.Chat`."""
@@ -96,6 +98,7 @@ class ChatService:
                     answer = _Answer(self, request, claim, meter)
                     async with aclosing(answer.events(acquired)) as events:
                         async for event in events:
+                            self.events += 1
                             meter.saw(event)
                             yield event
         finally:

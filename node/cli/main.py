@@ -270,7 +270,7 @@ def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """End the node on the data folder, and wait for its end."""
     from .start import stop_node
 
-    pid = stop_node(client_settings(None, data_dir).data_dir)
+    pid = stop_node(client_settings(None, data_dir).data_dir, _note)
     if as_json:
         _print_json({"stopped": True, "pid": pid})
     else:

@@ -1,16 +1,18 @@
 """`exo-node start`: its flags, and how they become the settings of a node."""
 
+import http
+import http.client
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from ...placement.errors import ExoNodeError
-from ..machine.data_dir_lock import find_running
+from ..machine.data_dir_lock import Running, find_running
 from .client import no_node
 from .flags import DataDir, ModelsDir
 
@@ -170,30 +172,59 @@ def _run(flags: Mapping[str, object]) -> int:
 
 
 _TIMEOUT_S: Final = 60.0
+"""Without a sign of life from a node that was asked to end."""
 _POLL_S: Final = 0.05
+_LOOK_S: Final = 2.0
+"""Between two questions whether it lives."""
 
 
-def stop_node(folder: Path) -> int:
-    """The pid of the node that has ended. Raises CallFailed where none runs, and ExoNodeError."""
+def stop_node(folder: Path, say: Callable[[str], None]) -> int:
+    """The pid of the node that has ended, however long its answers took.
+
+    `say` gets a sentence if that takes a while. Raises CallFailed where none runs, and ExoNodeError
+    where it neither ends nor answers.
+    """
     running = find_running(folder)
     if running is None:
         raise no_node(f"no node runs with the data folder {folder}")
-    _end(running.pid, folder)
+    _end(running.pid, folder, say)
     return running.pid
 
 
-def _end(pid: int, folder: Path) -> None:
+def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         return
     except PermissionError as error:
         raise ExoNodeError(f"pid {pid} belongs to another user; stop it as that user") from error
-    deadline = time.monotonic() + _TIMEOUT_S
+    heard = looked = time.monotonic()
+    told = False
     while (holder := find_running(folder)) is not None and holder.pid == pid:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now - looked > _LOOK_S:
+            looked = now
+            heard = now if _lives(holder) else heard
+            if heard == now and not told:
+                told = True
+                say(f"the node (pid {pid}) ends its running answers; stop again to cut them short")
+        if now - heard > _TIMEOUT_S:
             raise ExoNodeError(
-                f"the node (pid {pid}) still runs {_TIMEOUT_S:g} s after it was asked to end; "
-                f"`kill -9 {pid}` ends it without care for its requests"
+                f"the node (pid {pid}) still runs {_TIMEOUT_S:g} s after it was asked to end, and "
+                f"does not answer; `kill -9 {pid}` ends it without care for its requests"
             )
         time.sleep(_POLL_S)
+
+
+def _lives(node: Running) -> bool:
+    """Whether its API answers."""
+    if node.http_host is None or node.http_port is None:
+        return False
+    connection = http.client.HTTPConnection(node.http_host, node.http_port, timeout=_LOOK_S)
+    try:
+        connection.request("GET", "/health/live")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

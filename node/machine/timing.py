@@ -274,7 +274,7 @@ class ServingTiming:
     events_keep_alive_s: float = 15.0
     """The longest silence on the stream of events."""
     drain_s: float = 30.0
-    """What runs on a node that stops has to end in."""
+    """A node that stops waits for answers that get on, and so long for those that do not."""
     drain_poll_s: float = 0.1
     """Between two looks at whether it has."""
     grace_s: int = 10

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from itertools import chain, count, repeat
 
 from fakes import Script
 from http_node import serving_fakes
@@ -57,5 +58,20 @@ def test_new_work_is_refused_and_looking_is_not() -> None:
         reply = node.chat_reply()
         assert (reply.status, reply.error["code"]) == (503, "peer_lost")
         assert node.ask("GET", "/v1/models").status == 200
-        assert asyncio.run(leaving.drained(lambda: 0))
-        assert not asyncio.run(leaving.drained(lambda: 1))
+        assert asyncio.run(leaving.drained(lambda: 0, lambda: 0))
+        assert not asyncio.run(leaving.drained(lambda: 1, lambda: 0))
+
+
+async def test_what_gets_on_is_waited_for_and_what_does_not_is_not() -> None:
+    leaving = Drain(replace(LOCAL.serving, drain_s=0.3, drain_poll_s=0.05))
+    looks = count()
+
+    def a_step_each_look(until: int) -> bool:
+        return next(looks) < until
+
+    # Three times as long as what is still has, and then for good.
+    assert await leaving.drained(lambda: a_step_each_look(18), lambda: next(looks))
+    steps = chain(range(12), repeat(12))
+    begun = asyncio.get_running_loop().time()
+    assert not await leaving.drained(lambda: 1, lambda: next(steps))
+    assert asyncio.get_running_loop().time() - begun >= 11 * 0.05 + 0.3

@@ -1,11 +1,13 @@
 """The command line but for `chat`: real processes against a stub of the node's HTTP API."""
 
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -295,11 +297,11 @@ def test_status_shows_what_was_answered_here() -> None:
 
 
 @contextmanager
-def holder(data_dir: Path, before: str) -> "Generator[subprocess.Popen[str]]":
+def holder(data_dir: Path, before: str, *, then: str = "") -> "Generator[subprocess.Popen[str]]":
     code = (
         "import signal, sys; from pathlib import Path\n"
         "from exo_node.node.machine.data_dir_lock import DataDirLock\n"
-        f"{before}\nheld = DataDirLock.acquire(Path(sys.argv[1]))\n"
+        f"{before}\nheld = DataDirLock.acquire(Path(sys.argv[1])){then}\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
@@ -327,6 +329,38 @@ def test_stop_ends_the_node_that_holds_the_folder(tmp_path: Path, json_flag: lis
         assert json.loads(done.stdout) == {"stopped": True, "pid": process.pid}
     else:
         assert (done.stdout, done.stderr) == ("", f"stopped the node with pid {process.pid}\n")
+
+
+def test_stop_waits_for_a_node_as_long_as_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers may take longer than anybody would wait for a node that hangs."""
+    monkeypatch.setattr("exo_node.node.cli.start._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("exo_node.node.cli.start._LOOK_S", 0.1)
+    asked: list[str] = []
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            if len(asked) == 10:
+                process.kill()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        answers = threading.Thread(target=server.serve_forever)
+        answers.start()
+        lives = f"; held.announce('127.0.0.1', {server.server_port}, version='1')"
+        ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+        with holder(tmp_path, ignores, then=lives) as process:
+            result = CliRunner().invoke(cli.app, ["stop", "--data-dir", str(tmp_path)])
+        server.shutdown()
+        answers.join()
+    assert result.exit_code == 0 and set(asked) == {"/health/live"} and len(asked) >= 10
+    assert result.stderr.count("stop again to cut them short") == 1
 
 
 def test_stop_gives_up_on_a_node_that_does_not_end(
