@@ -1,7 +1,5 @@
 """`exo-node start`: its flags, and how they become the settings of a node."""
 
-import http
-import http.client
 import os
 import signal
 import time
@@ -218,6 +216,9 @@ def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
 
 def _lives(node: Running) -> bool:
     """Whether its API answers."""
+    import http
+    import http.client
+
     if node.http_host is None or node.http_port is None:
         return False
     connection = http.client.HTTPConnection(node.http_host, node.http_port, timeout=_LOOK_S)

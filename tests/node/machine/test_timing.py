@@ -44,7 +44,7 @@ CONSTANTS = {
     "node/runners/supervisor.py": {"STRAY_PERIOD_S"},
     # A command's own patience with the node that it asks.
     "node/cli/client.py": {"_CONNECT_TIMEOUT_S", "_READ_TIMEOUT_S"},
-    "node/cli/start.py": {"_TIMEOUT_S", "_POLL_S"},
+    "node/cli/start.py": {"_TIMEOUT_S", "_POLL_S", "_LOOK_S"},
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
     "node/cli/bench_cluster.py": {"_MEASURE_LIMIT_S"},
     "node/cli/child.py": {"END_S"},
