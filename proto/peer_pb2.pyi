@@ -3207,10 +3207,15 @@ class Finished(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
+    STOPPED_BY_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop" | "length" """
     text: _builtins.str
     """what was held back, when it turned out not to be a stop string"""
+    stopped_by: _builtins.str
+    """the stop string that ended it; empty: none did"""
+    reasoning_tokens: _builtins.int
     @_builtins.property
     def stats(self) -> Global___Stats: ...
     @_builtins.property
@@ -3224,10 +3229,12 @@ class Finished(_message.Message):
         stats: Global___Stats | None = ...,
         text: _builtins.str = ...,
         pieces: _abc.Iterable[Global___Piece] | None = ...,
+        stopped_by: _builtins.str = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces", "reason", b"reason", "stats", b"stats", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces", "reason", b"reason", "reasoning_tokens", b"reasoning_tokens", "stats", b"stats", "stopped_by", b"stopped_by", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

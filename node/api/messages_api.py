@@ -105,8 +105,8 @@ class _Message:
         if said.text or not (said.calls or blocks):
             blocks.append({"type": "text", "text": said.text})
         blocks += [self._tool_use(call) | {"input": as_json(call.arguments)} for call in said.calls]
-        reason = self._reason(end)
-        message = self._message(blocks, reason, _usage(end))
+        message = self._message(blocks, self._reason(end), _usage(end))
+        message["stop_sequence"] = end.stopped_by or None
         return message | {"generation_stats": dict(end.stats)}
 
     def of(self, event: Event | None) -> list[bytes]:
@@ -174,7 +174,7 @@ class _Message:
         return [*frames, named("content_block_stop", stop)]
 
     def _end(self, end: Finished) -> list[bytes]:
-        delta = {"stop_reason": self._reason(end), "stop_sequence": None}
+        delta = {"stop_reason": self._reason(end), "stop_sequence": end.stopped_by or None}
         told = {"type": "message_delta", "delta": delta, "usage": _usage(end)}
         last = named("message_delta", told | {"generation_stats": dict(end.stats)})
         stop = named("message_stop", {"type": "message_stop"})
@@ -188,7 +188,9 @@ class _Message:
     def _reason(self, end: Finished) -> str:
         if end.reason == "length":
             return "max_tokens"
-        return "tool_use" if self._calls else "end_turn"
+        if self._calls:
+            return "tool_use"
+        return "stop_sequence" if end.stopped_by else "end_turn"
 
     def _message(
         self, blocks: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]

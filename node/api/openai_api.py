@@ -213,7 +213,10 @@ def statistics(end: Finished) -> dict[str, Any]:
             "completion_tokens": end.completion_tokens,
             "total_tokens": end.prompt_tokens + end.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
-            "completion_tokens_details": {"accepted_prediction_tokens": end.accepted_draft_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": end.accepted_draft_tokens,
+                "reasoning_tokens": end.reasoning_tokens,
+            },
         },
         "generation_stats": dict(end.stats),
     }

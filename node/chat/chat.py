@@ -363,4 +363,6 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
         cached_tokens=stats["cached_tokens"],
         accepted_draft_tokens=stats["accepted_draft_tokens"],
         stats=stats,
+        reasoning_tokens=min(completion, finished.reasoning_tokens),
+        stopped_by=finished.stopped_by,
     )

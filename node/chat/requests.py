@@ -145,6 +145,10 @@ class Finished:
     cached_tokens: int
     accepted_draft_tokens: int
     stats: Mapping[str, Any]
+    reasoning_tokens: int = 0
+    """Of the completion's."""
+    stopped_by: str = ""
+    """The stop string that ended it, if one did."""
 
 
 Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Reasoned | Called | Finished

@@ -233,7 +233,8 @@ class TextEngine:
             )
             identity = self.identity if request.k else "off"
             batched = self.batch_identity if final.batched_tokens else "off"
-            yield Done(reason, text.finish(), final, identity, batched)
+            rest = text.finish()
+            yield Done(reason, rest, final, identity, batched, text.stopped_by)
         except PeerLost:
             lost = True
             raise

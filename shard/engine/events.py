@@ -23,6 +23,8 @@ class Done:
     stats: GenerationStats
     identity: str
     batch_identity: str = "off"
+    stopped_by: str = ""
+    """The stop string that ended it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)

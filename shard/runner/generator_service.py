@@ -13,7 +13,7 @@ from ..engine.events import Delta, Done, EngineEvent, Retold
 from ..engine.request import EngineRequest
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
-from ..text.channels import AnswerFormat
+from ..text.channels import AnswerFormat, ReasoningCount
 from ..text.grammar import Gate, TokenGrammar, gate_of
 from ..text.grammars import refused, spec_of
 from ..text.messages import chat_json, tools_from_json
@@ -61,12 +61,22 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
         pieces = self._pieces(request, asked)
+        thought = ReasoningCount(
+            AnswerFormat() if request.bare else self._engine.answer_format, asked.prompt
+        )
+        for replayed in asked.replay:
+            thought.take(replayed.tokens)
         steps = self._engine.generate(asked)
         run = self._compute.drive(steps, put, put, background=asked.background)
         try:
             async for event in _drain(events, run):
                 told = await _told(event, pieces)
-                yield event_to_wire(event, told, self._engine.token_bytes, self._expected.kv_bits)
+                if isinstance(event, Delta):
+                    thought.take(event.round.tokens)
+                wire = event_to_wire(event, told, self._engine.token_bytes, self._expected.kv_bits)
+                if isinstance(event, Done):
+                    wire.finished.reasoning_tokens = thought.tokens
+                yield wire
         except ExoNodeError as fault:
             await refuse(context, fault)
         finally:

@@ -34,9 +34,11 @@ def event_to_wire(
             logprobs = [_logprob(entry, token_bytes) for entry in round_.logprobs]
             delta = pb.Delta(round=wire, text=text, logprobs=logprobs, pieces=rest)
             return pb.GenerateEvent(delta=delta)
-        case Done(reason, _, stats, identity, batch_identity):
+        case Done(reason, _, stats, identity, batch_identity, stopped_by):
             told = stats_to_wire(stats, identity, batch_identity, kv_bits)
-            finished = pb.Finished(reason=reason, stats=told, text=text, pieces=rest)
+            finished = pb.Finished(
+                reason=reason, stats=told, text=text, pieces=rest, stopped_by=stopped_by
+            )
             return pb.GenerateEvent(finished=finished)
 
 

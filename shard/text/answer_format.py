@@ -40,6 +40,10 @@ def format_of(tokenizer: Any) -> AnswerFormat:
         ends=tuple(tokenizer.think_end_tokens or ()),
         opens=tuple(tokenizer.think_end_tokens or ()),
         calls=_ids(tokenizer, start) if start else (),
+        thought=(
+            tuple(tokenizer.think_start_tokens or ()),
+            tuple(tokenizer.think_end_tokens or ()),
+        ),
         initial=_state(tokenizer.response_initial_state or "normal"),
     )
 
@@ -78,7 +82,10 @@ def _harmony(tokenizer: Any) -> AnswerFormat:
     # A prompt that ends within a message's text is one whose last answer is continued.
     starts, ends = (vocabulary[_MESSAGE],), (vocabulary[_START],)
     opens = _ids(tokenizer, f"{_CHANNEL}final{_MESSAGE}")
-    return AnswerFormat(edges, starts, ends, opens, (), "content", "header", _harmony_state)
+    thought = _ids(tokenizer, f"{_CHANNEL}analysis{_MESSAGE}"), (vocabulary[_END],)
+    return AnswerFormat(
+        edges, starts, ends, opens, (), thought, "content", "header", _harmony_state
+    )
 
 
 def _harmony_state(header: str) -> State:

@@ -32,6 +32,8 @@ class AnswerFormat:
     ends: tuple[int, ...] = ()
     opens: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
+    thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """What begins and what ends reasoning."""
     within: State = "reasoning"
     initial: State = "content"
     route: Callable[[str], State] | None = None
@@ -70,6 +72,25 @@ class AnswerFormat:
             return self.initial
         start, end = _last(prompt, self.starts), _last(prompt, self.ends)
         return self.within if start > end else self.initial
+
+
+class ReasoningCount:
+    """Tokens of one answer's reasoning, with the markers round it."""
+
+    def __init__(self, format: AnswerFormat, prompt: Sequence[int]) -> None:
+        self._starts, self._ends = format.thought
+        self._within = format.begins_in(prompt) == "reasoning"
+        self._last: tuple[int, ...] = ()
+        self.tokens = 0
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            wanted = self._ends if self._within else self._starts
+            self._last = (*self._last, token)[-len(wanted) :] if wanted else ()
+            self.tokens += self._within
+            if wanted and self._last == wanted:
+                self.tokens += 0 if self._within else len(wanted)
+                self._within, self._last = not self._within, ()
 
 
 def _no_calls(route: Callable[[str], State] | None) -> Callable[[str], State] | None:

@@ -140,6 +140,8 @@ class TextStream:
         self._ready = ""
         self._held = ""
         self._over = False
+        self.stopped_by = ""
+        """The stop string that ended the answer, if one did."""
 
     def push(self, token: int) -> FinishReason | None:
         """Takes the next id; "stop" when it ends the answer."""
@@ -164,8 +166,9 @@ class TextStream:
 
     def _add(self, text: str) -> FinishReason | None:
         held = self._held + text
-        found = min((at for s in self._stop if (at := held.find(s)) >= 0), default=-1)
-        if found >= 0:
+        places = [(at, s) for s in self._stop if (at := held.find(s)) >= 0]
+        if places:
+            found, self.stopped_by = min(places)
             self._ready += held[:found]
             self._held, self._over = "", True
             return "stop"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -446,6 +447,22 @@ def test_ollamas_client_gets_errors_as_text(node: Node) -> None:
 
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {}}, "required": ["b"]}
+
+
+def test_usage_counts_reasoning_and_messages_name_the_stop_string(node: Node) -> None:
+    end = replace(FINISHED, reasoning_tokens=2, stopped_by="###")
+    node.chat.scripts["demo"] = says(Started((1,)), Reasoned("hm"), TextDelta("a", (2,)), end)
+    chat = chatgpt(node).chat.completions.create(model="demo", messages=ASK)
+    assert chat.usage is not None and chat.usage.completion_tokens_details is not None
+    assert chat.usage.completion_tokens_details.reasoning_tokens == 2
+    response = chatgpt(node).responses.create(model="demo", input="hi")
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    asked = {"model": "demo", "max_tokens": 5, "messages": ASK, "stop_sequences": ["###"]}
+    message = node.ask("POST", "/v1/messages", asked).json
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
+    stream = node.ask("POST", "/v1/messages", {**asked, "stream": True}).body.decode()
+    assert '"stop_reason":"stop_sequence","stop_sequence":"###"' in stream.replace(" ", "")
 
 
 def test_every_dialect_says_what_an_answer_may_be(node: Node) -> None:

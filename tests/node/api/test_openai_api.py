@@ -39,7 +39,7 @@ USAGE = {
     "completion_tokens": 3,
     "total_tokens": 6,
     "prompt_tokens_details": {"cached_tokens": 2},
-    "completion_tokens_details": {"accepted_prediction_tokens": 1},
+    "completion_tokens_details": {"accepted_prediction_tokens": 1, "reasoning_tokens": 0},
 }
 
 

@@ -113,6 +113,16 @@ def test_a_stop_string_cuts_the_text_before_it(
     assert ended == (wanted != text)
 
 
+def test_the_stop_string_that_ended_an_answer_is_named() -> None:
+    for text, stop, wanted in (("a, b. c", (".", ","), ","), ("a b", ("x",), "")):
+        stream = CODEC.stream(stop, ignore_end=False)
+        for token in ids_of(text):
+            if stream.push(token):
+                break
+        _ = stream.finish()
+        assert stream.stopped_by == wanted
+
+
 @settings(deadline=None)
 @given(
     text=st.text("ab\n🙂é ", max_size=24), stops=st.lists(st.text("ab🙂", min_size=1, max_size=4))

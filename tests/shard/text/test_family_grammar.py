@@ -1,0 +1,128 @@
+"""Grammars in the formats of published families: behind reasoning and headers, and around calls."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from families_text import codec_of
+
+from exo_node.shard.text.channels import AnswerFormat, ReasoningCount
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
+from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.template import TemplateOptions, options_of
+
+ASK = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+YES = GrammarSpec("regex", "yes", "regex")
+BEFORE = {
+    "qwen": "I think.\n</think>",
+    "glm": "I think.</think>",
+    "gpt_oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+CALLS = {
+    "qwen": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Ulm</arg_value>"
+    "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+}
+
+
+def state(codec: TextCodec, grammar: TokenGrammar, ids: Sequence[int]) -> str:
+    grammar.take(ids)
+    (mask,) = grammar.masks([])
+    if grammar.failed or mask is None:
+        return "never"
+    ends = [
+        mask[token // 8] >> token % 8 & 1 for token in codec.end_tokens if token < 8 * len(mask)
+    ]
+    return "ends" if any(ends) else "goes on"
+
+
+def gated(codec: TextCodec, options: TemplateOptions, *, calls: bool = False) -> Gate:
+    prompt = codec.encode_chat(ASK, tools=[TOOL] if calls else [], options=options)
+    gate = gate_of(codec.answer_format, prompt, calls=calls)
+    assert gate is not None
+    return gate
+
+
+@pytest.mark.parametrize("family", BEFORE)
+def test_what_comes_before_the_content_is_free(family: str) -> None:
+    codec = codec_of(family)
+    before = codec.encode_text(BEFORE[family])
+    gate = gated(codec, TemplateOptions())
+
+    def after(text: str) -> str:
+        ids = [*before, *codec.encode_text(text)]
+        return state(codec, codec.grammars.compile(YES, gate), ids)
+
+    assert state(codec, codec.grammars.compile(YES, gate), before[:-1]) == "goes on"
+    assert (after(""), after("ye"), after("yes"), after("no")) == (
+        "goes on",
+        "goes on",
+        "ends",
+        "never",
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen", "glm"])
+def test_without_thinking_the_grammar_begins_at_once(family: str) -> None:
+    codec = codec_of(family)
+    gate = gated(codec, options_of({"kwargs": {"enable_thinking": False}}))
+    assert gate.opens == ()
+    grammar = codec.grammars.compile(YES, gate)
+    assert state(codec, grammar, codec.encode_text("yes")) == "ends"
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_call_that_is_insisted_on_goes_by_the_families_own_tokens(family: str) -> None:
+    codec = codec_of(family)
+    lark = codec.call_grammar('{"names": ["weather"], "parallel": false}', [TOOL])
+    spec, gate = GrammarSpec("lark", lark, "tool_choice"), gated(codec, TemplateOptions())
+    ids = [*codec.encode_text(BEFORE[family]), *codec.encode_text(CALLS[family])]
+    assert state(codec, codec.grammars.compile(spec, gate), ids) == "ends"
+    wrong = CALLS[family].replace("weather", "wether")
+    ids = [*codec.encode_text(BEFORE[family]), *codec.encode_text(wrong)]
+    assert state(codec, codec.grammars.compile(spec, gate), ids) == "never"
+
+
+@pytest.mark.parametrize("family", ["qwen", "glm"])
+def test_a_model_with_tools_may_call_one_in_the_documents_place(family: str) -> None:
+    codec = codec_of(family)
+    gate = gated(codec, TemplateOptions(), calls=True)
+    grammar = codec.grammars.compile(YES, gate)
+    ids = codec.encode_text(BEFORE[family] + CALLS[family])
+    grammar.take(ids)
+    assert grammar.masks([]) == [None] and not grammar.failed
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "tokens"),
+    [
+        ("qwen", "I think.\n</think>\n\nyes", "I think.\n</think>"),
+        ("qwen", "a</think>b<think>c</think>d", "a</think><think>c</think>"),
+        ("gpt_oss", BEFORE["gpt_oss"] + "yes", "<|channel|>analysis<|message|>hm<|end|>"),
+        ("gpt_oss", "<|channel|>final<|message|>yes", ""),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(family: str, text: str, tokens: str) -> None:
+    codec = codec_of(family)
+    prompt = codec.encode_chat(ASK, options=TemplateOptions())
+    count = ReasoningCount(codec.answer_format, prompt)
+    for token in codec.encode_text(text):
+        count.take([token])
+    assert count.tokens == len(codec.encode_text(tokens))
+    plain = ReasoningCount(AnswerFormat(), prompt)
+    plain.take(codec.encode_text(text))
+    assert plain.tokens == 0
