@@ -1,6 +1,7 @@
 """The grammar of a call that a request insists on, in the format of a model's own calls."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -25,20 +26,21 @@ def call_grammar(tokenizer: Any, asked: str, tools: Sequence[Tool]) -> str:
     chosen = [tool for tool in declared if names is None or tool["name"] in names]
     if not chosen:
         raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
+    words = _Words(tokenizer)
     match _format(tokenizer):
         case "json_tools":
             calls = [_json_call(number, tool) for number, tool in enumerate(chosen)]
         case "qwen3_coder":
-            calls = [_tagged_call(number, tool) for number, tool in enumerate(chosen)]
+            calls = [_tagged_call(number, tool, words) for number, tool in enumerate(chosen)]
         case "glm47":
-            calls = [_keyed_call(number, tool) for number, tool in enumerate(chosen)]
+            calls = [_keyed_call(number, tool, words) for number, tool in enumerate(chosen)]
         case other:
             raise InvalidRequest(
                 f"'{FIELD}' cannot insist on a call: this node has no grammar for this model's "
                 f'calls ({other}); send "auto"',
                 param=FIELD,
             )
-    start, end = (_marker(tokenizer, text) for text in call_markers(tokenizer))
+    start, end = map(words, call_markers(tokenizer))
     which = " | ".join(f"call_{number}" for number in range(len(chosen)))
     more = f'("\\n" call){{0,{_MOST_CALLS - 1}}}' if wanted["parallel"] else ""
     rules = [f"start: call {more}", f"call: {start} ({which}) {end}"]
@@ -55,13 +57,28 @@ def _format(tokenizer: Any) -> str:
     return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
 
 
-def _marker(tokenizer: Any, text: str) -> str:
-    """As a token where it is one that text cannot spell."""
-    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    if text in added and added[text].special:
-        (token,) = tokenizer.encode(text, add_special_tokens=False)
-        return f"<[{int(token)}]>"
-    return _text(text)
+class _Words:
+    """Fixed text in Lark. What is a token of its own may come as that token, which text cannot
+    always spell, or as text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added: dict[str, int] = {text: int(number) for text, number in added.items()}
+        longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})" if longest_first else "(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts = [part for part in self._pattern.split(text) if part]
+        return " ".join(self._part(part) for part in parts)
+
+    def _part(self, part: str) -> str:
+        number = self._added.get(part)
+        return _text(part) if number is None else f"(<[{number}]> | {_text(part)})"
+
+    def ends(self, text: str) -> bool:
+        """Whether it is one token, behind which free text is over."""
+        return text.strip() in self._added
 
 
 def _text(text: str) -> str:
@@ -75,28 +92,28 @@ def _json_call(number: int, tool: Tool) -> str:
     return f'call_{number}: "\\n"? {head} %json {schema} "}}" "\\n"?'
 
 
-def _tagged_call(number: int, tool: Tool) -> str:
+def _tagged_call(number: int, tool: Tool, words: _Words) -> str:
     """`<function=…>` and a `<parameter=…>` for each argument, as Qwen's newer models write it."""
     rules: list[str] = []
     parts = [_text(f"\n<function={tool['name']}>\n")]
     for place, (name, schema, required) in enumerate(_arguments(tool)):
         rule = f"value_{number}_{place}"
         part = _text(f"<parameter={name}>\n") + f" {rule}"
-        rules.append(_value(rule, schema, "\n</parameter>\n"))
+        rules.append(_value(rule, schema, "\n</parameter>\n", words))
         parts.append(part if required else f"({part})?")
     parts.append(_text("</function>\n"))
     return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
 
 
-def _keyed_call(number: int, tool: Tool) -> str:
+def _keyed_call(number: int, tool: Tool, words: _Words) -> str:
     """The name, and `<arg_key>` and `<arg_value>` for each argument, as GLM writes it."""
     rules: list[str] = []
     parts = [_text(tool["name"]), '"\\n"?']
     for place, (name, schema, required) in enumerate(_arguments(tool)):
         rule = f"value_{number}_{place}"
-        key = _text(f"<arg_key>{name}</arg_key>")
-        part = f'{key} "\\n"? "<arg_value>" {rule} "\\n"?'
-        rules.append(_value(rule, schema, "</arg_value>"))
+        key, value = words(f"<arg_key>{name}</arg_key>"), words("<arg_value>")
+        part = f'{key} "\\n"? {value} {rule} "\\n"?'
+        rules.append(_value(rule, schema, "</arg_value>", words))
         parts.append(part if required else f"({part})?")
     return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
 
@@ -115,12 +132,15 @@ def _object(schema: object) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", schema)) if isinstance(schema, dict) else {}
 
 
-def _value(rule: str, schema: dict[str, Any], closing: str) -> str:
+def _value(rule: str, schema: dict[str, Any], closing: str, words: _Words) -> str:
     """Strings stand as they are, up to what closes them; anything else is JSON."""
+    end = words(closing)
     choices: object = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(c, str) for c in cast("list[object]", choices)):
         either = " | ".join(_text(str(choice)) for choice in cast("list[object]", choices))
-        return f"{rule}: ({either}) {_text(closing)}"
-    if schema.get("type") == "string":
-        return f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"
-    return f"{rule}: %json {json.dumps(schema)} {_text(closing)}"
+        return f"{rule}: ({either}) {end}"
+    if schema.get("type") != "string":
+        return f"{rule}: %json {json.dumps(schema)} {end}"
+    if words.ends(closing):
+        return f"{rule}: /(?s:.*)/ {end}"
+    return f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"

@@ -1,6 +1,5 @@
 """Grammars in the formats of published families: behind reasoning and headers, and around calls."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,8 @@ YES = GrammarSpec("regex", "yes", "regex")
 BEFORE = {
     "qwen": "I think.\n</think>",
     "glm": "I think.</think>",
-    "gpt_oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+    "gpt_oss": "<|channel|>analysis<|message|>hm<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>",
 }
 CALLS = {
     "qwen": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n"
