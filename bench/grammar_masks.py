@@ -1,6 +1,6 @@
 """What a grammar costs for each token: the masks on the CPU, and their application to logits.
 
-`python bench/grammar_masks.py [--model FOLDER]`: the tokenizer of a checkpoint, the demo's without it.
+`python bench/grammar_masks.py [--model FOLDER]`: a checkpoint's tokenizer, or the demo's.
 Text of each schema is fed token by token; the mask before each is timed, as is masking a row.
 """
 
