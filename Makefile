@@ -12,7 +12,7 @@ comma := ,
 VENV := .venv
 RUN_VENV := $(VENV)$(if $(filter cuda,$(BACKEND)),/cuda)
 RUN_EXTRAS := $(if $(BACKEND),[$(BACKEND)])
-DEV_EXTRAS := [$(if $(BACKEND),cpu$(comma))dev]
+DEV_EXTRAS := [$(if $(BACKEND),cpu$(comma))dev,clients]
 PINS := pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -20,7 +20,7 @@ from .flags import AsJson, DataDir, client_settings
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
 _WITHIN_S: Final = 60
-_STOP_S: Final = 120
+_STOP_S: Final = 600
 """Longer than a node lets answers go on that are in progress."""
 
 service = typer.Typer(

@@ -27,7 +27,7 @@ CONSTANTS = {
         "_LIMIT_S",
         "_MEASURE_ALL_LIMIT_S",
     },
-    "node/runners/runner_client.py": {"PARK_TIMEOUT_S"},
+    "node/runners/runner_client.py": {"PARK_TIMEOUT_S", "ENCODE_TIMEOUT_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
     "node/machine/setting_values.py": {"MAX_SECONDS"},
@@ -48,6 +48,8 @@ CONSTANTS = {
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
     "node/cli/bench_cluster.py": {"_MEASURE_LIMIT_S"},
     "node/cli/child.py": {"END_S"},
+    "node/cli/doctor.py": {"_DIAL_S"},
+    "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
     # What browsers are told.
     "node/api/origins.py": {"_PREFLIGHT_S"},
