@@ -37,20 +37,21 @@ const cached = ({ cached_tokens: count }) => (count > 0 ? ` (${whole(count)} kep
 const where = ({ stages }, known) =>
   stages.map(({ node, layers }) => `${nameOf(known, node)} ${range(layers)}`).join(", ");
 
-/** How often the draft at each position was accepted, of all verify rounds. */
+/** How often the draft at each position was accepted, of the rounds that drafted so far. */
 export function Positions({ stats }) {
-  const rounds = stats.spec_decode_rounds;
+  const rounds = stats.draft_k_histogram ?? [];
   const counts = stats.accepted_per_position ?? [];
-  if (!rounds || counts.length === 0) return null;
+  const drafted = (index) => rounds.slice(index + 1).reduce((sum, count) => sum + count, 0);
+  if (!drafted(0)) return null;
   return html`
     <ul class="positions" aria-label="Accepted drafts by position">
-      ${counts.map((count, index) => html`
-        <li key=${index} title=${`${whole(count)} of ${whole(rounds)} rounds`}>
+      ${counts.map((count, index) => drafted(index) > 0 && html`
+        <li key=${index} title=${`${whole(count)} of ${whole(drafted(index))} rounds`}>
           <span>draft ${index + 1}</span>
           <span class="track" aria-hidden="true">
-            <span style=${{ width: `${Math.min(100, (100 * count) / rounds)}%` }}></span>
+            <span style=${{ width: `${(100 * count) / drafted(index)}%` }}></span>
           </span>
-          <span>${percent(count, rounds)}</span>
+          <span>${percent(count, drafted(index))}</span>
         </li>`)}
     </ul>`;
 }

@@ -32,9 +32,10 @@ STATS: Json = {
     "draft_policy": "adaptive",
     "acceptance_rule": "greedy",
     "spec_decode_rounds": 2,
-    "proposed_draft_tokens": 4,
-    "accepted_draft_tokens": 2,
-    "accepted_per_position": [2, 0],
+    "proposed_draft_tokens": 3,
+    "accepted_draft_tokens": 3,
+    "accepted_per_position": [2, 1],
+    "draft_k_histogram": [1, 1, 1],
     "generation_tps": 41.5,
     "prompt_tps": 900.0,
     "time_to_first_token_s": 0.21,
@@ -215,7 +216,9 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     said.get_by_role("button", name="Tokens", exact=True).click()
     expect(said.locator(".token-text .token.draft")).to_have_text(["one", " two"])
     expect(said.locator(".token-text .token.own")).to_have_text([" three"])
-    expect(said.get_by_label("Accepted drafts by position")).to_contain_text("100 %")
+    # Two rounds drafted, and one of them a second token: what was not drafted was not rejected.
+    positions = said.get_by_label("Accepted drafts by position").get_by_role("listitem")
+    expect(positions).to_have_text(["draft 1100 %", "draft 2100 %"])
     assert seen.violations() == []
     seen.shot("tokens")
 
