@@ -21,7 +21,6 @@ ANSWERS: Final = 4
 GAP_S: Final = 1.0
 """Where no stage was lost with the head."""
 GAP_WITH_STAGE_S: Final = 6.0
-HANGS_S: Final = 8.0
 ENDS_WITHIN_S: Final = 240.0
 STORY: Final = "Tell me a story."
 
