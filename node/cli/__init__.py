@@ -7,6 +7,7 @@ client.py: HTTP to the running node
 convert_models.py: `exo-node models graft`, `convert` and `check`
 doctor.py: `exo-node doctor`
 events.py: `exo-node events`
+failures.py: the end of a command that fails
 flags.py: flags that several commands share
 get_models.py: `exo-node models pull`, `rm`, `show` and `recommend`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard

@@ -32,10 +32,20 @@ _REACHABLE: Final[Mapping[str, str]] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class CallFailed(ExoNodeError):
     """The node was not reached or answered with an error; `exit_code` is the command's."""
 
-    def __init__(self, message: str, *, exit_code: int = EXIT_FAILED) -> None:
-        """`message` becomes one line: what another process said cannot draw on the terminal."""
-        super().__init__(escape_controls(" ".join(message.split())))
+    def __init__(
+        self,
+        what: str,
+        *,
+        exit_code: int = EXIT_FAILED,
+        code: str = "call_failed",
+        remedy: str | None = None,
+    ) -> None:
+        """`what` becomes one line: what another process said cannot draw on the terminal."""
+        self.what = escape_controls(" ".join(what.split()))
+        super().__init__(self.what if remedy is None else f"{self.what}; {remedy}")
         self.exit_code = exit_code
+        self.code = code
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +90,10 @@ def locate(settings: "ClientSettings") -> Endpoint:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
     if running.http_host is None or running.http_port is None:
         raise CallFailed(
-            f"the node (pid {running.pid}) is still starting; try again in a moment",
+            f"the node (pid {running.pid}) is still starting",
             exit_code=EXIT_TEMPORARY,
+            code="node_starting",
+            remedy="try again in a moment",
         )
     host = _REACHABLE.get(running.http_host, running.http_host)
     return Endpoint(host, running.http_port, key, token)
@@ -89,7 +101,8 @@ def locate(settings: "ClientSettings") -> Endpoint:
 
 def no_node(what: str) -> CallFailed:
     """The error of every command that needs a running node."""
-    return CallFailed(f"{what}; start one with `exo-node start`", exit_code=EXIT_NO_NODE)
+    remedy = "start one with `exo-node start`"
+    return CallFailed(what, exit_code=EXIT_NO_NODE, code="no_node", remedy=remedy)
 
 
 def call(
@@ -222,8 +235,14 @@ def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | Non
             message, code = str(other), None
     temporary = status in _TEMPORARY if status is not None else code in _TEMPORARY_CODES
     temporary = temporary and code not in _LASTING_CODES
+    remedy = None
     if status == 401:
-        message += " (set EXO_API_KEY to the node's key)"
-    if temporary and retry_after and retry_after.isdecimal():
-        message += f" (try again in {retry_after} s)"
-    return CallFailed(message, exit_code=EXIT_TEMPORARY if temporary else EXIT_FAILED)
+        remedy = "set EXO_API_KEY to the node's key"
+    elif temporary and retry_after and retry_after.isdecimal():
+        remedy = f"try again in {retry_after} s"
+    return CallFailed(
+        message,
+        exit_code=EXIT_TEMPORARY if temporary else EXIT_FAILED,
+        code=code if isinstance(code, str) else "call_failed",
+        remedy=remedy,
+    )

@@ -12,6 +12,7 @@ from .get_models import ProgressLine
 from .models import models, this_machine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from ..machine.settings import Settings
@@ -179,16 +180,30 @@ def _run(
         (sys.executable, "-P", "-m", _CHILD),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if as_json else None,
         env=dict(settings.runner_environment(environ)),
     )
     assert child.stdin is not None and child.stdout is not None
     with child:  # its stdin stays open while it works: the end of this process is its end
         child.stdin.write(json.dumps(request).encode() + b"\n")
         child.stdin.flush()
+        last = _passed_on(child.stderr) if child.stderr is not None else ""
         said = child.stdout.read()
+    if child.returncode > 0 and as_json:
+        raise ExoNodeError(last.removeprefix("exo-node: ") or "the conversion failed")
     if child.returncode:
         raise typer.Exit(1 if child.returncode > 0 else _signalled(-child.returncode))
     _tell(json.loads(said), as_json=as_json)
+
+
+def _passed_on(lines: "Iterable[bytes]") -> str:
+    """Writes them to stderr but for the last, which is the error's where there is one."""
+    last = ""
+    for line in lines:
+        if last:
+            print(last, file=sys.stderr, flush=True)
+        last = line.decode(errors="replace").rstrip()
+    return last
 
 
 def _signalled(number: int) -> int:

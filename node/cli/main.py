@@ -1,8 +1,9 @@
 """The `exo-node` command: start, chat, status, models, stop; others are in `node/cli_*.py`.
 
-Data goes to stdout, notes to stderr, no colours anywhere. Exit codes: 0 done, 1 failed, 2 wrong
-use or settings, 69 no node runs, 75 try again later, 130 interrupted. Each command imports what
-it needs when it runs, so that `--help` and shell completion answer at once.
+Data goes to stdout, notes to stderr, no colours anywhere. With `--json` an error is a JSON object,
+the last line on stderr. Exit codes: 0 done, 1 failed, 2 wrong use or settings, 69 no node runs, 75
+try again later, 130 interrupted. Each command imports what it needs when it runs, so that `--help`
+and shell completion answer at once.
 """
 
 import io
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import ExoNodeError
 from . import flags
 from .bench import bench
 from .convert_models import models
 from .doctor import doctor
+from .failures import failure_of, unfinished, wants_json
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import add_join_commands
 from .report import report
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
 
     from .client import Endpoint
 
-_EXIT_FAILED: Final = 1
-_EXIT_USAGE: Final = 2
+_AS_JSON: Final = "exo-node.as-json"
 _DEMO: Final = "demo"
 _CHAT: Final = "/v1/chat/completions"
 
@@ -51,24 +52,23 @@ class _Commands(TyperGroup):
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_AS_JSON] = wants_json(self, args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except ExoNodeError as error:
-            _note(f"exo-node: {error.message}")
-            raise typer.Exit(_exit_code(error)) from error
-
-
-def _exit_code(error: ExoNodeError) -> int:
-    from .client import CallFailed
-
-    match error:
-        case CallFailed():
-            return error.exit_code
-        case InvalidSettings():
-            return _EXIT_USAGE
-        case _:
-            return _EXIT_FAILED
+            failure = failure_of(error)
+            as_json = ctx.meta[_AS_JSON]
+            _note(failure.as_json() if as_json else f"exo-node: {failure.sentence()}")
+            raise typer.Exit(failure.exit_code) from error
+        except Exception as error:
+            if not ctx.meta[_AS_JSON] or (failure := unfinished(error)) is None:
+                raise  # the parser prints its own errors in words
+            _note(failure.as_json())
+            raise typer.Exit(failure.exit_code) from error
 
 
 app = typer.Typer(

@@ -97,11 +97,8 @@ def test_version_is_printed() -> None:
 
 
 @pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"]])
-@pytest.mark.parametrize("json_flag", [[], ["--json"]])
-def test_without_a_node_a_command_says_how_to_start_one(
-    command: list[str], json_flag: list[str]
-) -> None:
-    done = exo_node(*command, *json_flag)
+def test_without_a_node_a_command_says_how_to_start_one(command: list[str]) -> None:
+    done = exo_node(*command)
     assert (done.returncode, done.stdout) == (69, "")
     assert done.stderr.startswith("exo-node: no node runs")
     assert done.stderr.endswith("`exo-node start`\n")

@@ -1,0 +1,76 @@
+"""The end of a command that fails: a sentence on stderr, or with `--json` one JSON object there."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import typer
+from typer.core import TyperGroup
+
+from ...placement.errors import ExoNodeError, InvalidSettings
+
+_EXIT_FAILED: Final = 1
+_EXIT_USAGE: Final = 2
+
+
+@runtime_checkable
+class _WrongUse(Protocol):
+    """An error of the parser; typer exports no common base of them."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a command failed for."""
+
+    message: str
+    code: str
+    exit_code: int
+    remedy: str | None = None
+
+    def sentence(self) -> str:
+        """For a person."""
+        return self.message if self.remedy is None else f"{self.message}; {self.remedy}"
+
+    def as_json(self) -> str:
+        """One line, for a program."""
+        remedy = {} if self.remedy is None else {"remedy": self.remedy}
+        return json.dumps({"error": {"message": self.message, "code": self.code, **remedy}})
+
+
+def failure_of(error: ExoNodeError) -> Failure:
+    """`failed` is the code of errors that have none of their own."""
+    from .client import CallFailed
+
+    match error:
+        case CallFailed():
+            return Failure(error.what, error.code, error.exit_code, error.remedy)
+        case InvalidSettings():
+            return Failure(error.message, error.code, _EXIT_USAGE)
+        case _:
+            code = "failed" if type(error) is ExoNodeError else error.code
+            return Failure(error.message, code, _EXIT_FAILED)
+
+
+def unfinished(error: Exception) -> Failure | None:
+    """The failure that an error of the parser or a refused question is; None for any other."""
+    if isinstance(error, _WrongUse):
+        return Failure(error.format_message(), "wrong_use", error.exit_code)
+    if isinstance(error, typer.Abort):
+        return Failure("the question was not answered with yes", "aborted", _EXIT_FAILED)
+    return None
+
+
+def wants_json(group: TyperGroup, words: Sequence[str]) -> bool:
+    """Whether `words` ask for JSON: `verify --json FILE` asks for a report instead."""
+    options = words[: words.index("--")] if "--" in words else words
+    if "--json" not in options:
+        return False
+    command: Any = group
+    for word in options:
+        command = getattr(command, "commands", {}).get(word, command)
+    return all(param.is_flag for param in command.params if "--json" in param.opts)

@@ -1,0 +1,131 @@
+"""Errors of commands with `--json`: one JSON object on stderr, the exit status as without it."""
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from api_stub import Stub, as_events, as_json, exo_node, serve_stub
+from models import make_checkpoint
+from typer.testing import CliRunner
+
+from exo_node.node.cli import main as cli
+from exo_node.node.machine.data_dir_lock import DataDirLock
+
+
+@pytest.fixture
+def stub() -> Generator[Stub]:
+    with serve_stub() as served:
+        yield served
+
+
+def failed(*arguments: str, stdin: str = "", **extra: str) -> tuple[int, dict[str, Any]]:
+    """The exit status and the error; a command in words ends with the same status."""
+    done = exo_node(*arguments, "--json", stdin=stdin, **extra)
+    assert done.stdout == "", "an error is no data"
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    body = json.loads(lines[0])
+    assert list(body) == ["error"]
+    in_words = exo_node(*arguments, stdin=stdin, **extra)
+    assert in_words.returncode == done.returncode
+    assert not in_words.stderr.startswith("{")
+    return done.returncode, body["error"]
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"], ["nodes"], ["events"]])
+def test_without_a_node_the_remedy_is_apart(command: list[str]) -> None:
+    status, error = failed(*command)
+    assert (status, error["code"]) == (69, "no_node")
+    assert error["remedy"] == "start one with `exo-node start`"
+    assert error["message"].startswith("no node runs") and "start one" not in error["message"]
+
+
+def test_a_node_that_is_still_starting_has_a_code_of_its_own(tmp_path: Path) -> None:
+    with DataDirLock.acquire(tmp_path):
+        status, error = failed("status", "--data-dir", str(tmp_path))
+    assert (status, error["code"], error["remedy"]) == (
+        75,
+        "node_starting",
+        "try again in a moment",
+    )
+    assert f"pid {os.getpid()}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["chat", "-"], "wrong_use", "empty"),
+        (["chat", "hi", "--max-tokens", "0"], "wrong_use", "--max-tokens"),
+        (["plan"], "wrong_use", "MODEL"),
+        (["models", "show"], "wrong_use", "ID"),
+        (["status", "--port", "70000"], "invalid_settings", "--port: '70000'"),
+        (["models", "rm", "some/model"], "invalid_settings", "--yes"),
+    ],
+)
+def test_wrong_use_is_json_too(arguments: list[str], code: str, problem: str) -> None:
+    status, error = failed(*arguments)
+    assert (status, error["code"]) == (2, code)
+    assert problem in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "http", "headers", "status", "remedy"),
+    [
+        ("queue_full", 429, {"Retry-After": "9"}, 75, "try again in 9 s"),
+        ("insufficient_memory", 503, {"Retry-After": "9"}, 1, None),
+        ("invalid_api_key", 401, {}, 1, "set EXO_API_KEY to the node's key"),
+    ],
+)
+def test_the_apis_code_and_words_are_passed_on(
+    stub: Stub, code: str, http: int, headers: dict[str, str], status: int, remedy: str | None
+) -> None:
+    said = {"error": {"message": "it says \x1b[2Jso", "code": code, "type": "server_error"}}
+    stub.replies["/v1/cluster"] = as_json(said, http, headers)
+    ended, error = failed("status", "--port", str(stub.port))
+    assert ended == status
+    assert error == {
+        "message": "it says \\x1b[2Jso",
+        "code": code,
+        **({} if remedy is None else {"remedy": remedy}),
+    }
+
+
+def test_what_was_printed_before_the_error_stays(stub: Stub) -> None:
+    event = 'data: {"time": 0, "text": "desk joined"}'
+    fault = {"error": {"message": "the head was lost", "code": "peer_lost"}}
+    stub.replies["/v1/events?follow=1&limit=100&scope=cluster"] = as_events(event, fault)
+    done = exo_node("events", "-f", "--json", "--port", str(stub.port))
+    assert json.loads(done.stdout)["text"] == "desk joined"
+    assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (75, "peer_lost")
+
+
+def test_a_prompt_that_says_json_asks_for_none() -> None:
+    assert exo_node("chat", "--", "--json").stderr.startswith("exo-node: no node runs")
+
+
+def test_a_report_is_no_wish_for_json_errors() -> None:
+    done = exo_node("verify", "no/such", "--json", "-")
+    assert (done.returncode, done.stderr.startswith("exo-node: ")) == (1, True), done.stderr
+
+
+def test_a_question_that_is_answered_with_no_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise typer.Abort
+
+    monkeypatch.setattr("exo_node.node.cli.flags.client_settings", refuse)
+    monkeypatch.setattr("exo_node.node.cli.main.client_settings", refuse)
+    done = CliRunner().invoke(cli.app, ["status", "--json"])
+    assert (done.exit_code, json.loads(done.stderr)["error"]["code"]) == (1, "aborted")
+
+
+def test_a_conversion_that_fails_in_its_process_says_so_in_json(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "tiny", "llama")
+    (tmp_path / "new").mkdir()
+    given = ("models", "convert", str(tmp_path / "tiny"), str(tmp_path / "new"))
+    status, error = failed(*given)
+    assert (status, error["code"]) == (1, "failed")
+    assert "is there already" in error["message"]
