@@ -117,6 +117,12 @@ def call(
         return _as_object(answer.read(), endpoint)
 
 
+def read_text(endpoint: Endpoint, path: str) -> str:
+    """GET `path`; the text that came back. Raises CallFailed."""
+    with _answer(endpoint, path, None, _READ_TIMEOUT_S) as answer:
+        return answer.read().decode(errors="replace")
+
+
 def stream(
     endpoint: Endpoint, path: str, body: Mapping[str, Any]
 ) -> Iterator[dict[str, Any] | Comment]:

@@ -110,6 +110,12 @@ Own = Annotated[
     bool, typer.Option("--node", help="What this node saw itself, not what the head did.")
 ]
 
+# ----------------------------------------------------------------------------------------- of top
+
+Once = Annotated[
+    bool, typer.Option("--once", help="Print one snapshot, as where stdout is no terminal.")
+]
+
 # -------------------------------------------------------------------------------------- of verify
 
 VerifiedModel = Annotated[

@@ -38,7 +38,7 @@ _CHAT: Final = "/v1/chat/completions"
 
 
 _ORDER: Final = (
-    *("start", "chat", "status", "models", "dashboard", "stop"),
+    *("start", "chat", "status", "top", "models", "dashboard", "stop"),
     *("nodes", "approve", "deny", "join", "key", "leave", "rekey"),
     *("plan", "events", "service", "doctor", "report", "verify", "bench"),
 )
@@ -193,6 +193,19 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     from . import output as cli_output
 
     print(cli_output.status(cluster, placements, answered))
+
+
+@app.command()
+def top(
+    once: flags.Once = False,
+    port: LocalPort = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch nodes, placements, requests and tokens a second, until Ctrl-C."""
+    from .top import run_top
+
+    run_top(client_settings(port, data_dir), once=once, as_json=as_json)
 
 
 @app.command()

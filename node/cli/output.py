@@ -40,7 +40,7 @@ def status(
     ]
     if not placements:
         return _joined([*lines, "no model is loaded; `exo-node chat` loads one"])
-    rows = [_placement_row(placement, names) for placement in placements]
+    rows = [placement_row(placement, names) for placement in placements]
     lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows)
     if answered:
         heads = ("ANSWERED HERE", "ANSWERS", "TOKENS", "PROMPTS CACHED", "SHARED STEPS", "ACCEPTED")
@@ -212,9 +212,10 @@ def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _placement_row(
+def placement_row(
     placement: Mapping[str, Any], names: Mapping[Any, str]
 ) -> tuple[str, str, str, str]:
+    """Model, status, stages with their layers, drafting; `names` by node id."""
     state = text_of(placement.get("status"))
     if placement.get("error"):
         state += f": {placement['error']}"
@@ -228,19 +229,20 @@ def _placement_row(
 
 def _answered_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
     """Shares of prompt tokens, of emitted tokens and of drafts."""
-
-    def share(part: str, whole: str) -> str:
-        count = totals.get(whole)
-        return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
-
     return (
         escape_controls(model),
         text_of(totals.get("requests")),
         text_of(totals.get("completion_tokens")),
-        share("cached_tokens", "prompt_tokens"),
-        share("batched_tokens", "completion_tokens"),
-        share("accepted_draft_tokens", "proposed_draft_tokens"),
+        share(totals, "cached_tokens", "prompt_tokens"),
+        share(totals, "batched_tokens", "completion_tokens"),
+        share(totals, "accepted_draft_tokens", "proposed_draft_tokens"),
     )
+
+
+def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
+    """A cell such as `67 %`."""
+    count = totals.get(whole)
+    return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
 
 
 def _layers(stage: Mapping[str, Any]) -> str:

@@ -88,6 +88,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/session.py",),
+    "rich": ("node/cli/top.py",),
     "ssl": ("node/join/*",),
     "matplotlib": ("shard/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),

@@ -50,6 +50,7 @@ CONSTANTS = {
     "node/cli/child.py": {"END_S"},
     "node/cli/doctor.py": {"_DIAL_S"},
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
+    "node/cli/top.py": {"_EVERY_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
     # What browsers are told.
     "node/api/origins.py": {"_PREFLIGHT_S"},

@@ -1,0 +1,213 @@
+"""`exo-node top`: its text from fixed readings, and the command against a stub of the node."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from api_stub import COMMAND, Stub, as_json, environment, exo_node, serve_stub
+
+from exo_node.node.cli import top
+from exo_node.node.cli.client import CallFailed
+from exo_node.node.cli.top_view import Reading, parse_metrics, shown, snapshot
+
+
+def _stage(**held: int) -> dict[str, Any]:
+    return {"placement": "p1", "layers": [0, 40], **held}
+
+
+_CLUSTER: dict[str, Any] = {
+    "self": "n1",
+    "head": "n2",
+    "version": "0.1.0",
+    "nodes": [
+        {
+            "id": "n1", "name": "alpha", "memory_bytes": 48 * 10**9, "status": "alive",
+            "self": True, "head": False,
+            "stages": [
+                _stage(weight_bytes=9 * 10**9, cache_bytes=10**9, live_requests=2),
+                _stage(weight_bytes=2 * 10**9, prefix_cache_bytes=10**9, live_requests=1),
+            ],
+        },
+        {"id": "n2", "name": "be\x1b[2Jta", "status": "suspect", "head": True},
+    ],
+}  # fmt: skip
+_PLACEMENT = {
+    "model": "some/model",
+    "status": "ready",
+    "stages": [{"node": "n1", "layers": [0, 40]}, {"node": "n2", "layers": [40, 64]}],
+    "drafting": {"drafter_kind": "none", "num_draft_tokens": 0, "reason": "2 stages"},
+}
+_ANSWERED = {
+    "some/model": {
+        "requests": 12,
+        "completion_tokens": 500,
+        "proposed_draft_tokens": 30,
+        "accepted_draft_tokens": 20,
+    }
+}
+
+
+def metrics(tokens: float, running: int = 2, waiting: int = 1) -> str:
+    labels = '{engine="0",model_name="some/model"}'
+    return (
+        "# HELP vllm:num_requests_running Requests.\n"
+        f"vllm:num_requests_running{labels} {running}.0\n"
+        f"vllm:num_requests_waiting{labels} {waiting}.0\n"
+        f"vllm:generation_tokens_total{labels} {tokens}\n"
+        "exo_node_nodes 2.0\n"
+    )
+
+
+def reading(at: float, tokens: float) -> Reading:
+    return Reading(at, _CLUSTER, [_PLACEMENT], _ANSWERED, metrics(tokens))
+
+
+def test_a_reading_becomes_three_tables() -> None:
+    told = snapshot(reading(12.0, 150.0), reading(10.0, 100.0))
+    assert (
+        shown(told, "10:31:05")
+        == r"""alpha, exo-node 0.1.0, 2 nodes, head be\x1b[2Jta  10:31:05
+
+NODE                STATUS   MODELS HOLD  OF MEMORY  LIVE REQUESTS
+alpha (self)        alive    13.0 GB      48.0 GB    3
+be\x1b[2Jta (head)  suspect  0.0 GB       -          0
+
+MODEL       STATUS  STAGES                          MTP
+some/model  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
+
+ASKED HERE  RUNNING  WAITING  TOKENS/S  ANSWERS  TOKENS  ACCEPTED
+some/model  2        1        25.0      12       500     67 %"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "rate"),
+    [(None, None), (reading(10.0, 140.0), 5.0), (reading(10.0, 900.0), None)],
+    ids=["nothing to compare with", "two readings", "a counter that went back"],
+)
+def test_a_rate_is_between_two_readings_of_one_process(
+    before: Reading | None, rate: float | None
+) -> None:
+    told = snapshot(reading(12.0, 150.0), before)
+    assert told["requests"]["some/model"]["tokens_per_second"] == rate
+
+
+def test_a_model_that_is_new_begins_at_nothing() -> None:
+    before = Reading(10.0, _CLUSTER, [], {}, "")
+    told = snapshot(reading(12.0, 150.0), before)
+    assert told["requests"]["some/model"]["tokens_per_second"] == 75.0
+
+
+def test_metrics_are_read_by_model_whatever_its_name() -> None:
+    odd = 'a{engine="0",model_name="x\\"} 7\\\\\\n"} 2.5\na{model_name="y"} 1e+06\na{k="1"} 3\n'
+    odd += 'a{model_name="y",k="2"} 1\na{model_name="y"} NaN\nnonsense\n'
+    assert parse_metrics(odd) == {"a": {'x"} 7\\\n': 2.5, "y": 1_000_001.0}}
+
+
+def test_fields_of_another_version_may_be_missing() -> None:
+    text = shown(snapshot(Reading(0.0, {"nodes": [{}]}, [], {}, ""), None), "now")
+    assert "no model is loaded" in text and "-, exo-node -, 1 node, head -" in text
+
+
+def test_a_node_that_is_lost_is_told_and_looked_for_again() -> None:
+    gone = CallFailed("no node answers at 127.0.0.1:1")
+    news = iter([reading(11.0, 130.0), gone, gone, reading(20.0, 200.0), reading(21.0, 204.0)])
+
+    def read() -> Reading:
+        match next(news):
+            case Reading() as found:
+                return found
+            case fault:
+                raise fault
+
+    clock = iter(["t0", "t1", "t2", "t3"])
+    texts = top.screens(read, reading(10.0, 100.0), lambda: next(clock))
+    told = [next(texts) for _ in range(6)]
+    assert "t0" in told[0] and "TROUBLE" not in told[1] and "30.0" in told[1]
+    for text in told[2:4]:
+        assert "TROUBLE  no node answers at 127.0.0.1:1; asked again, this is of t1" in text
+        assert "some/model  ready" in text
+    assert "TROUBLE" not in told[4] and "30.0" not in told[4]
+    assert " -         12" in told[4], "its counters are another process's"
+    assert "4.0" in told[5]
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def stub() -> Generator[Stub]:
+    with serve_stub() as served:
+        served.replies = {
+            "/v1/cluster": as_json(_CLUSTER),
+            "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
+            "/v1/mtp/stats": as_json({"models": _ANSWERED}),
+            "/metrics": as_json(metrics(100.0).encode()),
+        }
+        yield served
+
+
+@pytest.mark.parametrize("flags", [(), ("--once",)])
+def test_without_a_terminal_it_is_one_snapshot(stub: Stub, flags: tuple[str, ...]) -> None:
+    done = exo_node("top", *flags, "--port", str(stub.port))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("ASKED HERE") == 1
+    assert "\x1b" not in done.stdout
+    assert "some/model  2        1        0.0 " in done.stdout
+
+
+def test_json_is_one_snapshot(stub: Stub) -> None:
+    done = exo_node("top", "--json", "--port", str(stub.port))
+    told = json.loads(done.stdout)
+    assert told["cluster"] == _CLUSTER and told["placements"] == [_PLACEMENT]
+    assert told["loads"]["n1"] == {"held_bytes": 13 * 10**9, "live_requests": 3}
+    assert told["requests"] == {"some/model": {"running": 2, "waiting": 1, "tokens_per_second": 0}}
+    assert told["answered"] == _ANSWERED
+
+
+def test_without_a_node_it_fails_as_others_do() -> None:
+    done = exo_node("top", "--json")
+    assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (69, "no_node")
+
+
+def _read_until(screen: int, wanted: bytes) -> bytes:
+    seen, until = b"", time.monotonic() + 60
+    while wanted not in seen and time.monotonic() < until:
+        if select.select([screen], [], [], 1)[0]:
+            seen += os.read(screen, 65536)
+    assert wanted in seen, seen
+    return seen
+
+
+def test_on_a_terminal_it_goes_on_without_its_node_and_ends_with_ctrl_c(stub: Stub) -> None:
+    screen, terminal = pty.openpty()
+    size = {"COLUMNS": "120", "LINES": "30", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [*COMMAND, "top", "--port", str(stub.port)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env=environment(**size),
+    )
+    os.close(terminal)
+    try:
+        _ = _read_until(screen, b"some/model")
+        replies, stub.replies = stub.replies, {}
+        _ = _read_until(screen, b"TROUBLE")
+        stub.replies = {**replies, "/metrics": as_json(metrics(9.0, running=7).encode())}
+        _ = _read_until(screen, b"some/model  7 ")
+        process.send_signal(signal.SIGINT)
+        assert _read_until(screen, b"\x1b[?1049l")  # the screen is as it was before
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        _ = process.wait()
+        os.close(screen)
+    assert (process.returncode, said) == (0, b"")
