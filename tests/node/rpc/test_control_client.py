@@ -46,6 +46,9 @@ class _Endless(peer_pb2_grpc.GeneratorServicer):
     async def Park(self, request: pb.ParkRequest, context: Any) -> pb.ParkReply:
         raise NotImplementedError
 
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
+        raise NotImplementedError
+
 
 async def _during_an_answer(data_dir: Path, cut: str) -> None:
     """Runs `cut` between an answer's first event and its next."""
