@@ -79,7 +79,7 @@ def good_answer(running: Node) -> bool:
         ({**chat_body("x"), "model": "good", "num_draft_tokens": -1}, "num_draft_tokens"),
         ({**chat_body("x"), "frequency_penalty": 9.0}, "frequency_penalty"),
         ({**chat_body("x"), "model": "good", "logit_bias": {"99999": 1.0}}, "logit_bias"),
-        ({**chat_body("x"), "tools": [{"type": "function"}]}, "tools"),
+        ({**chat_body("x"), "tools": [{"type": "function"}]}, "tools[0].function"),
         ({**chat_body("x"), "temprature": 1.0}, "temprature"),
     ],
     ids=str,

@@ -93,7 +93,8 @@ def test_a_pin_is_one_version_and_no_address() -> None:
 
 def test_pins_lie_within_what_the_project_asks_for() -> None:
     pinned = {_normal(pin.name): str(pin.specifier).removeprefix("==") for pin in _pins()}
-    asked = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["dev"], *extras["clients"]]
     wrong = [
         text
         for text in asked
@@ -108,8 +109,8 @@ def _pins() -> list[Requirement]:
 
 
 def _needed() -> set[str]:
-    """What installing the project with its dev extra brings here, by the installed metadata."""
-    extras = {"dev", "cpu"} if sys.platform == "linux" else {"dev"}
+    """What `make test` installs here, by the installed metadata."""
+    extras = {"dev", "clients", *({"cpu"} if sys.platform == "linux" else ())}
     found: set[str] = set()
     waiting = [(Requirement(text), set[str]()) for text in PROJECT["dependencies"]]
     waiting += [
