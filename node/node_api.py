@@ -32,6 +32,7 @@ from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
+from .trust.api_tokens import ApiTokens
 from .trust.certificates import clock_trouble
 from .trust.local_token import TOKEN_HEADER, LocalToken
 
@@ -67,6 +68,8 @@ class NodeApi:
         self._loops = loops
         self._timing = timing
         self._token = LocalToken.load(settings.data_dir)
+        beyond = not is_loopback(settings.host)
+        self._tokens = ApiTokens(settings.data_dir, always=beyond)
         self._app = self._build()
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
         self._server = HttpServer(self._app, limits=limits, grace_s=timing.serving.grace_s)
@@ -114,6 +117,7 @@ class NodeApi:
             allowed_origins=self._settings.allowed_origins,
             api_key=self._api_key,
             token=self._token,
+            tokens=self._tokens,
             between=lambda app: self._leaving.around(HeadForwarder(app, self._head)),
             events=self._events,
             measurements=self._local.profiling,

@@ -113,7 +113,7 @@ function KeyPrompt({ onKey }) {
         <input ref=${field} type="password" autocomplete="off" required spellcheck="false" />
       </label>
       ${refused.current && html`<p class="notice bad" role="alert" key=${tried}>
-        The node refused the key. Enter the one that the node was started with.</p>`}
+        The node refused the key. Enter the one that the node was started with, or a token that was not revoked.</p>`}
       <button class="primary">Continue</button>
     </form>`;
 }

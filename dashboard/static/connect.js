@@ -87,7 +87,7 @@ export function Place({ data, talk }) {
   return html`
     <div class="place">
       <p class="muted">This node speaks OpenAI's, Anthropic's and Ollama's dialects. ${" "}
-        ${given ? "It asks for its API key." : "It has no API key, so any will do."}</p>
+        ${given ? "It asks for its API key or a token." : "It has no API key, so any will do."}</p>
       <div class="line wrap">
         <label>Model
           <select value=${model} onChange=${({ target }) => setWanted(target.value)}>

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import request_scope
+from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
 from .dialects import ANSWERING, OLLAMA, fault_frame, fault_response
 from .errors import HttpFault, fault_of, internal_fault
@@ -59,8 +60,9 @@ class Guard:
     `allowed_hosts` are names beside the loopback's and the address that was connected to: `name`
     with any port or none, as a proxy may have its own, `name:port` as it stands. `api_key` None
     leaves all paths open; otherwise only the page, its files and the health paths are, and who
-    shows it may use any host name: a page that rebinds a name has no key. Where it is None, `token`
-    is what changes anything but a chat has to show; with neither, nothing has to be shown.
+    shows it may use any host name: a page that rebinds a name has no key. One of `tokens` counts as
+    the key, and they may want one by themselves. Where `api_key` is None, `token` is what changes
+    anything but a chat has to show, or one of `tokens`; with none of them, nothing has to be shown.
     """
 
     app: ASGIApp
@@ -68,6 +70,7 @@ class Guard:
     origins: Origins = field(default_factory=Origins)
     api_key: str | None = field(default=None, repr=False)
     token: LocalToken | None = field(default=None, repr=False)
+    tokens: ApiTokens | None = field(default=None, repr=False)
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
 
@@ -116,19 +119,29 @@ class Guard:
         return host in exact | named or (host.rpartition(":")[0] in named and _has_port(host))
 
     def _shows_key(self, headers: Headers) -> bool:
-        if self.api_key is None:
-            return False
-        expected = self.api_key.encode()
         # Headers are latin-1 to ASGI: this gives back the bytes that were sent.
-        given = (each.encode("latin-1") for each in _keys(headers))
-        return any([hmac.compare_digest(each, expected) for each in given])
+        given = [each.encode("latin-1") for each in _keys(headers)]
+        if self.api_key is not None:
+            expected = self.api_key.encode()
+            if any([hmac.compare_digest(each, expected) for each in given]):
+                return True
+        return self.tokens is not None and self.tokens.is_shown(given)
+
+    def _wants_key(self) -> bool:
+        return self.api_key is not None or (self.tokens is not None and self.tokens.wanted)
 
     def _refused_key(self, path: str, headers: Headers) -> HttpFault | None:
-        if self.api_key is None or path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX):
+        if path in _OPEN_PATHS or path.startswith(_STATIC_PREFIX) or not self._wants_key():
             return None
-        if self._shows_key(headers):
+        # Without EXO_API_KEY the node's own user has the data folder's token, or a page that wants
+        # a session for the ticket that it was given.
+        own = self.api_key is None and (path == SESSION_PATH or self._shows_token(headers))
+        if own or self._shows_key(headers):
             return None
-        message = "this node wants its API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        message = (
+            "this node wants its API key or a token, as 'Authorization: Bearer KEY' or "
+            "'x-api-key: KEY'"
+        )
         challenge = (("WWW-Authenticate", "Bearer"),)
         return HttpFault(401, "invalid_api_key", message, headers=challenge)
 
@@ -150,7 +163,11 @@ class Guard:
     def _is_trusted(self, headers: Headers) -> bool:
         if self.token is None or self.api_key is not None:
             return True  # an API key was shown, or the paths that need none change nothing
-        return self.token.is_shown(v.encode("latin-1") for v in headers.getlist(TOKEN_HEADER))
+        return self._shows_token(headers) or self._shows_key(headers)
+
+    def _shows_token(self, headers: Headers) -> bool:
+        given = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
+        return self.token is not None and self.token.is_shown(given)
 
     def _refused_body(self, scope: Scope, headers: Headers) -> HttpFault | None:
         if scope["method"] not in _METHODS_WITH_BODY:

@@ -19,6 +19,7 @@ from ...placement.errors import ExoNodeError, InvalidSettings
 from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import ServingTiming
+from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import LocalToken
 from .answering import Answering
 from .completions_api import Completions
@@ -56,12 +57,13 @@ def build_app(
     allowed_origins: Collection[str] = (),
     api_key: str | None = None,
     token: LocalToken | None = None,
+    tokens: ApiTokens | None = None,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     events: EventLog | None = None,
     measurements: Measurements | None = None,
     joining: "JoinOperations | None" = None,
 ) -> ASGIApp:
-    """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and token.
+    """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and tokens.
 
     `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
     has no endpoints.
@@ -100,7 +102,7 @@ def build_app(
     )
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
-    return Guard(between(app), allowed_hosts, Origins(allowed_origins), api_key, token)
+    return Guard(between(app), allowed_hosts, Origins(allowed_origins), api_key, token, tokens)
 
 
 def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:

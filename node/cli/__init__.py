@@ -20,6 +20,7 @@ report.py: `exo-node report`
 service.py: `exo-node service`
 session.py: `exo-node chat` without a prompt
 start.py: `exo-node start` and `exo-node stop`
+token.py: `exo-node token`
 top.py: `exo-node top`
 top_view.py: a node's reading and the text of it
 verify.py: `exo-node verify`

@@ -243,7 +243,7 @@ def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | Non
     temporary = temporary and code not in _LASTING_CODES
     remedy = None
     if status == 401:
-        remedy = "set EXO_API_KEY to the node's key"
+        remedy = "set EXO_API_KEY to the node's key, or to a token of it"
     elif temporary and retry_after and retry_after.isdecimal():
         remedy = f"try again in {retry_after} s"
     return CallFailed(

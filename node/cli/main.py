@@ -26,6 +26,7 @@ from .join import add_join_commands
 from .report import report
 from .service import service
 from .start import VARIABLES, start
+from .token import token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +41,7 @@ _CHAT: Final = "/v1/chat/completions"
 _ORDER: Final = (
     *("start", "chat", "status", "top", "models", "dashboard", "stop"),
     *("nodes", "approve", "deny", "join", "key", "leave", "rekey"),
+    "token",
     *("plan", "events", "service", "doctor", "report", "verify", "bench"),
 )
 """As people come to need them."""
@@ -82,6 +84,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
 app.add_typer(service, name="service")
+app.add_typer(token, name="token")
 app.command()(doctor)
 app.command()(report)
 add_join_commands(app)

@@ -15,8 +15,9 @@ from .client import no_node
 from .flags import DataDir, ModelsDir
 
 VARIABLES: Final = (
-    "By variable only: EXO_API_KEY (clients must show it), EXO_ALLOWED_HOSTS (further names of "
-    "this node), EXO_ALLOWED_ORIGINS (pages that may use it), EXO_CLUSTER_KEY, "
+    "By variable only: EXO_API_KEY (clients must show it, or a token of `exo-node token`), "
+    "EXO_ALLOWED_HOSTS (further names of this node), "
+    "EXO_ALLOWED_ORIGINS (pages that may use it), EXO_CLUSTER_KEY, "
     "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
     "card's K), EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
     "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_PREFIX_CACHE_ENABLED=0 (read every prompt in full), "
@@ -36,7 +37,8 @@ _Host = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="HTTP address; other than loopback needs EXO_API_KEY. Default: 127.0.0.1. [EXO_HOST]",
+        help="HTTP address; other than loopback needs EXO_API_KEY or an `exo-node token`. "
+        "Default: 127.0.0.1. [EXO_HOST]",
     ),
 ]
 _Port = Annotated[
@@ -159,9 +161,10 @@ def start(
 def _run(flags: Mapping[str, object]) -> int:
     """The node's exit status; a flag that is None was not given."""
     from ..machine import settings
+    from ..trust.token_file import has_token
 
     environ = settings.environment()
-    wanted = settings.load_settings(flags, environ)
+    wanted = settings.load_settings(flags, environ, has_token)
     settings.quieten_grpc()
     settings.check_mlx_extras(settings.installed_distributions())
     from ..run import run_node

@@ -46,6 +46,11 @@ def create_private(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def update_private(path: Path, data: bytes) -> None:
+    """As `replace_private`, for what may be lost in a power cut; its folder has to be there."""
+    write_atomic(path, data)
+
+
 def replace_private(path: Path, data: bytes) -> None:
     """As `create_private`, but over what is there: at every moment the old file or the new."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ A flag wins over its variable, a variable over the default; an empty variable co
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
@@ -216,8 +216,14 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+def load_settings(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    has_token: Callable[[Path], bool] = lambda _data_dir: False,
+) -> Settings:
     """The node's settings; `flags` is keyed by field name, None where the flag was not given.
+
+    `has_token`: whether a data folder has an API token, which is a key as EXO_API_KEY is.
 
     Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
     """
@@ -225,7 +231,7 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Se
     if given.by_flag("cluster_key_file"):
         given.values.pop("cluster_key", None)
     settings = _validate(Settings, given)
-    _check_bind(settings, given)
+    _check_bind(settings, given, has_token)
     _check_ports(settings, given)
     if settings.cluster_key is not None and settings.cluster_key_file is not None:
         raise InvalidSettings(
@@ -320,13 +326,15 @@ def _validate(kind: type[_Model], given: _Given) -> _Model:
         raise InvalidSettings(f"{origin}: {problem}", param=origin) from None
 
 
-def _check_bind(settings: Settings, given: _Given) -> None:
+def _check_bind(settings: Settings, given: _Given, has_token: Callable[[Path], bool]) -> None:
     if is_loopback(settings.host) or settings.api_key is not None:
+        return
+    if has_token(settings.data_dir):
         return
     origin = given.origins["host"]
     raise InvalidSettings(
         f"{origin}: {settings.host} lets other machines use this node without a key; "
-        "set EXO_API_KEY, or keep 127.0.0.1",
+        "set EXO_API_KEY, make a key with `exo-node token create NAME`, or keep 127.0.0.1",
         param=origin,
     )
 

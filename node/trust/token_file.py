@@ -1,0 +1,217 @@
+"""The API tokens of a data folder on disk: made, listed and revoked, whether its node runs or not.
+
+Only SHA-256 digests are stored. A token is 256 random bits, so nothing can be guessed that salt or
+a slow hash would protect, and a slow one would let strangers keep the node busy with wrong tokens.
+When a token was used last is in a file of its own, which only the node writes: a write of the node
+can bring no revoked token back.
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ..machine.private_files import replace_private, update_private
+
+TOKENS_FILE: Final = "api.tokens"
+USES_FILE: Final = "api.tokens.used"
+_LOCK_FILE: Final = "api.tokens.lock"
+_PREFIX: Final = "exo-"
+"""Scanners for leaked secrets look for such."""
+_BYTES: Final = 32
+_MAX_TOKENS: Final = 256
+_MAX_NAME: Final = 64
+_FILE_LIMIT: Final = 1024 * 1024
+_LOCK_TRIES: Final = 100
+_LOCK_PAUSE_S: Final = 0.05
+
+Uses = Mapping[str, int]
+"""When a token was used last, in seconds since 1970, by its id."""
+
+
+class StoredToken(BaseModel):
+    """A token as it is on disk; `created` in seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    created: Annotated[int, Field(ge=0)]
+
+    @property
+    def id(self) -> str:
+        """Another token of the same name has another."""
+        return self.sha256[:16]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    format: Literal[1] = 1
+    tokens: Annotated[tuple[StoredToken, ...], Field(max_length=_MAX_TOKENS)] = ()
+
+
+_USES: Final = TypeAdapter(dict[str, Annotated[int, Field(ge=0, lt=2**40)]])
+
+
+def digest(token: bytes) -> str:
+    """What is stored of a token."""
+    return hashlib.sha256(token).hexdigest()
+
+
+def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
+    """None where there is no file. Raises InvalidSettings for one that cannot be trusted."""
+    path = data_dir / TOKENS_FILE
+    try:
+        # Neither a link to elsewhere nor a pipe without an end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as fault:
+        raise _unusable(path, fault.strerror or "it cannot be opened") from fault
+    try:
+        _check_owner(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(_FILE_LIMIT)
+    except OSError as fault:
+        raise _unusable(path, fault.strerror or "it cannot be read") from fault
+    finally:
+        os.close(descriptor)
+    try:
+        return _File.model_validate_json(content).tokens
+    except ValidationError:
+        # `from None`: pydantic's own text repeats what the file holds.
+        raise _unusable(path, "it is damaged") from None
+
+
+def has_token(data_dir: Path) -> bool:
+    """Raises InvalidSettings as `read_tokens` does."""
+    return bool(read_tokens(data_dir))
+
+
+def create_token(data_dir: Path, name: str) -> str:
+    """The token itself, which is stored nowhere. Raises ExoNodeError."""
+    _check_name(name)
+    token = _PREFIX + secrets.token_urlsafe(_BYTES)
+    stored = StoredToken(name=name, sha256=digest(token.encode()), created=int(time.time()))
+    with _changing(data_dir):
+        tokens = read_tokens(data_dir) or ()
+        if any(each.name == name for each in tokens):
+            raise InvalidRequest(
+                f"there is a token with the name '{name}'; choose another, or revoke it first",
+                param="NAME",
+            )
+        if len(tokens) >= _MAX_TOKENS:
+            raise InvalidRequest(f"there are {_MAX_TOKENS} tokens; revoke one first", param="NAME")
+        _write(data_dir, (*tokens, stored))
+    return token
+
+
+def revoke_token(data_dir: Path, name: str) -> int:
+    """How many tokens remain. Raises ExoNodeError, also where none has the name."""
+    _check_name(name)
+    if read_tokens(data_dir) is None:
+        raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
+    with _changing(data_dir):
+        tokens = read_tokens(data_dir) or ()
+        kept = tuple(each for each in tokens if each.name != name)
+        if len(kept) == len(tokens):
+            raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
+        _write(data_dir, kept)
+    return len(kept)
+
+
+def read_uses(data_dir: Path) -> Uses:
+    """Nothing where the node wrote nothing yet, or nothing that can be read: it is only told."""
+    try:
+        with (data_dir / USES_FILE).open("rb") as file:
+            return _USES.validate_json(file.read(_FILE_LIMIT), strict=True)
+    except (OSError, ValidationError):
+        return {}
+
+
+def write_uses(data_dir: Path, uses: Uses) -> None:
+    """Raises OSError, and leaves the old ones."""
+    update_private(data_dir / USES_FILE, _USES.dump_json(dict(uses)))
+
+
+def _check_name(name: str) -> None:
+    if 0 < len(name) <= _MAX_NAME and name.isprintable() and name == name.strip():
+        return
+    # The name is not repeated: it may be a megabyte, or draw on the terminal.
+    raise InvalidRequest(
+        f"a token's name is 1 to {_MAX_NAME} printable characters, without spaces around it",
+        param="NAME",
+    )
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _unusable(path, "it is no file")
+    if found.st_uid != os.geteuid():
+        raise _unusable(path, "it is another user's")
+    if found.st_mode & 0o077:
+        raise _unusable(path, "others may read or write it; `chmod 600` it")
+
+
+def _unusable(path: Path, why: str) -> InvalidSettings:
+    return InvalidSettings(
+        f"{path} cannot be used: {why}; until it is put right or removed and tokens are created "
+        "anew, none is accepted",
+        param=str(path),
+    )
+
+
+def _write(data_dir: Path, tokens: tuple[StoredToken, ...]) -> None:
+    try:
+        replace_private(data_dir / TOKENS_FILE, _File(tokens=tokens).model_dump_json().encode())
+    except OSError as fault:
+        raise _unwritten(data_dir, fault) from fault
+
+
+def _unwritten(data_dir: Path, fault: OSError) -> ExoNodeError:
+    return ExoNodeError(
+        f"{data_dir / TOKENS_FILE} cannot be written: {fault.strerror}; nothing was changed"
+    )
+
+
+@contextmanager
+def _changing(data_dir: Path) -> Generator[None]:
+    """One change at a time: each starts from what the one before has written."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if data_dir.stat().st_uid != os.geteuid():
+            raise InvalidSettings(
+                f"{data_dir} is another user's, whose node would not read your file; run this as "
+                "the node's user",
+                param="--data-dir",
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(data_dir / _LOCK_FILE, flags, 0o600)
+    except OSError as fault:
+        raise _unwritten(data_dir, fault) from fault
+    try:
+        _lock(descriptor, data_dir)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, data_dir: Path) -> None:
+    for _ in range(_LOCK_TRIES):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        except OSError as fault:
+            raise _unwritten(data_dir, fault) from fault
+    raise ExoNodeError("another `exo-node token` does not end; nothing was changed")

@@ -1,0 +1,183 @@
+"""API tokens over HTTP: what counts as a key, who is asked for one, refusals in each dialect."""
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import ANSWER, Event
+from http_node import PATIENCE_S, Node, Reply, chat_body, raw_chat, serving_fakes
+
+from exo_node.node.trust.api_tokens import ApiTokens
+from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
+from exo_node.node.trust.token_file import TOKENS_FILE, create_token, revoke_token
+
+CHAT = "/v1/chat/completions"
+DIALECTS = {
+    CHAT: ("error", "message"),
+    "/v1/completions": ("error", "message"),
+    "/v1/responses": ("error", "message"),
+    "/v1/messages": ("error", "message"),
+    "/api/chat": ("error",),
+}
+
+
+@dataclass
+class Served:
+    node: Node
+    folder: Path
+    local: LocalToken
+
+    def get(self, headers: dict[str, str] | None = None, path: str = "/v1/models") -> Reply:
+        return self.node.ask("GET", path, headers=headers)
+
+    def chat(self, token: str) -> Reply:
+        return self.node.ask("POST", CHAT, chat_body(), bearer(token))
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Generator[Served]:
+    """On loopback and without EXO_API_KEY."""
+    local = LocalToken(secrets.token_hex(32))
+    with serving_fakes(tokens=ApiTokens(tmp_path), token=local) as node:
+        yield Served(node, tmp_path, local)
+
+
+def test_the_first_token_closes_a_running_node_to_all_without_one(served: Served) -> None:
+    assert served.get().status == 200
+    made = create_token(served.folder, "laptop")
+    assert served.get().status == 401
+    assert served.get(bearer("any")).status == 401
+    assert served.get({"x-api-key": served.local.text}).status == 401, "that is no client's"
+    for shown in (bearer(made), {"x-api-key": made}, bearer("any") | {"x-api-key": made}):
+        assert served.get(shown).status == 200
+    assert served.chat(made).status == 200
+    for path in ("/health/live", "/health/ready"):
+        assert served.get(path=path).status == 200
+
+
+def test_a_token_has_the_rights_of_the_key(served: Served) -> None:
+    body = {"native_mtp_enabled": False}
+    made = create_token(served.folder, "laptop")
+    assert served.node.ask("PATCH", "/v1/settings", body).status == 401
+    assert served.node.ask("PATCH", "/v1/settings", body, bearer(made)).status == 200
+    # The name that a page's address had is no matter to who has a key.
+    assert served.get({"Host": "evil.example"}).status == 421
+    assert served.get({"Host": "evil.example", **bearer("wrong")}).status == 421
+    assert served.get({"Host": "evil.example", **bearer(made)}).status == 200
+
+
+def test_the_nodes_own_user_needs_no_token(served: Served) -> None:
+    _ = create_token(served.folder, "laptop")
+    own = {TOKEN_HEADER: served.local.text}
+    assert served.get(own).status == 200
+    assert served.get({TOKEN_HEADER: "0" * 64}).status == 401
+    ticket = served.node.ask("POST", "/v1/session/ticket", {}, own).json["ticket"]
+    assert served.node.ask("POST", "/v1/session/ticket", {}).status == 401
+    session = served.node.ask("POST", "/v1/session", {"ticket": ticket}).json["session"]
+    assert served.get({TOKEN_HEADER: session}).status == 200
+    assert served.node.ask("POST", "/v1/session", {"ticket": ticket}).status == 400
+
+
+def test_a_revoked_token_is_refused_at_once_and_the_node_stays_closed(served: Served) -> None:
+    made = create_token(served.folder, "laptop")
+    assert served.get(bearer(made)).status == 200
+    assert revoke_token(served.folder, "laptop") == 0
+    assert served.get(bearer(made)).status == 401
+    assert served.get().status == 401
+
+
+def test_an_answer_outlives_its_token_and_the_next_request_does_not(served: Served) -> None:
+    made, go = create_token(served.folder, "laptop"), threading.Event()
+
+    async def script() -> AsyncGenerator[Event]:
+        yield ANSWER[0]
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        for event in ANSWER[1:]:
+            yield event
+
+    served.node.chat.scripts["slow"] = script
+    key = f"\r\nAuthorization: Bearer {made}\r\nContent-Type".encode()
+    request = raw_chat(model="slow", stream=True).replace(b"\r\nContent-Type", key, 1)
+    with served.node.raw(request.replace(b"{port}", str(served.node.port).encode())) as connection:
+        assert served.node.chat.began.wait(PATIENCE_S)
+        _ = revoke_token(served.folder, "laptop")
+        assert served.chat(made).status == 401
+        go.set()
+        received = b""
+        while b"[DONE]" not in received:
+            received += (piece := connection.recv(65536))
+            assert piece
+
+
+@pytest.mark.parametrize(("path", "where"), DIALECTS.items())
+def test_each_dialect_refuses_in_its_own_shape(
+    served: Served, path: str, where: tuple[str, ...]
+) -> None:
+    _ = create_token(served.folder, "laptop")
+    reply = served.node.ask("POST", path, {}, bearer("wrong"))
+    assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+    found = reply.json
+    if path == "/v1/messages":
+        assert (found["type"], found["error"]["type"]) == ("error", "authentication_error")
+    elif path != "/api/chat":
+        assert found["error"]["code"] == "invalid_api_key"
+    for name in where:
+        found = found[name]
+    assert "API key or a token" in found
+
+
+def test_the_key_and_tokens_are_good_beside_each_other(tmp_path: Path) -> None:
+    local = LocalToken(secrets.token_hex(32))
+    with serving_fakes(api_key="key", tokens=ApiTokens(tmp_path), token=local) as node:
+        made = create_token(tmp_path, "laptop")
+        for shown, status in (("key", 200), (made, 200), ("other", 401)):
+            assert node.ask("GET", "/v1/models", headers=bearer(shown)).status == status
+        # As without tokens: EXO_API_KEY takes the place of the data folder's token.
+        assert node.ask("GET", "/v1/models", headers={TOKEN_HEADER: local.text}).status == 401
+        assert node.ask("POST", "/v1/session", {"ticket": local.ticket()}).status == 401
+
+
+def test_beyond_loopback_a_key_is_needed_also_where_there_is_no_token(tmp_path: Path) -> None:
+    with serving_fakes(tokens=ApiTokens(tmp_path, always=True)) as node:
+        assert node.ask("GET", "/v1/models").status == 401
+        made = create_token(tmp_path, "laptop")
+        assert node.ask("GET", "/v1/models", headers=bearer(made)).status == 200
+
+
+def test_a_broken_file_refuses_tokens_and_not_the_key_or_the_user(tmp_path: Path) -> None:
+    made = create_token(tmp_path, "laptop")
+    local = LocalToken(secrets.token_hex(32))
+    _ = (tmp_path / TOKENS_FILE).write_bytes(b"{")
+    with serving_fakes(tokens=ApiTokens(tmp_path), token=local) as node:
+        assert node.ask("GET", "/v1/models", headers=bearer(made)).status == 401
+        assert node.ask("GET", "/v1/models").status == 401
+        assert node.ask("GET", "/v1/models", headers={TOKEN_HEADER: local.text}).status == 200
+        assert node.ask("GET", "/health/live").status == 200
+    with serving_fakes(api_key="key", tokens=ApiTokens(tmp_path), token=local) as node:
+        assert node.ask("GET", "/v1/models", headers=bearer("key")).status == 200
+
+
+def test_a_token_is_in_no_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    made = create_token(served.folder, "laptop")
+    assert served.chat(made).status == 200
+    assert served.chat(made + "x").status == 401
+    assert f"POST {CHAT} 401" in caplog.text
+    assert made[4:] not in caplog.text
+
+
+def test_strange_keys_are_refused_and_the_next_good_one_is_not(served: Served) -> None:
+    made = create_token(served.folder, "laptop")
+    for strange in ("", " ", "é", "\xff" * 100, "x" * 4000, f"{made} {made}", f'"{made}"'):
+        assert served.get({"x-api-key": strange}).status == 401, strange
+    assert served.get(bearer(made)).status == 200

@@ -1,0 +1,98 @@
+"""`exo-node token`: made, listed and revoked on a data folder, with no node."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from exo_node.node.cli import main as cli
+from exo_node.node.machine.settings import load_settings
+from exo_node.node.trust.api_tokens import ApiTokens
+from exo_node.node.trust.token_file import TOKENS_FILE, create_token, has_token
+from exo_node.placement.errors import InvalidSettings
+
+
+def token(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["token", *arguments, "--data-dir", str(folder)])
+
+
+def test_a_token_is_printed_once_listed_and_revoked(tmp_path: Path) -> None:
+    made = token(tmp_path, "create", "laptop")
+    assert made.exit_code == 0
+    text = made.stdout.strip()
+    assert made.stdout == f"{text}\n" and "not shown again" in made.stderr
+    tokens = ApiTokens(tmp_path)
+    listed = token(tmp_path, "list").stdout
+    assert listed.splitlines()[1].startswith("laptop  ") and listed.endswith("  never\n")
+    assert tokens.is_shown([text.encode()])
+    listed = token(tmp_path, "list").stdout
+    assert text not in listed and "never" not in listed
+    revoked = token(tmp_path, "revoke", "laptop")
+    assert (revoked.exit_code, revoked.stdout) == (0, "")
+    assert "no token is left, and the node asks for a key still" in revoked.stderr
+    assert not tokens.is_shown([text.encode()])
+    assert "there is no token" in token(tmp_path, "list").stderr
+
+
+def test_the_same_as_json(tmp_path: Path) -> None:
+    made = json.loads(token(tmp_path, "create", "a", "--json").stdout)
+    assert made["name"] == "a" and ApiTokens(tmp_path).is_shown([made["token"].encode()])
+    [entry] = json.loads(token(tmp_path, "list", "--json").stdout)["data"]
+    assert entry["name"] == "a" and entry["last_used"].endswith("Z")
+    assert json.loads(token(tmp_path, "revoke", "a", "--json").stdout) == {
+        "revoked": "a",
+        "left": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("create", "a"), "there is a token with the name 'a'"),
+        (("create", "b\x1b[2J"), "1 to 64 printable"),
+        (("create", "x" * 100_000), "1 to 64 printable"),
+        (("revoke", "b"), "no token with the name 'b'"),
+    ],
+    ids=["taken", "control", "long", "unknown"],
+)
+def test_a_refusal_is_a_line_and_an_exit_code(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    _ = create_token(tmp_path, "a")
+    before = (tmp_path / TOKENS_FILE).read_bytes()
+    refused = token(tmp_path, *arguments)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert told in refused.stderr and len(refused.stderr) < 200
+    assert (tmp_path / TOKENS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [("create", "b"), ("list",), ("revoke", "a")])
+def test_a_damaged_file_is_told_and_kept(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = tmp_path / TOKENS_FILE
+    _ = path.write_bytes(b"{")
+    path.chmod(0o600)
+    refused = token(tmp_path, *command)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"{path} cannot be used: it is damaged" in refused.stderr
+    assert path.read_bytes() == b"{"
+
+
+def test_what_somebody_wrote_into_the_file_cannot_draw(tmp_path: Path) -> None:
+    _ = create_token(tmp_path, "plain")
+    path = tmp_path / TOKENS_FILE
+    _ = path.write_text(path.read_text().replace("plain", "a\\u001b[2J"))
+    assert r"a\x1b[2J" in token(tmp_path, "list").stdout
+
+
+def test_a_token_lets_a_node_listen_beyond_loopback(tmp_path: Path) -> None:
+    flags = {"host": "0.0.0.0", "data_dir": str(tmp_path)}
+    with pytest.raises(InvalidSettings, match="`exo-node token create NAME`"):
+        _ = load_settings(flags, {}, has_token)
+    _ = create_token(tmp_path, "laptop")
+    assert load_settings(flags, {}, has_token).host == "0.0.0.0"
+    _ = (tmp_path / TOKENS_FILE).write_bytes(b"{")
+    with pytest.raises(InvalidSettings, match="cannot be used"):
+        _ = load_settings(flags, {}, has_token)
+    assert load_settings(flags, {"EXO_API_KEY": "k"}, has_token).host == "0.0.0.0"
+    assert load_settings(flags | {"host": "127.0.0.1"}, {}, has_token).host == "127.0.0.1"
