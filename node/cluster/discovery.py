@@ -137,7 +137,8 @@ class Discovery:
                 self._own.node,
             )
         try:
-            _ = await asyncio.wait_for(self._echo.wait(), self._timing.echo_s)
+            async with asyncio.timeout(self._timing.echo_s):
+                _ = await self._echo.wait()
         except TimeoutError as fault:
             raise OSError("this node does not hear its own multicast packets") from fault
         return zeroconf

@@ -200,10 +200,10 @@ async def connected(
     """A connection to a join port. Raises PeerLost and Untrusted."""
     host, port = split(address)
     try:
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port, ssl=context, limit=FRAME_BYTES),
-            timing.connect_s,
-        )
+        async with asyncio.timeout(timing.connect_s):
+            reader, writer = await asyncio.open_connection(
+                host, port, ssl=context, limit=FRAME_BYTES
+            )
     except ssl.SSLError as fault:
         raise Untrusted(f"{address}: {_of_handshake(fault)}") from fault
     except (OSError, TimeoutError) as fault:
@@ -231,9 +231,8 @@ async def ask_for_hint(address: str, timing: JoinTiming) -> JoinHint | None:
     context.set_alpn_protocols(["h2"])
     host, port = split(address)
     try:
-        _, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port, ssl=context), timing.connect_s
-        )
+        async with asyncio.timeout(timing.connect_s):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError) as fault:
         raise _gone(address) from fault
     shown: ssl.SSLObject = writer.get_extra_info("ssl_object")

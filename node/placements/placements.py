@@ -311,7 +311,8 @@ class Placements:
         record = self._records[model]
         within_s = self._timing.drain_s
         try:
-            _ = await asyncio.wait_for(record.activity.idle.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                _ = await record.activity.idle.wait()
         except TimeoutError:
             log.warning("placement %s did not drain in %.0f s", record.id, within_s)
         if self._records.get(model) is record:

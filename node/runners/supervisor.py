@@ -108,7 +108,8 @@ class RunnerProcess:
             self._process.kill()
         try:
             await self._send(pb.ToRunner(stop=pb.RunnerStop()))
-            _ = await asyncio.wait_for(self._process.wait(), self._timing.stop_s)
+            async with asyncio.timeout(self._timing.stop_s):
+                _ = await self._process.wait()
         except (TimeoutError, ConnectionError):
             if self._process.returncode is None:
                 self._process.kill()

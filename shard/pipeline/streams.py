@@ -59,7 +59,8 @@ class OutgoingStream:
     async def open(self, timeout_s: float = 5.0) -> None:
         """Raises PeerLost when the neighbour cannot be reached or is not of this cluster."""
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
         except TimeoutError as fault:
             await self._channel.close()  # or it would go on dialling
             raise PeerLost(f"the next stage at {self._where} does not answer") from fault

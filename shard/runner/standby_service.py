@@ -102,7 +102,8 @@ class StateReplicator:
         """Says which requests live: at once where one ended, else now and then."""
         while True:
             try:
-                names = await asyncio.wait_for(self._held.get(), RENEW_S)
+                async with asyncio.timeout(RENEW_S):
+                    names = await self._held.get()
             except TimeoutError:
                 names = self.state_sender.names
             request = pb.HoldRequest(placement=self._placement, requests=names)
