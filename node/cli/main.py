@@ -39,7 +39,7 @@ _CHAT: Final = "/v1/chat/completions"
 
 
 _ORDER: Final = (
-    *("start", "chat", "status", "top", "models", "dashboard", "stop"),
+    *("start", "chat", "status", "models", "top", "dashboard", "stop"),
     *("nodes", "approve", "deny", "join", "key", "leave", "rekey"),
     "token",
     *("plan", "events", "service", "doctor", "report", "verify", "bench"),

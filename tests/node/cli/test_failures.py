@@ -77,7 +77,7 @@ def test_wrong_use_is_json_too(arguments: list[str], code: str, problem: str) ->
     [
         ("queue_full", 429, {"Retry-After": "9"}, 75, "try again in 9 s"),
         ("insufficient_memory", 503, {"Retry-After": "9"}, 1, None),
-        ("invalid_api_key", 401, {}, 1, "set EXO_API_KEY to the node's key"),
+        ("invalid_api_key", 401, {}, 1, "set EXO_API_KEY to the node's key, or to a token of it"),
     ],
 )
 def test_the_apis_code_and_words_are_passed_on(

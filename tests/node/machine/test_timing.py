@@ -38,6 +38,8 @@ CONSTANTS = {
     "node/chat/metric_families.py": {"_FIRST_TOKEN_S", "_EACH_TOKEN_S", "_ANSWER_S"},
     # Lifetimes of credentials and limits against abuse, which no profile may loosen.
     "node/trust/local_token.py": {"TICKET_S"},
+    "node/trust/api_tokens.py": {"_USE_S"},
+    "node/trust/token_file.py": {"_LOCK_PAUSE_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
     "node/api/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"TELL_EVERY_S"},
