@@ -103,11 +103,6 @@ class Node:
         return self._local.version
 
     @property
-    def restart_within_s(self) -> float:
-        """What running answers have to end in where the node only starts anew."""
-        return self._timing.serving.drain_s
-
-    @property
     def http_port(self) -> int:
         """Where a started node listens."""
         return self._local.http_port
@@ -145,21 +140,31 @@ class Node:
         peering.search.start(self._peers)
         _ = at_the_end(peering.search.close)
 
-    async def drain(self, within_s: float | None = None) -> None:
-        """Takes no new work, gives up the head's lease, and waits for what runs.
-
-        `within_s`: no longer than that, also where answers get on.
-        """
+    async def drain(self) -> None:
+        """Takes no new work, gives up the head's lease, waits for what runs while it gets on."""
         self._leaving.begin()
         self._peering.cluster.leave()
-        try:
-            async with asyncio.timeout(within_s):
-                ended = await self._leaving.drained(self._live_requests, self._steps)
-        except TimeoutError:
-            ended = False
-        if not ended:
-            log.warning("not everything ended in time; what still runs is cut off")
+        await self._wait_for_answers()
         self._events.close()
+
+    async def drain_to_restart(self) -> None:
+        """Takes no new work and waits for what runs, for at most `restart_drain_s`; then leaves.
+
+        Until then it stays a member in full, and the head where it leads: all nodes of the cluster
+        may be about to restart, so nothing can move away, and what breaks meanwhile needs a head.
+        """
+        self._leaving.begin()
+        try:
+            async with asyncio.timeout(self._timing.serving.restart_drain_s):
+                await self._wait_for_answers()
+        except TimeoutError:
+            log.warning("answers still run; they are cut off, because the node restarts")
+        self._peering.cluster.leave()
+        self._events.close()
+
+    async def _wait_for_answers(self) -> None:
+        if not await self._leaving.drained(self._live_requests, self._steps):
+            log.warning("not everything ended in time; what still runs is cut off")
 
     async def close(self) -> None:
         self._events.close()

@@ -54,9 +54,8 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
             log.info("node %s is ready: %s", settings.name, where)
             outcome = await _ended(node, stop)
             stop.clear()  # a second signal cuts short what still runs
-            # Without its new key the cluster waits for this node: answers do not hold that up.
-            within_s = None if isinstance(outcome, int) else node.restart_within_s
-            await _first(node.drain(within_s), stop.wait())
+            drain = node.drain() if isinstance(outcome, int) else node.drain_to_restart()
+            await _first(drain, stop.wait())
         if isinstance(outcome, int):
             return outcome
         rekeyed, again = outcome, True

@@ -275,6 +275,9 @@ class ServingTiming:
     """The longest silence on the stream of events."""
     drain_s: float = 30.0
     """A node that stops waits for answers that get on, and so long for those that do not."""
+    restart_drain_s: float = 300.0
+    """A node with another cluster key waits so long for its answers: meanwhile it is apart from
+    the nodes that have restarted, and a lost machine's key is good for it."""
     drain_poll_s: float = 0.1
     """Between two looks at whether it has."""
     grace_s: int = 10
