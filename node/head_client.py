@@ -36,7 +36,7 @@ class ClusterHead:
         try:
             return await self._cluster.wait_for_head()
         except PeerLost as fault:
-            raise HeadGone(fault.message) from fault
+            raise HeadGone("none was elected in time") from fault
 
     async def acquire(
         self, head: NodeId, asked: pb.AcquireRequest
