@@ -1,6 +1,7 @@
 """The lists of models that the node shows: what is on the cluster's disks, and the catalogue."""
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from ..placement.ids import ModelId
 from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
+from .machine.durations import LONGEST
 from .models.entries import facts, mtp_words
 from .models.library import KnownModel, ModelLibrary
 from .placements.loaded_placement import LoadedPlacement
@@ -77,6 +79,7 @@ class ModelList:
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": record is not None,
+            "unloads_in_s": self._unloads_in_s(record),
             "downloaded": known.folder is not None,
             "nodes": self._holders(card.id, here=known.folder is not None),
             "variant_of": self._library.original(card.id),
@@ -89,6 +92,11 @@ class ModelList:
         """A placement that is being restored has its model, and requests wait for it."""
         held = (r for r in self._placements.records if r.card.id == model)
         return next((r for r in held if r.status in ("ready", "restoring")), None)
+
+    def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
+        """If nobody uses it meanwhile; None: it stays."""
+        left_s = math.inf if record is None else self._placements.keeping.left_s(record)
+        return None if left_s > LONGEST else round(left_s, 1)
 
     def _head_on_disk(self, known: KnownModel) -> HeadState:
         if known.folder is None:
@@ -141,6 +149,7 @@ class ModelList:
             "owned_by": model.partition("/")[0] if "/" in model else "exo-node",
             "context_length": held.context_length,
             "loaded": self._record(model) is not None,
+            "unloads_in_s": self._unloads_in_s(self._record(model)),
             "downloaded": True,
             "nodes": self._holders(model, here=False),
             "size_bytes": held.weight_bytes,

@@ -67,7 +67,13 @@ class Node:
             self._cluster_stages(),
         )
         self._placements = Placements(
-            stages, facts, timing.placements, events, desired, cluster.speak_up
+            stages,
+            facts,
+            timing.placements,
+            events,
+            desired,
+            cluster.speak_up,
+            settings.keep_alive,
         )
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)

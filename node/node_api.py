@@ -12,6 +12,7 @@ from ..proto import peer_pb2 as pb
 from .api.connection_limits import ConnectionLimits
 from .api.drain import Drain
 from .api.forward import HeadForwarder, answer_forwarded
+from .api.profile_file import ProfileFile
 from .api.server import HttpServer, build_app
 from .chat.chat import ChatService
 from .chat.metrics import Metrics
@@ -122,6 +123,7 @@ class NodeApi:
             events=self._events,
             measurements=self._local.profiling,
             joining=JoinOperations(self._peering.joining),
+            profiles=ProfileFile(self._settings.profiles_file),
         )
 
     def _operations(self, totals: Totals, metrics: Metrics) -> NodeOperations:

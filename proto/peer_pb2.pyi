@@ -211,6 +211,7 @@ class HeldPlacement(_message.Message):
     MOVED_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     connections: _builtins.int
@@ -224,6 +225,8 @@ class HeldPlacement(_message.Message):
     score: _builtins.float
     """seconds a token, predicted"""
     mtp_off_reason: _builtins.str
+    keep_alive_s: _builtins.float
+    """as in AcquireRequest"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldStage]:
         """in order"""
@@ -253,12 +256,15 @@ class HeldPlacement(_message.Message):
         moved: _builtins.str = ...,
         score: _builtins.float = ...,
         mtp_off_reason: _builtins.str = ...,
+        keep_alive_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "desired", b"desired", "keep_alive_s", b"keep_alive_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chips", b"chips", "connections", b"connections", "desired", b"desired", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "chips", b"chips", "connections", b"connections", "desired", b"desired", "keep_alive_s", b"keep_alive_s", "model", b"model", "moved", b"moved", "mtp_off_reason", b"mtp_off_reason", "placement", b"placement", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "spares", b"spares", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
 
 Global___HeldPlacement: _TypeAlias = HeldPlacement  # noqa: Y015
 
@@ -1273,6 +1279,8 @@ class AcquireRequest(_message.Message):
     RESUMES_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request: _builtins.str
     num_draft_tokens: _builtins.int
@@ -1283,6 +1291,10 @@ class AcquireRequest(_message.Message):
     """the placement that the answer runs on: another head gave it. Or empty"""
     background: _builtins.bool
     """it has its turn behind those that are not"""
+    keep_alive_s: _builtins.float
+    """how long the model stays loaded behind it; the bound: for ever"""
+    release: _builtins.bool
+    """no answer: the model is unloaded once it is idle"""
     @_builtins.property
     def resumes(self) -> Global___Resumption:
         """absent: the answer has not begun"""
@@ -1297,13 +1309,20 @@ class AcquireRequest(_message.Message):
         resumes: Global___Resumption | None = ...,
         holding: _builtins.str = ...,
         background: _builtins.bool = ...,
+        keep_alive_s: _builtins.float | None = ...,
+        release: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "keep_alive_s", b"keep_alive_s", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "draft_policy", b"draft_policy", "holding", b"holding", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "release", b"release", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_alive_s) -> _WhichOneofReturnType__keep_alive_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_tokens) -> _WhichOneofReturnType__num_draft_tokens | None: ...
 
 Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015

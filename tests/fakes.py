@@ -90,6 +90,7 @@ class FakeChat:
 
     scripts: dict[str, Script] = field(default_factory=lambda: {"demo": says(*ANSWER)})
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+    released: list[str] = field(default_factory=list[str])
     streams: list[AsyncIterator[Event]] = field(default_factory=list[AsyncIterator[Event]])
     events: int = 0
     began: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +100,7 @@ class FakeChat:
         """As new, for the next test over the same server."""
         self.scripts = {"demo": says(*ANSWER)}
         self.requests.clear()
+        self.released.clear()
         self.streams.clear()
         self.events = 0
         self.began.clear()
@@ -113,6 +115,11 @@ class FakeChat:
             return Encoded((), "".join(map(chr, request.ids)), 4096)
         text = request.text or "".join(str(m["content"]) for m in request.messages)
         return Encoded(tuple(map(ord, text)), "", 4096)
+
+    async def release(self, request: GenerationRequest) -> None:
+        if request.model not in self.scripts:
+            raise ModelNotFound(f"there is no model '{request.model}'", param="model")
+        self.released.append(request.model)
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
         events = self._events(request)

@@ -12,6 +12,7 @@ events_api.py: the event log as a stream
 forward.py: sends requests that belong to the head there
 guard.py: Host, Origin, key, body size: what is refused before a handler runs
 join_api.py: waiting nodes, approvals and key changes over HTTP
+keep_alive.py: how long a model stays loaded behind a request
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields
 ollama_api.py: Ollama's API
@@ -22,6 +23,9 @@ operations_api.py: placements, models, cluster, metrics, health
 origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request
 profile_api.py: measured layer times and links
+profile_file.py: a person's names for models with settings of their own
+profile_lists.py: lists of models with those names among them
+profiled_chat.py: requests to those names
 responses_api.py: OpenAI's Responses, without any state
 responses_schema.py: their fields
 sampling_schema.py: the fields that say how an answer is drawn

@@ -46,6 +46,11 @@ def parse_body(raw: bytes, schema: type[Body]) -> Body:
     value = decode(raw)
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", param="body")
+    return validated(value, schema)
+
+
+def validated(value: object, schema: type[Body]) -> Body:
+    """Raises InvalidRequest naming the first field at fault."""
     try:
         return schema.model_validate(value)
     except ValidationError as fault:

@@ -24,6 +24,7 @@ from .answering import Answering, Said
 from .body_schema import StrictBody, read_body
 from .dialects import fault_frame
 from .errors import HttpFault, JsonResponse
+from .keep_alive import KeepAlive
 from .openai_api import statistics
 from .openai_schema import Message, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody
@@ -63,7 +64,7 @@ class CompletionBody(SamplingBody):
     user: str | None = None
     metadata: dict[str, str] | None = None
     cache_prompt: bool | None = None
-    keep_alive: int | float | str | None = None
+    keep_alive: KeepAlive = None
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +134,7 @@ class Completions:
             grammar=body.form,
             text=text,
             ids=None if ids is None else tuple(ids),
+            keep_alive_s=body.keep_alive,
         )
         shape = _Completion(body, asked.id)
         return await self._answering.respond(request, asked, shape, stream=bool(body.stream))

@@ -13,6 +13,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
 from .dialects import ANSWERING, MODELS_OF_OLLAMA
 from .join_api import JOIN_PREFIX
+from .profile_lists import FORWARDED
 
 LOCAL = ("/v1/cluster", "/v1/mtp/stats", *ANSWERING)
 """What every node answers for itself, under /v1."""
@@ -214,6 +215,6 @@ def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -
         "query_string": query.encode(),
         "root_path": "",
         "headers": headers,
-        "client": ("forwarded", 0),
+        "client": (FORWARDED, 0),
         "server": (name, int(port)),
     }

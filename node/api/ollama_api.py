@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
@@ -52,9 +52,8 @@ class Ollama:
 
     async def ps(self, _: Request) -> Response:
         loaded = [entry for entry in await self._entries() if entry.get("loaded")]
-        # They stay until somebody unloads them; clients want a time all the same.
-        never = {"expires_at": "9999-12-31T23:59:59Z"}
-        return JsonResponse({"models": [_tag(entry) | never | _room(entry) for entry in loaded]})
+        told = [_tag(entry) | _expiry(entry) | _room(entry) for entry in loaded]
+        return JsonResponse({"models": told})
 
     async def show(self, request: Request) -> Response:
         body, _ = await read_tolerant(request, ShowBody)
@@ -70,7 +69,7 @@ class Ollama:
         body, ignored = await read_tolerant(request, OllamaChatBody)
         messages = tuple(message.for_template() for message in body.messages)
         if not messages:
-            return await self._load(body.model, "chat", request)
+            return await self._load(body, "chat", request)
         tools = tuple(tool.function.for_template() for tool in body.tools or ())
         asked = _request(request, body, messages=messages, tools=tools)
         return await self._respond(request, asked, "chat", body.stream, ignored)
@@ -79,7 +78,7 @@ class Ollama:
         body, ignored = await read_tolerant(request, OllamaGenerateBody)
         body.check()
         if not body.prompt:
-            return await self._load(body.model, "generate", request)
+            return await self._load(body, "generate", request)
         if body.raw:
             asked = _request(request, body, text=body.prompt)
         else:
@@ -103,20 +102,28 @@ class Ollama:
             media_type=NDJSON,
         )
 
-    async def _load(self, model: str, kind: Kind, request: Request) -> Response:
-        """A request without a prompt asks for the model to be loaded."""
+    async def _load(
+        self, body: OllamaChatBody | OllamaGenerateBody, kind: Kind, request: Request
+    ) -> Response:
+        """A request without a prompt asks for the model to be loaded, or unloaded."""
         asked = GenerationRequest(
             RequestId(request.state.request_id),
-            OllamaChatBody(model=model).id,
+            body.id,
             (),
             Sampling(),
             text=".",
+            keep_alive_s=body.keep_alive,
         )
-        _ = await self._answering.chat.encode(asked)
+        releases = body.keep_alive == 0
+        if releases:
+            await self._answering.chat.release(asked)
+        else:
+            _ = await self._answering.chat.encode(asked)
         empty = {"message": {"role": "assistant", "content": ""}}
         told = empty if kind == "chat" else {"response": ""}
-        head = {"model": model, "created_at": _now()}
-        return JsonResponse({**head, **told, "done": True, "done_reason": "load"})
+        head = {"model": body.model, "created_at": _now()}
+        reason = "unload" if releases else "load"
+        return JsonResponse({**head, **told, "done": True, "done_reason": reason})
 
     async def _entries(self) -> list[Json]:
         return (await self._operations.models())["data"]
@@ -146,6 +153,7 @@ def _request(
         messages=messages,
         tools=tools,
         text=text,
+        keep_alive_s=body.keep_alive,
     )
 
 
@@ -224,6 +232,15 @@ def _tag(entry: Json) -> dict[str, Any]:
     sizes = {"parameter_size": "", "quantization_level": ""}
     told = {"name": name, "model": name, "modified_at": made, "size": 0, "digest": ""}
     return {**told, "details": details | sizes}
+
+
+def _expiry(entry: Json) -> dict[str, Any]:
+    """Clients want a time, also of what stays until somebody unloads it."""
+    left_s = entry.get("unloads_in_s")
+    if left_s is None:
+        return {"expires_at": "9999-12-31T23:59:59Z"}
+    at = datetime.now(UTC) + timedelta(seconds=float(left_s))
+    return {"expires_at": at.isoformat().replace("+00:00", "Z")}
 
 
 def _room(entry: Json) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from ...mtp.types import Penalties, Sampling
 from ...placement.errors import UnsupportedParameter
 from ...placement.ids import ModelId
 from ..chat.requests import Grammar
+from .keep_alive import KeepAlive
 from .structured_schema import schema_grammar
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Tool
@@ -121,8 +122,7 @@ class _Asked(TolerantBody):
     think: Think | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
-    keep_alive: int | float | str | None = None
-    """Models stay loaded until somebody unloads them."""
+    keep_alive: KeepAlive = None
 
     @property
     def id(self) -> ModelId:

@@ -51,6 +51,7 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
         top_logprobs=body.wanted_logprobs,
         background=body.background,
         grammar=body.forced or body.form,
+        keep_alive_s=body.keep_alive,
     )
 
 

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from ...placement.errors import InvalidRequest
 from ..chat.requests import Grammar, calls_of
 from .body_schema import StrictBody
+from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
 from .tool_schema import MAX_TOOLS, Effort, TemplateKwargs, Tool
@@ -54,7 +55,6 @@ WITHOUT_EFFECT: Final = (
     "cache_prompt",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "keep_alive",
     "safety_identifier",
     "verbosity",
 )
@@ -250,7 +250,7 @@ class ChatBody(SamplingBody):
     cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    keep_alive: int | float | str | None = None
+    keep_alive: KeepAlive = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None

@@ -22,6 +22,14 @@ _SAMPLING_FIELDS: Final = (
     "xtc_threshold",
     "seed",
 )
+PENALTY_FIELDS: Final = {
+    "repetition_penalty": "repetition",
+    "presence_penalty": "presence",
+    "frequency_penalty": "frequency",
+    "repetition_context_size": "context_size",
+    "logit_bias": "logit_bias",
+}
+"""And what they are of `mtp.types.Penalties`."""
 _LEAST_TOP_P: Final = 1e-9
 
 Number = TypeVar("Number", int, float)
@@ -120,7 +128,8 @@ class SamplingBody(StrictBody):
         if given.get("top_p") == 0:  # to OpenAI the likeliest token; to mlx-lm no filter at all
             given["top_p"] = _LEAST_TOP_P
         sampling = replace(Sampling(temperature=1.0, penalties=penalties), **given)
-        return sampling, frozenset(given)
+        named = (name for name in PENALTY_FIELDS if getattr(self, name) is not None)
+        return sampling, frozenset((*given, *named))
 
 
 def _or(given: Number | None, otherwise: Number) -> Number:

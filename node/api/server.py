@@ -35,6 +35,9 @@ from .openai_api import ChatCompletions
 from .operations_api import Operations, OperationsApi
 from .origins import Origins
 from .profile_api import Measurements, ProfileApi
+from .profile_file import ProfileFile
+from .profile_lists import ProfileLists
+from .profiled_chat import ProfiledChat
 from .responses_api import Responses
 from .session_api import SessionApi
 from .static_files import StaticFiles, static_routes
@@ -62,13 +65,15 @@ def build_app(
     events: EventLog | None = None,
     measurements: Measurements | None = None,
     joining: "JoinOperations | None" = None,
+    profiles: ProfileFile | None = None,
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and tokens.
 
     `between` wraps the API inside the guard: it sees allowed requests only. A part that is None
     has no endpoints.
     """
-    answering = Answering(chat, timing.keep_alive_s)
+    named = chat if profiles is None else ProfiledChat(chat, profiles)
+    answering = Answering(named, timing.keep_alive_s)
     routes = [
         *ChatCompletions(answering).routes(),
         *Completions(answering).routes(),
@@ -102,7 +107,9 @@ def build_app(
     )
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
-    return Guard(between(app), allowed_hosts, Origins(allowed_origins), api_key, token, tokens)
+    inner = between(app)
+    listing = inner if profiles is None else ProfileLists(inner, profiles)
+    return Guard(listing, allowed_hosts, Origins(allowed_origins), api_key, token, tokens)
 
 
 def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import ClientDisconnect
@@ -55,6 +55,16 @@ class EventStream(Response):
             except ClientDisconnect:
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def closing(events: AsyncIterator[Event]) -> AsyncGenerator[AsyncIterator[Event]]:
+    """`events`, closed at the end where they can be."""
+    try:
+        yield events
+    finally:
+        if isinstance(events, _Closable):
+            await events.aclose()
 
 
 async def attended(

@@ -117,6 +117,14 @@ class ChatService:
             await claim.close()
         raise PeerLost("the head gave no placement")
 
+    async def release(self, request: GenerationRequest) -> None:
+        claim = Claim(self._heads, request, self.timing, release=True)
+        try:
+            async with aclosing(claim.acquire()) as acquired:
+                _ = await anext(acquired)
+        finally:
+            await claim.close()
+
     @property
     def runners(self) -> Runners:
         return self._runners

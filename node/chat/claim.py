@@ -15,6 +15,7 @@ from typing import Protocol
 from ...placement.errors import ExoNodeError, HeadGone, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
+from ...proto.bounds import MAX_REAL
 from ..machine.timing import ChatTiming
 from .requests import GenerationRequest
 
@@ -48,7 +49,10 @@ class Claim:
         request: GenerationRequest,
         timing: ChatTiming,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        release: bool = False,
     ) -> None:
+        """`release`: for no answer, but to have the model unloaded."""
         self._heads = heads
         self._asked = pb.AcquireRequest(
             model=request.model,
@@ -56,6 +60,8 @@ class Claim:
             num_draft_tokens=request.num_draft_tokens,
             draft_policy=request.draft_policy or "",
             background=request.background,
+            keep_alive_s=_keep_alive(request),
+            release=release,
         )
         self._timing = timing
         self._clock = clock
@@ -164,6 +170,11 @@ class Claim:
         if keeping is not None:
             _ = keeping.cancel()
             _ = await asyncio.gather(keeping, return_exceptions=True)
+
+
+def _keep_alive(request: GenerationRequest) -> float | None:
+    """The wire has no infinity; its greatest number is as good."""
+    return None if request.keep_alive_s is None else min(request.keep_alive_s, MAX_REAL)
 
 
 def _headless(fault: HeadGone) -> PeerLost:

@@ -59,6 +59,8 @@ class GenerationRequest:
     ids: tuple[int, ...] | None = None
     """A whole prompt in ids, as `text`."""
     grammar: Grammar | None = None
+    keep_alive_s: float | None = None
+    """How long the model stays loaded behind it; infinity for ever, None as the head's setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,4 +177,8 @@ class Chat(Protocol):
 
     async def encode(self, request: GenerationRequest) -> Encoded:
         """What the model would be given; it is loaded where it must be. Raises as `stream`."""
+        ...
+
+    async def release(self, request: GenerationRequest) -> None:
+        """The model is unloaded as soon as no answer runs on it. Raises ModelNotFound."""
         ...

@@ -24,6 +24,8 @@ VARIABLES: Final = (
     "EXO_PREFIX_CACHE_DISK=4GB (keep long system prompts over restarts), "
     "EXO_BATCHING_ENABLED=0 (decode every request alone), "
     "EXO_CARDS_DIR (a folder of your own cards), "
+    "EXO_PROFILES_FILE (your own names for models), "
+    "EXO_KEEP_ALIVE (how long an idle model stays loaded), "
     "EXO_LOAD_TIMEOUT (seconds without progress in a load), "
     "EXO_KERNELS=mlx (no kernels of our own), EXO_TIMING=local (shorter waits, where all nodes are "
     "on one machine)."

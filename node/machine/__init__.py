@@ -1,6 +1,7 @@
 """This machine and process: settings, log, hardware, files, tasks. Imports no room of node/.
 
 data_dir_lock.py: one node for each data folder, and how commands find it
+durations.py: durations as people write them; pure
 events.py: the log of what happened, one line each
 hardware.py: chip, backend, memory, bandwidth
 interfaces.py: addresses that peers may use

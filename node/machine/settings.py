@@ -3,6 +3,7 @@
 A flag wins over its variable, a variable over the default; an empty variable counts as unset.
 """
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
+from .durations import duration_s
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -64,6 +66,10 @@ def _default_data_dir() -> Path:
     return platformdirs.user_data_path("exo-node", appauthor=False)
 
 
+def _default_profiles_file() -> Path:
+    return platformdirs.user_config_path("exo-node", appauthor=False) / "profiles.toml"
+
+
 def _default_cards_dir() -> Path:
     return platformdirs.user_config_path("exo-node", appauthor=False) / "cards"
 
@@ -84,6 +90,7 @@ class Settings(BaseModel):
     means on and may be changed at run time; a variable wins over that. `native_mtp_strict`
     (fixed-row execution) has no page: a model must be loaded anew for it. 1 takes the card's max_k
     + 1 rows, more is their number.
+    `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine.
     """
@@ -97,6 +104,8 @@ class Settings(BaseModel):
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
     data_dir: DataDir = Field(default_factory=_default_data_dir)
     cards_dir: DataDir = Field(default_factory=_default_cards_dir)
+    profiles_file: DataDir = Field(default_factory=_default_profiles_file)
+    keep_alive: Annotated[float, BeforeValidator(duration_s)] = math.inf
     models_dirs: Annotated[tuple[Path, ...], BeforeValidator(as_folders)] = ()
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
     cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
@@ -160,6 +169,8 @@ _SOURCES: Final[Mapping[str, _Source]] = {
     "interface": _Source("EXO_INTERFACE", "--interface"),
     "data_dir": _Source("EXO_DATA_DIR", "--data-dir"),
     "cards_dir": _Source("EXO_CARDS_DIR"),
+    "profiles_file": _Source("EXO_PROFILES_FILE"),
+    "keep_alive": _Source("EXO_KEEP_ALIVE"),
     "models_dirs": _Source("EXO_MODELS_DIR", "--models-dir"),
     "peers": _Source("EXO_PEER", "--peer"),
     "cluster_key_file": _Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),

@@ -196,6 +196,9 @@ class PlacementTiming:
     """What a stage's event loop may take to answer on a quick link."""
     drain_s: float = 30.0
     """What answers on a placement that is to be replaced or removed have to end in."""
+    just_given_s: float = 1.0
+    """How long a placement that was given to a request counts as used, until the request uses
+    it."""
     lease_s: int = 10
     """A runner frees a request's state that no frame has touched for this long."""
     orphan_s: float = 5.0

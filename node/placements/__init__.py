@@ -4,6 +4,7 @@ activity.py: who uses a placement, and when it last did something
 claims.py: which answers run on a placement, and who holds one
 failover.py: what follows from a lost stage: restored, given up, or failed
 handover.py: placements as the next head learns them
+keeping.py: how long models stay loaded without use
 load_state.py: whether a placement loads, answers, is restored, or failed
 loaded_placement.py: one placement: its plan, its runners, its spares
 loading.py: a placement's first load

@@ -21,6 +21,11 @@ class Activity:
         self.probed_at = _NEVER
         """When it last gave a readiness probe a token: that it works, and no work that it has."""
 
+        self.used_at = _NEVER
+        """When it was last asked for, or an answer on it ended; first noted by `Keeping`."""
+        self.keep_alive_s: float | None = None
+        """How long it stays loaded without use, as the last request had it; None: as the head."""
+
     @property
     def worked_at(self) -> float:
         """When it last showed that it works."""

@@ -112,8 +112,12 @@ class Claims:
 
     async def _give(self, asked: pb.AcquireRequest, over: "asyncio.Future[Any]") -> Acquired:
         card, _ = await self._facts.card(ModelId(asked.model))
-        if all(record.card.id != card.id for record in self._placements.records):
+        if not asked.release and self._placements.of(card.id) is None:
             await self._facts.require_files(card.id)
+        if asked.release:
+            self._placements.release(card.id)
+            yield _waiting("")
+            return
         # A K that no placement of this model could serve is refused before anything is loaded.
         _ = self._drafting(card, None, asked)
         if asked.HasField("resumes"):
@@ -159,13 +163,15 @@ class Claims:
         self, record: LoadedPlacement, asked: pb.AcquireRequest, over: "asyncio.Future[Any]"
     ) -> Acquired:
         record.activity.begin()
+        if asked.HasField("keep_alive_s"):
+            record.activity.keep_alive_s = asked.keep_alive_s
         try:
             yield pb.AcquireEvent(placed=self._placed(record, asked))
             _ = await asyncio.wait([over])
             raise HeadGone("another node is the head now")
         finally:
             record.activity.end()
-            record.activity.stepped_at = time.monotonic()
+            record.activity.used_at = record.activity.stepped_at = time.monotonic()
 
     def _enter(self, model: ModelId, *, had: bool, background: bool = False) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())

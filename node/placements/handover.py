@@ -7,6 +7,7 @@ from ...placement.cluster import StageAssignment
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
+from ...proto.bounds import MAX_REAL
 from ..cluster.desired import DesiredPlacement, desired_from_wire, desired_to_wire
 from ..runners.runner_client import Endpoint
 from .load_state import Load, Ready
@@ -57,6 +58,8 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
     record.connections = held.connections
     record.chips = {NodeId(node): chip for node, chip in held.chips.items()}
     record.moved = held.moved
+    if held.HasField("keep_alive_s"):
+        record.activity.keep_alive_s = held.keep_alive_s
     record.take_over()
     return record
 
@@ -95,4 +98,10 @@ def _held(record: LoadedPlacement) -> pb.HeldPlacement:
         moved=record.moved,
         score=record.plan.score,
         mtp_off_reason=record.plan.mtp_off_reason,
+        keep_alive_s=_bounded(record.activity.keep_alive_s),
     )
+
+
+def _bounded(seconds: float | None) -> float | None:
+    """The wire has no infinity; its greatest number is as good."""
+    return None if seconds is None else min(seconds, MAX_REAL)

@@ -2,21 +2,31 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ...placement.card import ModelCard
 from ...placement.context import beside_spares
-from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
+from ...placement.errors import (
+    ExoNodeError,
+    InsufficientMemory,
+    LoadFailed,
+    PlacementNotFound,
+)
 from ...placement.ids import ModelId, NodeId, PlacementId
-from ...placement.plan import PlanOptions, plan
+from ...placement.plan import Placement, PlanOptions, plan
+from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.log import apart
+from ..machine.tasks import background
 from ..machine.timing import PlacementTiming
 from ..runners.runner_client import Endpoint
 from .failover import Failover
+from .keeping import Keeping
 from .load_state import Status
 from .loaded_placement import LoadedPlacement
 from .loading import finish, load
@@ -50,9 +60,11 @@ class Placements:
         events: EventLog | None = None,
         desired: DesiredPlacements | None = None,
         changed: Callable[[], None] = lambda: None,
+        keep_alive_s: float = math.inf,
     ) -> None:
         """`events` hears of what a person should know; `desired` of what a person asked for.
 
+        `keep_alive_s`: how long a model stays loaded without use.
         `changed` is called when there is something new for the other nodes.
         """
         self._stages = stages
@@ -69,6 +81,8 @@ class Placements:
         self._records: dict[ModelId, LoadedPlacement] = {}
         self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
         self._changed = changed
+        self.keeping = Keeping(keep_alive_s, timing.just_given_s)
+        self._unloading: set[asyncio.Task[None]] = set()
 
     @property
     def records(self) -> list[LoadedPlacement]:
@@ -87,6 +101,7 @@ class Placements:
                 if record.status == "ready":
                     return record
             if record is not None and record.status == "ready" and not self._outdated(record):
+                self.keeping.touch(record)
                 return record
             loading = self._loading.get(model)
         if loading is None:
@@ -117,6 +132,14 @@ class Placements:
                 await self._drain(model)
                 return
         raise PlacementNotFound(f"no placement {placement} is here", param="id")
+
+    def release(self, model: ModelId) -> None:
+        """Unloads it as soon as it is idle; nothing where it is not loaded."""
+        if (record := self.of(model)) is not None:
+            self.keeping.release(record)
+
+    def of(self, model: ModelId) -> LoadedPlacement | None:
+        return self._records.get(model)
 
     def find(self, placement: PlacementId) -> LoadedPlacement | None:
         return next((record for record in self.records if record.id == placement), None)
@@ -169,6 +192,10 @@ class Placements:
     def tend(self) -> None:
         """Tries again, now and then, for spares that are missing, and for a better place."""
         self._maintenance.tend(self.records)
+        for record in self.keeping.due(self.records):
+            task = background(self._unload_idle(record), "the unloading of an idle model")
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
         for record in self.records:
             if may_settle(record, self._timing.settle_after_s):
                 self._settle(record)
@@ -199,6 +226,9 @@ class Placements:
 
     async def close(self) -> None:
         """Leaves what other nodes hold to the next head."""
+        for task in self._unloading:
+            task.cancel()
+        _ = await asyncio.gather(*self._unloading, return_exceptions=True)
         await self._cancel(self.records)
 
     async def _cancel(self, records: Sequence[LoadedPlacement]) -> None:
@@ -229,7 +259,7 @@ class Placements:
         refusal = self._facts.split_refusal(model)
         options = desired.within(view)
         bounds = beside_spares(card, options, desired.spares)
-        planned = plan(card, view, bounds, pipeline_refusal=refusal)
+        planned = await self._with_room(card, bounds, refusal, lost)
         if model in self._records:
             await self._drain(model)
             # Others may have been placed meanwhile.
@@ -306,6 +336,37 @@ class Placements:
     def _wish(self, model: ModelId) -> DesiredPlacement:
         record = self._records.get(model)
         return self._desired.of(model) if record is None else record.desired
+
+    async def _with_room(
+        self,
+        card: ModelCard,
+        options: PlanOptions,
+        refusal: SplitRefusal,
+        lost: frozenset[NodeId],
+    ) -> Placement:
+        """The plan, for which idle models with a limited stay give way, one by one."""
+        while True:
+            view = without(self._facts.view(card.id), lost)
+            try:
+                return plan(card, view, options, pipeline_refusal=refusal)
+            except InsufficientMemory:
+                others = (
+                    each
+                    for each in self.records
+                    if each.card.id != card.id and each.card.id not in self._loading
+                )
+                idle = self.keeping.in_the_way(others)
+                if idle is None:
+                    raise
+                log.info("%s is unloaded to make room for %s", idle.card.id, card.id)
+                await self._unload_idle(idle)
+
+    async def _unload_idle(self, record: LoadedPlacement) -> None:
+        """Less than `remove`: how it was asked for is kept, for when it is loaded again."""
+        model = record.card.id
+        used = self._records.get(model) is not record or record.activity.requests
+        if not used and model not in self._loading:
+            await self._drain(model)
 
     async def _drain(self, model: ModelId) -> None:
         record = self._records[model]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import ORACLE
-from nodes import Node, node
+from nodes import CALL_S, Node, eventually, node
 
 PROMPT = "Who are you?"
 ROW: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == PROMPT)
@@ -16,7 +16,11 @@ ASK = [{"role": "user", "content": PROMPT}]
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("demo"), "--no-mdns", "--dtype", "float32") as running:
+    folder = tmp_path_factory.mktemp("demo")
+    profiles = folder / "profiles.toml"
+    _ = profiles.write_text('[brief]\nmodel = "demo"\nmax_tokens = 3\ntemperature = 0\n')
+    env = {"EXO_PROFILES_FILE": str(profiles)}
+    with node(folder, "--no-mdns", "--dtype", "float32", env=env) as running:
         yield running
 
 
@@ -164,4 +168,16 @@ def test_bad_input_is_refused_and_the_next_request_is_served(
 ) -> None:
     reply = demo.call("POST", path, {"model": "demo", **body})
     assert reply.status == status, reply
+    assert demo.chat(PROMPT)["choices"][0]["message"]["content"] == ROW["text"]
+
+
+def test_a_profile_answers_and_a_model_that_is_not_kept_is_unloaded(demo: Node) -> None:
+    answer = demo.call("POST", "/v1/chat/completions", {"model": "brief", "messages": ASK}).body
+    assert answer["usage"]["completion_tokens"] == 3
+    assert ROW["text"].startswith(answer["choices"][0]["message"]["content"])
+    named = {entry["id"]: entry for entry in demo.call("GET", "/v1/models").body["data"]}
+    assert named["brief"]["profile_of"] == "demo" and named["brief"]["loaded"]
+    assert asked(demo, "/api/chat", {"keep_alive": 0})["done_reason"] == "unload"
+    eventually(lambda: demo.call("GET", "/v1/placements").body["data"] == [], CALL_S)
+    assert demo.call("GET", "/api/ps").body == {"models": []}
     assert demo.chat(PROMPT)["choices"][0]["message"]["content"] == ROW["text"]

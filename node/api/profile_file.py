@@ -1,0 +1,144 @@
+"""A person's names for models with settings of their own: `profiles.toml`, read anew on a change.
+
+A bad profile is a fault with the file, the field and the remedy, and the others stay in use; of a
+file that is no TOML at all, what it held before does.
+"""
+
+import logging
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, cast
+
+from pydantic import Field
+
+from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from .body_schema import validated
+from .keep_alive import KeepAlive
+from .sampling_schema import SamplingBody
+from .tool_schema import Effort, TemplateKwargs
+
+_LOG: Final = logging.getLogger(__name__)
+_FILE_LIMIT: Final = 1 << 20
+_MAX_NAME: Final = 256
+_OF_REQUESTS: Final = ("response_format", "grammar", "regex", "service_tier")
+"""Fields of a request that say what it is about, not how a model is used."""
+
+
+class Profile(SamplingBody):
+    """One name. Its values count where a request gives none of its own."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    system: Annotated[str | None, Field(min_length=1, max_length=1 << 18)] = None
+    """Comes before the messages of requests that have no system message first."""
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    keep_alive: KeepAlive = None
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return [name for name in cls.model_fields if name not in _OF_REQUESTS]
+
+    def shown(self) -> dict[str, Any]:
+        """What a list of models tells of it: the system message is nobody else's business."""
+        told = self.model_dump(exclude_none=True, exclude={"model", "system"}, mode="json")
+        return told | ({"system": True} if self.system else {})
+
+
+class ProfileFile:
+    """The profiles of one file, which need not exist. Blocks, as long as a small file takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: object = None
+        self._profiles: Mapping[str, Profile] = {}
+        self._faults: Mapping[str, ExoNodeError] = {}
+
+    def all(self) -> Mapping[str, Profile]:
+        self._refresh()
+        return self._profiles
+
+    def faults(self) -> Mapping[str, ExoNodeError]:
+        """By the profile's name, or the file's."""
+        self._refresh()
+        return self._faults
+
+    def get(self, name: str) -> Profile | None:
+        """None where there is none of that name. Raises what is wrong with the one that has it."""
+        self._refresh()
+        if (fault := self._faults.get(name)) is not None:
+            raise fault
+        return self._profiles.get(name)
+
+    def _refresh(self) -> None:
+        if (stamp := _stamp(self._path)) == self._stamp:
+            return
+        self._stamp = stamp
+        self._faults = {}
+        try:
+            tables: Mapping[str, Any] = {} if stamp is None else _tables(self._path)
+        except InvalidSettings as fault:
+            self._faults = {self._path.name: fault}
+        else:
+            self._take(self._path, tables)
+        for fault in self._faults.values():
+            _LOG.warning("%s", fault.message)
+
+    def _take(self, path: Path, tables: Mapping[str, Any]) -> None:
+        profiles: dict[str, Profile] = {}
+        faults: dict[str, ExoNodeError] = {}
+        for name, table in tables.items():
+            try:
+                profiles[name] = _profile(path, name, table)
+            except InvalidSettings as fault:
+                faults[name[:_MAX_NAME]] = fault
+        self._profiles, self._faults = profiles, faults
+
+
+def _profile(path: Path, name: str, table: Any) -> Profile:
+    where = f"{path}: {name[:_MAX_NAME]!r}"
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or name != name.strip():
+        raise InvalidSettings(
+            f"{where} is no name; give 1 to {_MAX_NAME} printable characters", param=name[:80]
+        )
+    fields = {"model": table} if isinstance(table, str) else table
+    if not isinstance(fields, dict):
+        raise InvalidSettings(
+            f"{where} is no profile; write [{name}] and model = 'OWNER/NAME' below it", param=name
+        )
+    given = cast(dict[str, Any], fields)
+    strange = next((field for field in given if field in _OF_REQUESTS), None)
+    if strange is not None:
+        raise InvalidSettings(
+            f"{where}: '{strange}' belongs to a request; remove it", param=strange
+        )
+    try:
+        return validated(given, Profile)
+    except InvalidRequest as fault:
+        remedy = "mend that field or remove it"
+        raise InvalidSettings(f"{where}: {fault.message}; {remedy}", param=fault.param) from None
+
+
+def _tables(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_FILE_LIMIT + 1)
+        if len(content) > _FILE_LIMIT:
+            raise InvalidSettings(
+                f"{path} has more than {_FILE_LIMIT} bytes; make it shorter", param=path.name
+            )
+        return tomllib.loads(content.decode())
+    except OSError as fault:
+        why = f"{path} cannot be read: {fault.strerror}; mend its permissions or remove it"
+        raise InvalidSettings(why, param=path.name) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as fault:
+        why = f"{path} is no TOML: {fault}; mend that place, until then the earlier profiles count"
+        raise InvalidSettings(why, param=path.name) from None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

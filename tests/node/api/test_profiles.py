@@ -1,0 +1,256 @@
+"""Names of a person's own for models: read from a file, used in every dialect, listed."""
+
+import json
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import ANSWER, FakeChat, FakeOperations, says
+from http_node import Node, Reply, chat_body, no_files, serving_fakes
+
+from exo_node.node.api.forward import answer_forwarded
+from exo_node.node.api.profile_file import ProfileFile
+from exo_node.node.api.server import build_app
+from exo_node.node.machine.timing import LOCAL
+from exo_node.proto import peer_pb2 as pb
+
+TOML = """
+"gpt-4o" = "demo"
+
+[coder]
+model = "demo"
+system = "You write Python."
+temperature = 0.2
+top_p = 0.5
+presence_penalty = 1.5
+stop = ["END"]
+max_tokens = 77
+num_draft_tokens = 2
+reasoning_effort = "high"
+keep_alive = "10m"
+chat_template_kwargs = { thinking_budget = 100, enable_thinking = true }
+
+[lost]
+model = "owner/nowhere"
+
+[typo]
+model = "demo"
+temprature = 1
+"""
+HI = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "You write Python."}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "profiles.toml"
+
+
+@pytest.fixture(scope="module")
+def running(path: Path) -> Generator[Node]:
+    with serving_fakes(profiles=ProfileFile(path)) as node:
+        yield node
+
+
+@pytest.fixture
+def node(running: Node, path: Path) -> Node:
+    _ = path.write_text(TOML)
+    running.chat.reset()
+    running.chat.scripts["demo"] = says(*ANSWER)
+    return running
+
+
+DIALECTS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": [HI]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [HI], "max_tokens": 5},
+    "/api/chat": {"messages": [HI], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+}
+
+
+@pytest.mark.parametrize("endpoint", DIALECTS)
+def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpoint: str) -> None:
+    reply = node.ask("POST", endpoint, {"model": "coder", **DIALECTS[endpoint]})
+    assert reply.status == 200, reply.body
+    assert reply.json["model"] == "coder"
+    (asked,) = node.chat.requests
+    assert asked.model == "demo"
+    assert asked.messages == (SYSTEM, HI)
+    assert (asked.sampling.temperature, asked.sampling.top_p) == (0.2, 0.5)
+    assert asked.sampling.penalties.presence == 1.5
+    assert {"temperature", "top_p", "presence_penalty"} <= asked.given
+    assert asked.max_tokens == (5 if endpoint == "/v1/messages" else 77)
+    assert asked.stop == ("END",)
+    assert asked.num_draft_tokens == 2
+    assert asked.keep_alive_s == 600
+    assert asked.options["effort"] == "high"
+    assert asked.options["kwargs"]["thinking_budget"] == 100
+
+
+def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
+    own = {
+        "messages": [{"role": "system", "content": "Mine."}, HI],
+        "temperature": 1,
+        "presence_penalty": 0,
+        "max_tokens": 3,
+        "stop": "X",
+        "num_draft_tokens": 0,
+        "reasoning_effort": "none",
+        "keep_alive": -1,
+        "chat_template_kwargs": {"thinking_budget": 5},
+    }
+    assert node.ask("POST", "/v1/chat/completions", {"model": "coder", **own}).status == 200
+    (asked,) = node.chat.requests
+    assert [message["content"] for message in asked.messages] == ["Mine.", "hi"]
+    assert asked.sampling.temperature == 1
+    assert asked.sampling.top_p == 0.5, "which the request left open"
+    assert asked.sampling.penalties.presence == 0
+    assert (asked.max_tokens, asked.stop, asked.num_draft_tokens) == (3, ("X",), 0)
+    assert asked.options == {"effort": "none", "kwargs": {"thinking_budget": 5}}
+    assert asked.keep_alive_s == float("inf")
+
+
+def test_a_bare_prompt_gets_no_system_message(node: Node) -> None:
+    body = {"model": "coder", "prompt": "def f(", "max_tokens": 4}
+    assert node.ask("POST", "/v1/completions", body).json["model"] == "coder"
+    (asked,) = node.chat.requests
+    assert (asked.text, asked.messages, asked.options) == ("def f(", (), {})
+    assert asked.sampling.temperature == 0.2
+
+
+def test_an_alias_changes_nothing_but_the_name(node: Node) -> None:
+    assert node.chat_reply(model="gpt-4o").status == 200
+    assert node.chat_reply(model="demo").status == 200
+    one, other = node.chat.requests
+    assert (one.model, one.messages, one.sampling, one.given, one.options) == (
+        other.model,
+        other.messages,
+        other.sampling,
+        other.given,
+        other.options,
+    )
+
+
+def test_tokens_are_counted_with_the_system_message_of_the_profile(node: Node) -> None:
+    body = {"model": "coder", "messages": [HI]}
+    counted = node.ask("POST", "/v1/messages/count_tokens", {**body, "max_tokens": 1})
+    assert counted.json["input_tokens"] == len("You write Python." + "hi")
+    assert node.ask("POST", "/v1/tokenize", body).json["count"] == len("You write Python.hi")
+
+
+def ids(reply: Reply, key: str = "data", name: str = "id") -> list[str]:
+    return [entry[name] for entry in reply.json[key]]
+
+
+def test_lists_of_models_have_them(node: Node) -> None:
+    listed = node.ask("GET", "/v1/models")
+    assert ids(listed) == ["demo", "owner/large-model", "gpt-4o", "coder", "lost", "typo"]
+    by_id = {entry["id"]: entry for entry in listed.json["data"]}
+    assert by_id["coder"]["profile_of"] == "demo"
+    assert by_id["coder"]["profile"]["temperature"] == 0.2
+    assert by_id["coder"]["profile"]["system"] is True
+    assert "You write" not in str(listed.json), "a system message is nobody's business"
+    assert "owner/nowhere is not on" in by_id["lost"]["error"]
+    assert node.ask("GET", "/v1/models/coder").json == by_id["coder"]
+    assert node.ask("GET", "/v1/models/demo").json["id"] == "demo"
+    assert ids(node.ask("GET", "/v1/models?catalog=1")) == ["owner/catalogued"]
+    tags = ids(node.ask("GET", "/api/tags"), "models", "name")
+    assert tags == ["demo", "owner/large-model", "gpt-4o", "coder"]
+    assert node.ask("POST", "/api/show", {"model": "coder:latest"}).status == 200
+    assert node.ask("POST", "/api/show", {"model": "nobody"}).status == 404
+    assert node.ask("POST", "/api/show", b"{").status == 400
+
+
+def test_a_bad_profile_names_file_field_and_remedy_and_the_others_stay(
+    node: Node, path: Path
+) -> None:
+    reply = node.chat_reply(model="typo")
+    assert reply.status == 404
+    for part in (str(path), "'typo'", "'temprature'", "nearest that it knows is 'temperature'"):
+        assert part in reply.error["message"]
+    assert "remove it" in reply.error["message"]
+    assert node.chat_reply(model="coder").status == 200
+    lost = node.chat_reply(model="lost")
+    assert lost.status == 404
+    assert "the profile 'lost' names it" in lost.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("bad = 3", ("'bad' is no profile", "write [bad]")),
+        ("bad = {}", ("'bad': 'model' is required", "mend")),
+        ('bad = { model = "demo", temperature = 9 }', ("'temperature'", "mend")),
+        ('bad = { model = "demo", keep_alive = "soon" }', ("'keep_alive'", "give seconds")),
+        ('bad = { model = "demo", keep_alive = true }', ("'keep_alive'", "a duration")),
+        ('bad = { model = "demo", regex = "a" }', ("'regex' belongs to a request", "remove it")),
+        ('bad = { model = "demo", top_p = nan }', ("'top_p'", "finite")),
+        ('" bad" = "demo"', ("is no name",)),
+        ('bad = { model = ["demo"] }', ("'model'", "string")),
+    ],
+)
+def test_each_mistake_has_its_remedy(tmp_path: Path, line: str, parts: tuple[str, ...]) -> None:
+    path = tmp_path / "profiles.toml"
+    _ = path.write_text(f'good = "demo"\n{line}\n')
+    profiles = ProfileFile(path)
+    assert list(profiles.all()) == ["good"]
+    (fault,) = profiles.faults().values()
+    assert str(path) in fault.message
+    for part in parts:
+        assert part in fault.message
+
+
+def test_a_file_is_read_again_when_it_changes_and_kept_while_it_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.toml"
+    profiles = ProfileFile(path)
+    assert (profiles.all(), profiles.faults()) == ({}, {})
+    _ = path.write_text('a = "demo"')
+    assert list(profiles.all()) == ["a"]
+    _ = path.write_text('a = "demo"\nb = ')
+    assert list(profiles.all()) == ["a"]
+    assert "is no TOML" in profiles.faults()["profiles.toml"].message
+    _ = path.write_bytes(b"\xff\xfe")
+    assert list(profiles.all()) == ["a"]
+    _ = path.write_text("x = " + "[" * 100_000)
+    assert list(profiles.all()) == ["a"]
+    _ = path.write_text('b = "demo"\n#')
+    assert (list(profiles.all()), profiles.faults()) == (["b"], {})
+    path.unlink()
+    assert profiles.all() == {}
+
+
+async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profiles(
+    path: Path,
+) -> None:
+    _ = path.write_text(TOML)
+    app = build_app(
+        FakeChat(),
+        FakeOperations(),
+        static=no_files,
+        timing=LOCAL.serving,
+        profiles=ProfileFile(path),
+    )
+    asked = pb.HttpRequest(method="GET", path="/v1/models")
+    chunks = [chunk async for chunk in answer_forwarded(app, asked, "127.0.0.1:1", {})]
+    body = json.loads(b"".join(chunk.body for chunk in chunks))
+    assert [entry["id"] for entry in body["data"]] == ["demo", "owner/large-model"]
+
+
+def test_ollama_loads_and_unloads(node: Node) -> None:
+    def load(**fields: object) -> Any:
+        return node.ask("POST", "/api/generate", {"model": "coder", **fields}).json
+
+    assert load(keep_alive="5m")["done_reason"] == "load"
+    assert node.chat.requests[-1].keep_alive_s == 300
+    assert node.chat.released == []
+    assert load(keep_alive=0)["done_reason"] == "unload"
+    assert node.chat.released == ["demo"]
+    assert node.ask("POST", "/api/chat", {"model": "demo", "keep_alive": "0s"}).status == 200
+    assert node.chat.released == ["demo", "demo"]
+    bad = node.ask("POST", "/api/chat", {"model": "demo", "keep_alive": "soon"})
+    assert bad.status == 400
+    assert "keep_alive" in bad.json["error"]
+    assert node.ask("POST", "/v1/chat/completions", chat_body(keep_alive=30)).status == 200
+    assert node.chat.requests[-1].keep_alive_s == 30
