@@ -22,6 +22,7 @@ from exo_node.node.api import errors
 from exo_node.node.api.guard import Guard
 from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.api.profile_api import Measurements
+from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import build_app
 from exo_node.node.cli.main import app
 from exo_node.node.join.joining import Joining
@@ -91,7 +92,7 @@ def _rule(*lines: list[str]) -> bool:
 def test_a_path_in_code_marks_exists(document: str) -> None:
     named = {span for span in spans(text_of(document)) if _PATH.fullmatch(span)}
     # In a model's folder, and what a bench writes.
-    for_a_user = {"exo-card.toml", "config.json", "Owner--Name.toml", "mtp.json"}
+    for_a_user = {"profiles.toml", "exo-card.toml", "config.json", "Owner--Name.toml", "mtp.json"}
     missing = [path for path in named - for_a_user if not any(ROOT.glob(path.rstrip("/")))]
     assert missing == []
 
@@ -325,8 +326,16 @@ def _literals() -> set[str]:
 
 
 def test_the_models_pages_card_is_a_card() -> None:
-    [card] = [tomllib.loads(block) for block in blocks(text_of("docs/models.md"), "toml")]
+    card, _ = [tomllib.loads(block) for block in blocks(text_of("docs/models.md"), "toml")]
     facts = packaged_cards().popitem()[1].model_dump(exclude={"native_mtp", "sampling"})
     parsed = parse_card({**facts, **card}, "docs/models.md")
     assert parsed.native_mtp is not None
     assert parsed.native_mtp.default_k <= parsed.native_mtp.max_k
+
+
+def test_the_models_pages_profiles_are_profiles(tmp_path: Path) -> None:
+    _, text = blocks(text_of("docs/models.md"), "toml")
+    path = tmp_path / "profiles.toml"
+    _ = path.write_text(text)
+    profiles = ProfileFile(path)
+    assert (list(profiles.all()), profiles.faults()) == (["gpt-4o", "coder"], {})
