@@ -4,8 +4,9 @@ To be imported before anything else that imports mlx-lm, because the module does
 
 - It sets a hard limit of 4096 open files. A process may lower its hard limit and not raise it, so
   where it is below 4096 already the import fails, and with it every load.
-- It imports transformers and the hub's client, for tokenizers and downloads. They take 1.3 s of a
-  CPU, and a stage that is no generator never needs them; here a generator's codec imports them.
+- It imports transformers and the hub's client, for tokenizers and downloads. They take half a
+  second of a CPU, and a stage that is no generator never needs them; here a generator's codec
+  imports them.
 """
 
 import resource
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 from ...placement.errors import LoadFailed
 from ..text.bare_mlx_lm import bare_mlx_lm
+from ..text.bare_transformers import bare_transformers
 
 
 def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
@@ -61,6 +63,7 @@ def _imported_later() -> Generator[None]:
 _SET = resource.setrlimit
 resource.setrlimit = _keeps_what_there_is
 bare_mlx_lm()
+bare_transformers()
 try:
     with _imported_later():
         import mlx_lm.utils  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -2,6 +2,7 @@
 
 answer_format.py: how a checkpoint marks reasoning and calls of tools
 bare_mlx_lm.py: mlx-lm's modules without its `__init__`
+bare_transformers.py: the same of transformers
 call_grammar.py: the grammar of a call that a request insists on
 channels.py: an answer's text told apart: content, reasoning, calls
 codec.py: tokenizer, detokenizer, stop strings

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from .bare_mlx_lm import bare_mlx_lm
+from .bare_transformers import bare_transformers
 from .messages import chat_from_json
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def main() -> NoReturn:
     """Entry point of the child process; argument 1 is what one request may add to its memory."""
     logging.disable()  # a library's warning may quote a prompt
     bare_mlx_lm()
+    bare_transformers()
     from .codec import TextCodec
 
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()

@@ -16,16 +16,16 @@ for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         found[module.name] = sorted(vars(importlib.import_module("mlx_lm.models." + module.name)))
     except (Exception, SystemExit) as fault:
         found[module.name] = repr(fault)
-print(json.dumps([found, "transformers" in sys.modules]))
+print(json.dumps([found, "transformers.utils" in sys.modules]))
 """
 LATER = """
 import sys
 from exo_node.shard.model import loader_import
 import mlx_lm.utils
-print("transformers" in sys.modules, "huggingface_hub" in sys.modules)
+print("transformers.utils" in sys.modules, "huggingface_hub" in sys.modules)
 loaded = mlx_lm.utils.load_tokenizer(__import__("pathlib").Path({folder!r}))
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-print(isinstance(loaded, TokenizerWrapper), "transformers" in sys.modules)
+print(isinstance(loaded, TokenizerWrapper), "transformers.utils" in sys.modules)
 try:
     mlx_lm.utils.load("owner/model")
 except Exception as fault:

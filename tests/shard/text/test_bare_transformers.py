@@ -1,0 +1,80 @@
+"""transformers without its `__init__`: the tokenizers are the same, and nothing is missing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from engines import DEMO
+
+CLASSES = ("Qwen2Tokenizer", "LlamaTokenizer", "TokenizersBackend", "PreTrainedTokenizerFast", "No")
+
+TOKENIZERS = """
+import json, sys
+from pathlib import Path
+{first}
+from exo_node.shard.text.codec import TextCodec
+found, kinds = [], []
+for folder in sys.argv[1:]:
+    codec = TextCodec.load(Path(folder))
+    ids = codec.encode_chat([{{"role": "user", "content": "Grüße, 世界 <|im_end|>"}}])
+    inner = codec._tokenizer._tokenizer
+    classes = [f"{{each.__module__}}.{{each.__name__}}" for each in type(inner).__mro__]
+    found.append([classes, ids, codec.decode(ids), sorted(codec.end_tokens), codec.longest_token])
+    kinds.append(type(sys.modules["transformers"]).__name__)
+print(json.dumps([found, kinds[0]]))
+"""
+USUAL = """
+from exo_node.shard.text.bare_mlx_lm import bare_mlx_lm
+bare_mlx_lm()
+"""
+BARE = f"""
+{USUAL}
+from exo_node.shard.text.bare_transformers import bare_transformers
+bare_transformers()
+"""
+
+
+def test_every_class_of_tokenizer_is_the_same_without_the_whole_of_transformers(
+    tmp_path: Path,
+) -> None:
+    folders = [str(DEMO), *(str(_with_class(tmp_path / name, name)) for name in CLASSES)]
+    bare, root = json.loads(_output(TOKENIZERS.format(first=BARE), *folders))
+    usual, _ = json.loads(_output(TOKENIZERS.format(first=USUAL), *folders))
+    assert bare == usual
+    assert (len(bare), root) == (len(folders), "_Bare")
+
+
+NAMES = """
+import sys
+from exo_node.shard.text.bare_transformers import bare_transformers
+bare_transformers()
+import transformers
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase as before
+print(transformers.__version__ == __import__("importlib.metadata").metadata.version("transformers"))
+for name in ("__wrapped__", "no_such_name"):
+    print(hasattr(transformers, name), type(sys.modules["transformers"]) is type(transformers))
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+print(PreTrainedTokenizerBase is before, transformers.GenerationConfig is GenerationConfig)
+print(transformers.models.llama.LlamaConfig is transformers.LlamaConfig)
+"""
+
+
+def test_any_other_name_is_that_of_the_whole_which_is_imported_then() -> None:
+    told = _output(NAMES).splitlines()
+    assert told == ["True", "False True", "False False", "True True", "True"]
+
+
+def _with_class(folder: Path, name: str) -> Path:
+    """The demo's tokenizer under another class's name."""
+    _ = shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors", "recipe"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": name}
+    _ = path.write_text(json.dumps(config))
+    return folder
+
+
+def _output(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
