@@ -8,8 +8,8 @@ from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file, read_config
 from ...shard.checkpoint.download import download
-from ...shard.checkpoint.fetch import Progress
 from ...shard.checkpoint.head_tensors import files_of_head
+from ...shard.checkpoint.progress import Progress
 from .library import ModelLibrary
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from ...placement.errors import ExoNodeError, InvalidSettings, ModelNotFound
 from ...placement.ids import ModelId
 from ...shard.checkpoint.download import download
-from ...shard.checkpoint.fetch import Progress
 from ...shard.checkpoint.hub_cache import remove as remove_from_cache
+from ...shard.checkpoint.progress import Progress
 from .library import DEMO, ModelLibrary
 from .places import in_cache, in_folders
 

@@ -9,5 +9,7 @@ head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 hub_cache.py: the cache of the hub: what it holds
+hub_download.py: asks the hub, and fetches what the cache lacks
 model_classes.py: the model types that the installed mlx-lm implements
+progress.py: how far a download is
 """

@@ -11,20 +11,12 @@ from pathlib import Path
 import httpx2
 
 from ...placement.errors import DownloadFailed
+from .progress import Progress
 
 _REPORT_BYTES = 256 << 10
 _ENOUGH_BYTES = 1 << 20
 _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Before each attempt after a broken connection; `_ENOUGH_BYTES` of new data start the row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Bytes of the whole model that are here; `file` is the one that just grew, or empty."""
-
-    done_bytes: int
-    total_bytes: int
-    file: str
 
 
 class Meter:

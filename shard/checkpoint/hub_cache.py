@@ -7,8 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub import constants
 
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from .checkpoint import HEAD_FILES, indexed_files, is_weight_file
@@ -127,12 +126,17 @@ def cache_folder(cache_dir: Path | None = None) -> Path:
 
 def snapshot_of(repository: str, revision: str | None, cache: Path) -> Path | None:
     """The snapshot of a revision, whole or not; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
     config = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
     return Path(config).parent if isinstance(config, str) else None
 
 
 def missing_files(repository: str, snapshot: Path, cache: Path) -> list[str]:
     """What a snapshot lacks by the listing that the hub's client kept, else by its index."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
     try:
         listing = get_cached_repo_tree(repository, revision=snapshot.name, cache_dir=cache)
         wanted = {file.path for file in listing if is_wanted(file.path)}

@@ -1,10 +1,14 @@
 """Grammars over a real tokenizer: where they begin, how far drafts go, and what is refused."""
 
 import json
+import random
 import time
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from models import DEMO
+from random_schemas import random_schema
 
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.channels import AnswerFormat
@@ -171,3 +175,19 @@ def test_a_token_that_may_not_stand_there_fails_the_grammar_for_good() -> None:
     assert "regex" in grammar.failed
     (mask,) = grammar.masks([])
     assert mask is not None and not any(mask)
+
+
+def test_any_way_through_two_hundred_random_schemas_is_a_valid_document() -> None:
+    """Whatever a model prefers: each token is drawn from all that may follow."""
+    chance = random.Random(0)
+    for seed in range(200):
+        schema = random_schema(seed)
+        grammar = compiled(GrammarSpec("json_schema", json.dumps(schema), "f"))
+        told: list[int] = []
+        while not told or told[-1] not in ENDS:
+            mask = grammar.masks([])[0]
+            told.append(chance.choice(sorted(allowed(mask))))
+            grammar.take(told[-1:])
+            assert len(told) < 2000, seed
+        validator: Any = Draft202012Validator(schema)
+        assert not list(validator.iter_errors(json.loads(CODEC.decode(told[:-1])))), seed
