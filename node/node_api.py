@@ -123,6 +123,7 @@ class NodeApi:
             events=self._events,
             measurements=self._local.profiling,
             joining=JoinOperations(self._peering.joining),
+            version=self._local.version,
             profiles=ProfileFile(self._settings.profiles_file),
         )
 

@@ -19,6 +19,7 @@ ollama_api.py: Ollama's API
 ollama_schema.py: its fields
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request
+openapi.py: the document of the routes and their bodies
 operations_api.py: placements, models, cluster, metrics, health
 origins.py: pages of other origins that may use the node
 plan_request.py: the options of a placement request

@@ -3,7 +3,8 @@
 import asyncio
 import difflib
 import re
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,6 +24,14 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted and change nothing."""
+
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        """Fields that are refused unless they have one of these values, or null."""
+        return {}
 
     @classmethod
     def known_fields(cls) -> list[str]:

@@ -1,7 +1,8 @@
 """`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
 
 import time
-from typing import Annotated, Any, Final, Literal, cast, final
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, cast, final
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,7 +27,7 @@ from .dialects import fault_frame
 from .errors import HttpFault, JsonResponse
 from .keep_alive import KeepAlive
 from .openai_api import statistics
-from .openai_schema import Message, StreamOptions, without_neutral
+from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody
 from .sse import DONE, comment, data
 from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
@@ -34,6 +35,7 @@ from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
 MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint; the chat's is the end of the context."""
 
+_NO_LOGPROBS: Final[Mapping[str, tuple[Any, ...]]] = {"logprobs": (0, False)}
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Prompt = str | list[TokenId]
 
@@ -56,7 +58,23 @@ class CompletionBody(SamplingBody):
     """The body of `POST /v1/completions`."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    prompt: Annotated[Prompt, BeforeValidator(_one_prompt)]
+    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
+
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        return {**NEUTRAL, **_NO_LOGPROBS, "suffix": ()}
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields())))
+
+    prompt: Annotated[
+        Prompt,
+        BeforeValidator(
+            _one_prompt,
+            json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
+        ),
+    ]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -69,8 +87,7 @@ class CompletionBody(SamplingBody):
     @model_validator(mode="before")
     @classmethod
     def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        more = {"logprobs": (0, False)}
-        return without_neutral(fields, more)
+        return without_neutral(fields, _NO_LOGPROBS)
 
 
 class TokenizeBody(StrictBody):

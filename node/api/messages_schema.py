@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -77,6 +77,8 @@ class OutputConfig(TolerantBody):
 
 class MessagesBody(TolerantBody):
     """`max_tokens` may be missing: `count_tokens` has none, and the context has an end."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(("metadata", "service_tier"))
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]

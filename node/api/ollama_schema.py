@@ -1,6 +1,7 @@
 """The bodies of Ollama's API, and what they are to the node's own request."""
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -42,7 +43,7 @@ class OllamaOptions(TolerantBody):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]] | None,
         Field(max_length=16),
-        BeforeValidator(_as_list),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = None
     repeat_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=4096)] = None
@@ -160,6 +161,10 @@ class OllamaGenerateBody(_Asked):
     raw: bool | None = None
     suffix: str | None = None
 
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        return {"suffix": ("",)}
+
     def check(self) -> None:
         """Raises UnsupportedParameter."""
         if self.suffix:
@@ -174,3 +179,5 @@ class ShowBody(TolerantBody):
     model: ModelName | None = None
     name: ModelName | None = None
     verbose: bool | None = None
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(("verbose",))

@@ -7,7 +7,7 @@ by name.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -48,15 +48,17 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 
-WITHOUT_EFFECT: Final = (
-    "user",
-    "metadata",
-    "store",
-    "cache_prompt",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "verbosity",
+WITHOUT_EFFECT: Final = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "cache_prompt",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "verbosity",
+    )
 )
 """Hints that change no answer, or that this node follows anyway: it caches every prompt."""
 
@@ -130,9 +132,19 @@ def _decoded(value: Any) -> Any:
         raise PydanticCustomError("arguments", "{why}", {"why": fault.message}) from None
 
 
+class TextPart(StrictBody):
+    """A part of a message as the document describes it; `_joined` reads it."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+
+
 class FunctionCall(StrictBody):
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[dict[str, Any], BeforeValidator(_decoded)]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_decoded, json_schema_input_type=str | dict[str, Any])
+    ]
 
 
 class ToolCall(StrictBody):
@@ -151,7 +163,10 @@ class Message(StrictBody):
     role: Role
     id: Annotated[str | None, Field(max_length=256)] = None
     """Some clients number their messages; no answer depends on it."""
-    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    content: Annotated[
+        str | None,
+        BeforeValidator(_joined, json_schema_input_type=str | list[TextPart] | None),
+    ] = None
     name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
@@ -319,6 +334,12 @@ class ChatBody(SamplingBody):
         kwargs = self.chat_template_kwargs.given() if self.chat_template_kwargs else {}
         told: dict[str, Any] = {"kwargs": kwargs} if kwargs else {}
         return told | ({"effort": self.reasoning_effort} if self.reasoning_effort else {})
+
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        return NEUTRAL
 
     @classmethod
     def known_fields(cls) -> list[str]:

@@ -1,8 +1,8 @@
 """The body of OpenAI's `POST /v1/responses`, and what it is to the node's own request."""
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -97,6 +97,21 @@ class NamedChoice(TolerantBody):
 
 
 class ResponsesBody(TolerantBody):
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        (
+            "include",
+            "prompt_cache_key",
+            "safety_identifier",
+            "store",
+            "truncation",
+            "user",
+        )
+    )
+
+    @classmethod
+    def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
+        return {**dict.fromkeys(_STATEFUL, ()), "background": (False,)}
+
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: str | Annotated[list[InputItem], Field(max_length=8192)]
     instructions: str | None = None

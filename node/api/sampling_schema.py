@@ -49,7 +49,11 @@ def _none_of_minus_one(value: Any) -> Any:
 
 
 MaxTokens = Annotated[
-    Annotated[int, Field(ge=1, le=_UINT32)] | None, BeforeValidator(_none_of_minus_one)
+    Annotated[int, Field(ge=1, le=_UINT32)] | None,
+    BeforeValidator(
+        _none_of_minus_one,
+        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
+    ),
 ]
 
 
@@ -64,9 +68,17 @@ class SamplingBody(StrictBody):
     xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
     seed: Annotated[
-        Annotated[int, Field(ge=0, le=_UINT64)] | None, BeforeValidator(_none_of_minus_one)
+        Annotated[int, Field(ge=0, le=_UINT64)] | None,
+        BeforeValidator(
+            _none_of_minus_one,
+            json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT64)],
+        ),
     ] = None
-    stop: Annotated[list[StopString] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
+    stop: Annotated[
+        list[StopString] | None,
+        Field(max_length=16),
+        BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
+    ] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None

@@ -32,6 +32,7 @@ from .join_api import JoinApi
 from .messages_api import Messages
 from .ollama_api import Ollama
 from .openai_api import ChatCompletions
+from .openapi import openapi_route
 from .operations_api import Operations, OperationsApi
 from .origins import Origins
 from .profile_api import Measurements, ProfileApi
@@ -66,6 +67,7 @@ def build_app(
     measurements: Measurements | None = None,
     joining: "JoinOperations | None" = None,
     profiles: ProfileFile | None = None,
+    version: str = "",
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and tokens.
 
@@ -74,19 +76,16 @@ def build_app(
     """
     named = chat if profiles is None else ProfiledChat(chat, profiles)
     answering = Answering(named, timing.keep_alive_s)
-    routes = [
-        *ChatCompletions(answering).routes(),
-        *Completions(answering).routes(),
-        *Messages(answering).routes(),
-        *Responses(answering).routes(),
-        *Ollama(answering, operations).routes(),
-        *OperationsApi(operations).routes(),
-        *(_events_routes(events, timing) if events is not None else ()),
-        *(ProfileApi(measurements).routes() if measurements is not None else ()),
-        *(JoinApi(joining).routes() if joining is not None else ()),
-        *(SessionApi(token).routes() if token is not None else ()),
-        *static_routes(static),
-    ]
+    routes = api_routes(
+        answering,
+        operations,
+        timing=timing,
+        events=events,
+        measurements=measurements,
+        joining=joining,
+        token=token,
+    )
+    routes = [*routes, openapi_route(routes, version), *static_routes(static)]
     paths = sorted({route.path for route in routes})
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -110,6 +109,31 @@ def build_app(
     inner = between(app)
     listing = inner if profiles is None else ProfileLists(inner, profiles)
     return Guard(listing, allowed_hosts, Origins(allowed_origins), api_key, token, tokens)
+
+
+def api_routes(
+    answering: Answering,
+    operations: Operations,
+    *,
+    timing: ServingTiming,
+    events: EventLog | None = None,
+    measurements: Measurements | None = None,
+    joining: "JoinOperations | None" = None,
+    token: LocalToken | None = None,
+) -> list[Route]:
+    """What clients and commands ask; see `build_app`."""
+    return [
+        *ChatCompletions(answering).routes(),
+        *Completions(answering).routes(),
+        *Messages(answering).routes(),
+        *Responses(answering).routes(),
+        *Ollama(answering, operations).routes(),
+        *OperationsApi(operations).routes(),
+        *(_events_routes(events, timing) if events is not None else ()),
+        *(ProfileApi(measurements).routes() if measurements is not None else ()),
+        *(JoinApi(joining).routes() if joining is not None else ()),
+        *(SessionApi(token).routes() if token is not None else ()),
+    ]
 
 
 def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:

@@ -1,0 +1,60 @@
+"""Writes what documents take from the code: `python docs/generate.py` (tests say when it is due).
+
+`docs/openapi.json`, and the table of fields in `docs/api.md`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Final, cast
+
+from starlette.routing import Route
+
+from exo_node.node.api.answering import Answering
+from exo_node.node.api.openapi import document, fields_table
+from exo_node.node.api.server import api_routes
+from exo_node.node.machine.events import EventLog
+from exo_node.node.machine.timing import PROFILES
+
+HERE: Final = Path(__file__).resolve().parent
+BEGIN: Final = "<!-- made by docs/generate.py -->\n"
+END: Final = "<!-- until here -->\n"
+"""Around the table."""
+ANSWERING: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+)
+
+
+def routes() -> list[Route]:
+    """All routes of a node; nothing is asked of what is behind them."""
+    nothing = cast(Any, None)
+    return api_routes(
+        Answering(nothing, 1.0),
+        nothing,
+        timing=PROFILES["lan"].serving,
+        events=EventLog(),
+        measurements=cast(Any, object()),
+        joining=cast(Any, object()),
+        token=cast(Any, object()),
+    )
+
+
+def openapi() -> str:
+    return json.dumps(document(routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def with_table(page: str) -> str:
+    """The page with the table anew."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n{fields_table(ANSWERING)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    _ = (HERE / "openapi.json").write_text(openapi())
+    page = HERE / "api.md"
+    _ = page.write_text(with_table(page.read_text()))

@@ -1,0 +1,146 @@
+"""The OpenAPI document: fresh, true of what each field does, and nothing that it allows breaks."""
+
+import importlib.util
+import json
+import runpy
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from fuzzing import fuzz
+from http_node import Node, serving_fakes
+
+from exo_node.node.api import openapi
+from exo_node.node.api.body_schema import StrictBody
+from exo_node.node.api.ollama_schema import OllamaGenerateBody
+from exo_node.placement.ids import RequestId
+
+DOCS = Path(__file__).parents[3] / "docs"
+NEEDS_SCHEMATHESIS = pytest.mark.skipif(
+    importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def node() -> Generator[Node]:
+    with serving_fakes() as running:
+        yield running
+
+
+def test_the_document_and_the_table_of_fields_are_fresh() -> None:
+    made: dict[str, Any] = runpy.run_path(str(DOCS / "generate.py"))
+    due = "run `python docs/generate.py`"
+    assert (DOCS / "openapi.json").read_text() == made["openapi"](), due
+    page = (DOCS / "api.md").read_text()
+    assert page == made["with_table"](page), due
+    assert page.count(made["BEGIN"]) == page.count(made["END"]) == 1
+
+
+def test_the_node_serves_it_and_it_is_a_document(node: Node) -> None:
+    served = node.ask("GET", "/openapi.json").json
+    written = json.loads((DOCS / "openapi.json").read_text())
+    assert served["openapi"].startswith("3.1")
+    paths = served["paths"]
+    assert all(paths[path] == told for path, told in written["paths"].items() if path in paths)
+    assert {"/v1/chat/completions", "/api/chat", "/v1/messages"} <= paths.keys()
+    for body in set(openapi.BODIES.values()):
+        jsonschema.Draft202012Validator.check_schema(
+            {**served["components"]["schemas"][body.__name__], "$defs": {}}
+        )
+
+
+def test_every_endpoint_that_reads_a_body_says_which() -> None:
+    written = json.loads((DOCS / "openapi.json").read_text())
+    known = {
+        (method.upper(), path)
+        for path, operations in written["paths"].items()
+        for method in operations
+    }
+    assert set(openapi.BODIES) <= known
+
+
+BASE: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+}
+SAMPLES: Mapping[str, Any] = {
+    "metadata": {"a": "b"},
+    "store": True,
+    "cache_prompt": True,
+    "include": ["reasoning.encrypted_content"],
+    "truncation": "auto",
+    "background": True,
+    "conversation": "c",
+    "suffix": "x",
+}
+"""Of fields that are no plain text."""
+
+
+def fields(effect: str) -> list[tuple[str, str]]:
+    return [
+        (path, each.name)
+        for path in BASE
+        for each in openapi.effects(openapi.BODIES["POST", path])
+        if each.effect == effect
+    ]
+
+
+@pytest.mark.parametrize(("path", "name"), fields("no-op"))
+def test_a_field_without_effect_changes_nothing(node: Node, path: str, name: str) -> None:
+    node.chat.reset()
+    for extra in ({}, {name: SAMPLES.get(name, "x")}):
+        reply = node.ask("POST", path, {"model": "demo", **BASE[path], **extra})
+        assert reply.status == 200, reply.body
+        assert "x-exo-node-ignored" not in reply.headers
+    plain, given = (replace(each, id=RequestId("r")) for each in node.chat.requests)
+    assert plain == given
+
+
+@pytest.mark.parametrize(("path", "name"), fields("refused"))
+def test_a_refused_field_is_named_and_its_neutral_values_are_taken(
+    node: Node, path: str, name: str
+) -> None:
+    body = {"model": "demo", **BASE[path]}
+    refused = node.ask("POST", path, {**body, name: SAMPLES.get(name, {"no": "thing"})})
+    assert refused.status == 400, refused.body
+    assert name in str(refused.json["error"])
+    neutral = openapi.BODIES["POST", path].refused_fields()[name]
+    for value in (None, *neutral):
+        assert node.ask("POST", path, {**body, name: value}).status == 200, value
+
+
+@pytest.mark.parametrize("path", BASE)
+def test_what_no_schema_names_is_refused_or_named(node: Node, path: str) -> None:
+    body: type[StrictBody] = openapi.BODIES["POST", path]
+    reply = node.ask("POST", path, {"model": "demo", **BASE[path], "made_up": 1})
+    if openapi.is_tolerant(body):
+        assert (reply.status, reply.headers["x-exo-node-ignored"]) == (200, "made_up")
+    else:
+        assert (reply.status, reply.error["param"]) == (400, "made_up")
+
+
+@NEEDS_SCHEMATHESIS
+def test_what_the_document_allows_breaks_nothing_and_a_seeded_fault_is_found(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few requests; `bench/api_fuzz.py` sends thousands."""
+    node.chat.reset()
+    document = node.ask("GET", "/openapi.json").json
+    base, paths = f"http://127.0.0.1:{node.port}", ("/api/generate", "/v1/settings")
+    found = fuzz(document, base, {}, examples=4, paths=paths)
+    assert found.faults == []
+    assert found.requests > 10
+
+    def breaks(self: OllamaGenerateBody) -> None:
+        raise ZeroDivisionError("seeded")
+
+    monkeypatch.setattr(OllamaGenerateBody, "check", breaks)
+    seeded = fuzz(document, base, {}, examples=2, paths=paths[:1])
+    assert any("500" in fault for fault in seeded.faults)
