@@ -77,7 +77,7 @@ class NodeOperations:
         options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
         found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
-        return preview_json(found, view, self._drafts(card, found))
+        return preview_json(card, found, view, self._drafts(card, found))
 
     async def place(self, asked: PlacementBody) -> dict[str, Any]:
         model = ModelId(asked.model)
@@ -212,13 +212,15 @@ def _spare(spare: Spare) -> dict[str, Any]:
     }
 
 
-def preview_json(found: Preview, view: ClusterView, drafting: str) -> dict[str, Any]:
+def preview_json(
+    card: ModelCard, found: Preview, view: ClusterView, drafting: str
+) -> dict[str, Any]:
     """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not."""
     return {
         "object": "placement.preview",
         "model": found.best.model,
-        "best": _placed_stages(found.best, view),
-        "runner_up": found.runner_up and _placed_stages(found.runner_up, view),
+        "best": _placed_stages(card, found.best, view),
+        "runner_up": found.runner_up and _placed_stages(card, found.runner_up, view),
         "bound_s": found.bound_s,
         "proven": found.bound_s >= found.best.score,
         "candidates_considered": found.candidates_considered,
@@ -226,15 +228,17 @@ def preview_json(found: Preview, view: ClusterView, drafting: str) -> dict[str, 
     }
 
 
-def _placed_stages(placement: Placement, view: ClusterView) -> dict[str, Any]:
+def _placed_stages(card: ModelCard, placement: Placement, view: ClusterView) -> dict[str, Any]:
     return {
         "stages": [
             {
                 "node": stage.node,
                 "name": view.node(stage.node).name,
                 "layers": [stage.first_layer, stage.end_layer],
+                "memory_bytes": planned_bytes(card, placement, number),
+                "memory_left_bytes": view.node(stage.node).memory_bytes,
             }
-            for stage in placement.stages
+            for number, stage in enumerate(placement.stages)
         ],
         "seconds_per_token": placement.score,
         "context_length": placement.context_length,

@@ -8,7 +8,7 @@ from .candidates import Candidate, Task, assigned, pipelines, seconds_of, single
 from .card import ModelCard
 from .cluster import ClusterView, StageAssignment
 from .context import context_reason, longest_context
-from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token
+from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token, stage_bytes
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
 from .reasons import drafting_reason, insufficient, mtp_off_reason, split_by_hand, why
@@ -22,6 +22,7 @@ __all__ = [
     "Preview",
     "StageAssignment",
     "plan",
+    "planned_bytes",
     "preview",
     "seconds_now",
 ]
@@ -81,6 +82,13 @@ def plan(
     return preview(
         card, view, options, native_mtp=native_mtp, pipeline_refusal=pipeline_refusal
     ).best
+
+
+def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
+    """What stage `number` takes of its node's memory, with its context and the planner's headroom."""
+    stage, context = placement.stages[number], placement.context_length
+    mtp = not placement.mtp_off_reason
+    return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
 
 
 def seconds_now(card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment]) -> float:

@@ -17,13 +17,15 @@ export function Answer({ message, known, onRetry, children }) {
     ${(message.calls ?? []).map((call, index) => html`<${Call} key=${index} call=${call} />`)}
     <${Progress} state=${state} note=${note} said=${text || message.reasoning} />
     ${state === "stopped" && html`<p class="muted small">Stopped.</p>`}
+    ${state === "cut" && html`<p class="muted small">Cut off: this page was closed or loaded anew while the answer
+      was arriving. What had arrived is kept.</p>`}
     ${finish === "length" && html`<p class="muted small">The token limit ended this answer.</p>`}
     ${state === "failed" && html`
       <div class="notice bad" role="alert">
         <span>${error.message}</span>
         ${onRetry && html`<button onClick=${onRetry}>Try again</button>`}
       </div>`}
-    ${(state === "done" || state === "stopped" || state === "failed") && html`
+    ${state !== "waiting" && state !== "streaming" && html`
       <div class="acts">
         ${children}
         ${tokens?.length > 0 && html`<button class="quiet" aria-pressed=${view === "tokens"}

@@ -1,5 +1,6 @@
 /** Chat, the page's home: the conversation that is shown, and what is said next. */
 
+import { parsed } from "./api.js";
 import { bytes } from "./format.js";
 import { chosen, Mark } from "./frame.js";
 import { roster } from "./node.js";
@@ -22,6 +23,7 @@ export function Chat({ data, talk, refresh }) {
   const Thread = usePart("Thread", messages.length > 0);
   const Options = usePart("Options", choosing);
   const request = () => requestFields(model, drafts, options);
+  const { fault } = toolsOf(options.tools);
 
   // An answer may have loaded the model or met a locked node: ask what changed.
   useEffect(() => {
@@ -35,12 +37,12 @@ export function Chat({ data, talk, refresh }) {
           ? html`<${Welcome} models=${models} model=${model} drafts=${drafts} placements=${placements}
               nodes=${data.cluster?.nodes ?? []} />`
           : Thread && html`<${Thread} talk=${talk} messages=${messages} busy=${busy} request=${request}
-              mayAsk=${Boolean(model)} known=${roster(data.cluster?.nodes ?? [])} />`}
+              mayAsk=${Boolean(model) && !fault} known=${roster(data.cluster?.nodes ?? [])} />`}
       <//>
       <p class="unseen" role="status">${announcement(messages)}</p>
-      <${Composer} key=${`composer-${current.id}`} busy=${busy} disabled=${!model} choosing=${choosing}
+      <${Composer} key=${`composer-${current.id}`} busy=${busy} disabled=${!model || Boolean(fault)} choosing=${choosing}
         summary=${summary(options)} onStop=${() => talk.stop()} onOptions=${() => setChoosing(!choosing)}
-        placeholder=${model ? `Message ${model.id}` : "No model to talk to yet"}
+        placeholder=${fault ? "The tools under Options have to be mended first" : model ? `Message ${model.id}` : "No model to talk to yet"}
         onSend=${(text) => talk.ask(text, request())} />
       ${choosing && Options && html`<${Options} options=${options} drafts=${drafts} model=${model}
         onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => setChoosing(false)} />`}
@@ -75,16 +77,28 @@ export function requestFields(model, drafts, options) {
     if (options[name] !== undefined && options[name] !== "") fields[field] = Number(options[name]);
   }
   if (drafts.maxK && options.k) fields.num_draft_tokens = Math.min(Number(options.k), drafts.maxK);
+  const { tools } = toolsOf(options.tools);
+  if (tools) fields.tools = tools;
   if (options.effort) fields.reasoning_effort = options.effort;
   if (options.tokens) Object.assign(fields, { logprobs: true, return_token_ids: true });
   return fields;
 }
 
+/** {tools} of a text in JSON, none where there is no text, {fault} where it is something else. */
+export function toolsOf(text) {
+  if (!text?.trim()) return {};
+  const found = parsed(text);
+  const tools = Array.isArray(found) ? found : [found];
+  const sound = tools.length > 0 && tools.every((tool) => tool?.type === "function" && tool.function?.name);
+  return sound ? { tools } : { fault: 'This is no JSON list of {"type": "function", "function": {"name": …}}.' };
+}
+
 /** What differs from the model's own settings, in a few words. */
-function summary({ system, temperature, preset, k }) {
+function summary({ system, temperature, preset, k, tools }) {
   if (preset) return preset;
   const parts = [
     system?.trim() && "system prompt",
+    tools?.trim() && "tools",
     temperature !== undefined && temperature !== "" && `temperature ${temperature}`,
     k && (k === "0" ? "no drafts" : `K ${k}`),
   ];

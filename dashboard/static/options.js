@@ -1,9 +1,14 @@
 /** How a conversation is answered: system prompt and sampling, with named presets. */
 
+import { toolsOf } from "./chat.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const KEY = "exo-node.presets";
-const FIELDS = ["system", "temperature", "topP", "topK", "minP", "maxTokens", "seed", "k", "effort"];
+const FIELDS = ["system", "temperature", "topP", "topK", "minP", "maxTokens", "seed", "k", "effort", "tools"];
+const EXAMPLE = `[{"type": "function", "function": {
+  "name": "weather",
+  "parameters": {"type": "object",
+    "properties": {"city": {"type": "string"}}}}}]`;
 const GIVEN = [
   { name: "The model's own", options: {} },
   { name: "Greedy", options: { temperature: "0" } },
@@ -43,6 +48,7 @@ export function Options({ options, drafts, model, onChange, onClose }) {
         <${Effort} model=${model} effort=${options.effort ?? ""} onPick=${set("effort")} />
       </div>
       ${drafts.reason && html`<p class="muted small">No drafts: ${drafts.reason}</p>`}
+      <${Tools} text=${options.tools ?? ""} onInput=${set("tools")} />
       <label class="check">
         <input type="checkbox" checked=${options.tokens ?? false}
           onChange=${(event) => onChange({ tokens: event.target.checked })} />
@@ -62,6 +68,17 @@ function Drafts({ drafts: { defaultK, maxK }, k, onPick }) {
         ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
       </select>
     </label>`;
+}
+
+function Tools({ text, onInput }) {
+  const { tools, fault } = toolsOf(text);
+  return html`
+    <details class="tools" open=${text !== ""}>
+      <summary>Tools${tools ? `: ${tools.map((tool) => tool.function.name).join(", ")}` : ""}</summary>
+      <textarea rows="6" class="code" aria-label="Tools" spellcheck="false" value=${text} placeholder=${EXAMPLE} onInput=${onInput}></textarea>
+      ${fault && html`<p class="notice bad small" role="alert">${fault}</p>`}
+      <p class="muted small">What the model may call, as in OpenAI's API. A call is shown with a field for its result.</p>
+    </details>`;
 }
 
 /** Models that cannot switch their thinking refuse the field, so it is sent only where it is set. */

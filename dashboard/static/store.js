@@ -14,6 +14,21 @@ export async function openStore() {
   }
 }
 
+const LEFT = "exo-node.left.";
+
+/** Keeps what an answer has said when its page goes, which IndexedDB does not do for a page that ends. */
+export function leave(conversation, message, change) {
+  localStorage.setItem(LEFT + message, JSON.stringify({ conversation, message, change }));
+}
+
+/** What pages left that went: [{conversation, message, change}]. It is not kept any longer. */
+export function takeLeft() {
+  const names = Object.keys(localStorage).filter((name) => name.startsWith(LEFT));
+  const left = names.map((name) => JSON.parse(localStorage.getItem(name)));
+  for (const name of names) localStorage.removeItem(name);
+  return left;
+}
+
 function opened() {
   const request = indexedDB.open(DATABASE, 1);
   request.onupgradeneeded = () => {

@@ -3,8 +3,8 @@
 import { ApiError, apiError, parsed, send } from "./api.js";
 
 /**
- * Yields {kind: "text" | "reasoning", text}, {kind: "call", index, name, text} (a piece of a tool
- * call's arguments), {kind: "tokens", tokens} where `logprobs` were asked for, {kind: "note", text}
+ * Yields {kind: "text" | "reasoning", text}, {kind: "call", index, id, name, text} (a piece of
+ * a tool call's arguments), {kind: "tokens", tokens} where `logprobs` were asked for, {kind: "note", text}
  * (loading, prefill, resuming), {kind: "finish", reason} and {kind: "stats", usage, stats}. Throws
  * ApiError for an error event and for a stream that ends without [DONE].
  */
@@ -32,8 +32,8 @@ function* events(chunk, status) {
   const { reasoning_content: reasoning, content, tool_calls: calls } = choice?.delta ?? {};
   if (reasoning) yield { kind: "reasoning", text: reasoning };
   if (content) yield { kind: "text", text: content };
-  for (const { index = 0, function: call } of calls ?? []) {
-    yield { kind: "call", index, name: call?.name ?? "", text: call?.arguments ?? "" };
+  for (const { index = 0, id = "", function: call } of calls ?? []) {
+    yield { kind: "call", index, id, name: call?.name ?? "", text: call?.arguments ?? "" };
   }
   if (choice?.logprobs) yield { kind: "tokens", tokens: tokens(choice) };
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };

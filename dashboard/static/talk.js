@@ -1,17 +1,17 @@
 /** All conversations of this browser, the one that is shown, and the answers that are streaming. */
 
-import { openStore } from "./store.js";
+import { leave, openStore, takeLeft } from "./store.js";
 import { branch, freshId, grown, newConversation, patched, spoken, turnedTo } from "./tree.js";
 import { useEffect, useState } from "./vendor/htm-preact.module.js";
 
 const REDRAW_MS = 60;
-const SAVE_MS = 2000;
+const SAVE_MS = 1000;
 const UNDER_WAY = new Set(["waiting", "streaming"]);
 
 /**
  * `list` has all conversations, newest first; `current` is the one that is shown, maybe not in the
  * list yet. Answers go on while another conversation is shown. An answer is a message of role
- * "assistant" with `state` one of waiting | streaming | done | stopped | failed.
+ * "assistant" with `state` one of waiting | streaming | done | stopped | cut | failed.
  */
 export class Talk {
   list = [];
@@ -25,7 +25,8 @@ export class Talk {
   async open(id, options) {
     this.#store ??= await openStore();
     this.lasting = this.#store.lasting;
-    this.list = (await this.#store.all()).map(asRead);
+    const left = takeLeft();
+    this.list = (await this.#store.all()).map((one) => asRead(one, left));
     this.ready = true;
     this.show(id, options);
   }
@@ -85,6 +86,14 @@ export class Talk {
     return this.answer(question.id, request);
   }
 
+  /** Says what the tools that the answer `parent` called gave back: [{id, name, text}]. */
+  reply(parent, results, request) {
+    const text = results.map((result) => result.text).join("\n\n");
+    const given = { id: freshId(), parent, role: "tool", text, results, at: Date.now() };
+    this.#put(grown(this.current, given), true);
+    return this.answer(given.id, request);
+  }
+
   /** Another answer to `question`, beside those that it has. */
   async answer(question, { system, ...fields }) {
     const message = {
@@ -99,7 +108,8 @@ export class Talk {
     this.#running.set(conversation.id, abort);
     this.#put(conversation, true);
     const draw = (change, save) => this.#patch(conversation.id, message.id, change, save);
-    const end = await received({ ...fields, messages }, abort.signal, draw);
+    const onLeave = (change) => leave(conversation.id, message.id, change);
+    const end = await received({ ...fields, messages }, abort.signal, draw, onLeave);
     if (this.#running.get(conversation.id) === abort) this.#running.delete(conversation.id);
     draw(end, true);
   }
@@ -132,26 +142,28 @@ export function useTalk(talk) {
 }
 
 /** What was kept while an answer was under way ended with the page that asked for it. */
-const asRead = (conversation) => ({
+const asRead = (conversation, left) => ({
   ...conversation,
-  messages: conversation.messages.map((one) =>
-    UNDER_WAY.has(one.state) ? { ...one, state: "stopped", note: "" } : one,
-  ),
+  messages: conversation.messages.map((one) => {
+    if (!UNDER_WAY.has(one.state)) return one;
+    const last = left.find(({ message }) => message === one.id);
+    return { ...one, ...last?.change, state: "cut", note: "" };
+  }),
 });
 
 /** Streams one answer, redrawn at most every REDRAW_MS, and returns the message's last change. */
-async function received(body, signal, draw) {
+async function received(body, signal, draw, onLeave) {
   const { streamChat } = await import("./stream.js");
   const said = { text: "", reasoning: "", calls: [], tokens: [] };
   const end = { state: "done", note: "" };
   let timer = 0;
   let saved = performance.now();
-  const redraw = () => {
+  const redraw = (save) => {
     timer = 0;
-    const save = performance.now() - saved > SAVE_MS;
     if (save) saved = performance.now();
     draw({ ...taken(said), state: "streaming", note: "" }, save);
   };
+  const page = watchPage(() => redraw(true), () => onLeave(taken({ ...said, tokens: [] })));
   try {
     for await (const event of streamChat(body, signal)) {
       if (event.kind === "note") draw({ note: event.text }, false);
@@ -159,16 +171,34 @@ async function received(body, signal, draw) {
       else if (event.kind === "stats") Object.assign(end, { usage: event.usage, stats: event.stats });
       else {
         take(said, event);
-        timer ||= setTimeout(redraw, REDRAW_MS);
+        timer ||= setTimeout(() => redraw(performance.now() - saved > SAVE_MS), REDRAW_MS);
       }
     }
   } catch (error) {
-    end.state = signal.aborted ? "stopped" : "failed";
-    end.error = signal.aborted ? null : { message: error.message, code: error.code ?? "error" };
+    end.state = signal.aborted ? "stopped" : page.left ? "cut" : "failed";
+    if (end.state === "failed") end.error = { message: error.message, code: error.code ?? "error" };
   } finally {
+    page.end();
     clearTimeout(timer);
   }
   return { ...taken(said), ...end };
+}
+
+/** Calls `onHide` when another tab is looked at and `onLeave` when the page goes: `left` from then on. */
+function watchPage(onHide, onLeave) {
+  const page = { left: false, end };
+  const hide = () => document.hidden && onHide();
+  const go = () => {
+    page.left = true; // its requests break now, which is no fault of the node's
+    onLeave();
+  };
+  function end() {
+    removeEventListener("pagehide", go);
+    document.removeEventListener("visibilitychange", hide);
+  }
+  addEventListener("pagehide", go);
+  document.addEventListener("visibilitychange", hide);
+  return page;
 }
 
 function take(said, event) {
@@ -181,7 +211,8 @@ function take(said, event) {
   } else if (event.kind === "tokens") {
     said.tokens.push(...event.tokens);
   } else {
-    const call = (said.calls[event.index] ??= { name: "", arguments: "" });
+    const call = (said.calls[event.index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= event.id;
     call.name += event.name;
     call.arguments += event.text;
   }

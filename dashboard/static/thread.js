@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { copy } from "./clipboard.js";
-import { siblings } from "./tree.js";
+import { callId, siblings } from "./tree.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 export function Thread({ talk, messages, busy, request, known, mayAsk }) {
@@ -13,10 +13,12 @@ export function Thread({ talk, messages, busy, request, known, mayAsk }) {
       ${messages.map((message, index) =>
         message.role === "user"
           ? html`<${Question} key=${message.id} message=${message} ...${shared} />`
+          : message.role === "tool"
+          ? html`<${Given} key=${message.id} results=${message.results} />`
           : html`<${Said} key=${message.id} message=${message} ...${shared}
               last=${index === messages.length - 1} />`)}
-      ${may && messages.at(-1).role === "user" && html`
-        <p class="muted small">This question has no answer. ${" "}
+      ${may && messages.at(-1).role !== "assistant" && html`
+        <p class="muted small">This has no answer. ${" "}
           <button onClick=${() => talk.answer(messages.at(-1).id, request())}>Ask again</button></p>`}
     </div>`;
 }
@@ -74,8 +76,41 @@ function Said({ message, talk, may, request, known, last }) {
         ${message.text && html`<${Copy} text=${message.text} what="answer" />`}
         ${!under && html`<button class="quiet" disabled=${!may} onClick=${again}>Regenerate</button>`}
       <//>
+      ${may && last && message.state === "done" && message.calls?.length > 0 && html`
+        <${Results} calls=${message.calls} onSend=${(results) => talk.reply(message.id, results, request())} />`}
     </article>`;
 }
+
+/** A field for what each called tool gave back. The page runs none: somebody does, and says what came of it. */
+function Results({ calls, onSend }) {
+  const [texts, setTexts] = useState(() => calls.map(() => ""));
+  const submit = (event) => {
+    event.preventDefault();
+    onSend(calls.map((call, index) => ({ id: callId(call, index), name: call.name, text: texts[index] })));
+  };
+  return html`
+    <form class="results" aria-label="Results of the tools" onSubmit=${submit}>
+      ${calls.map(({ name }, index) => html`
+        <label key=${index}>Result of ${name}
+          <textarea rows="2" value=${texts[index]} spellcheck="false"
+            onInput=${({ target }) => setTexts(texts.with(index, target.value))}></textarea>
+        </label>`)}
+      <div class="line">
+        <span class="muted small">This page runs no tools: say what ${calls.length > 1 ? "they" : "it"} gave back.</span>
+        <button class="primary end" disabled=${!texts.every((text) => text.trim())}>Send ${calls.length > 1 ? "results" : "result"}</button>
+      </div>
+    </form>`;
+}
+
+/** What tools gave back. */
+const Given = ({ results }) => html`
+  <div class="given">
+    ${results.map(({ id, name, text }) => html`
+      <details key=${id} class="call" open=${text.length < 400}>
+        <summary class="small"><span class="muted">Result of</span> <strong>${name}</strong></summary>
+        <pre tabindex="0">${text}</pre>
+      </details>`)}
+  </div>`;
 
 /** Turns between what was said in the same place. */
 function Branches({ talk, message, what }) {

@@ -57,16 +57,39 @@ export function turnedTo(conversation, id) {
   }
 }
 
-/** What a model is sent of a branch; a question without an answer would be two in a row. */
+/**
+ * What a model is sent of a branch. A question without an answer would be two in a row, and a call
+ * without its result is one that templates do not expect: both are left out.
+ */
 export function spoken(messages) {
   return messages.flatMap((message, index) => {
-    if (message.role === "assistant") {
-      return message.text ? [{ role: "assistant", content: message.text }] : [];
+    const [next, after] = messages.slice(index + 1, index + 3);
+    if (message.role === "tool") return message.results.map(asResult);
+    if (message.role === "user") {
+      const unanswered = next && !next.text && after?.role !== "tool";
+      return unanswered ? [] : [{ role: "user", content: message.text }];
     }
-    const answered = messages[index + 1];
-    return answered && !answered.text ? [] : [{ role: "user", content: message.text }];
+    if (next?.role === "tool") return [asCalls(message)];
+    return message.text ? [{ role: "assistant", content: message.text }] : [];
   });
 }
+
+const asResult = ({ id, text }) => ({ role: "tool", tool_call_id: id, content: text });
+
+/** With its thoughts: families that think between calls read them again. */
+const asCalls = ({ text, reasoning, calls }) => ({
+  role: "assistant",
+  content: text,
+  ...(reasoning && { reasoning_content: reasoning }),
+  tool_calls: calls.map((call, index) => ({
+    id: callId(call, index),
+    type: "function",
+    function: { name: call.name, arguments: call.arguments },
+  })),
+});
+
+/** Of a call; what was kept by an older page has none. */
+export const callId = (call, index) => call.id || `call_${index}`;
 
 /** The first line of a question, for the list. */
 export function titleOf(text) {
@@ -76,10 +99,14 @@ export function titleOf(text) {
 
 /** A conversation as Markdown, the branch that is shown. */
 export function asMarkdown(conversation) {
-  const parts = branch(conversation).map(({ role, text, model }) =>
-    role === "user" ? `**You**\n\n${text}` : `**${model ?? "Answer"}**\n\n${text}`,
+  const parts = branch(conversation).map(
+    ({ role, text, model, calls = [] }) =>
+      `**${SPEAKERS[role] ?? model ?? "Answer"}**\n\n${[text, ...calls.map(asCode)].filter(Boolean).join("\n\n")}`,
   );
   return `# ${conversation.title || "Conversation"}\n\n${parts.join("\n\n---\n\n")}\n`;
 }
+
+const SPEAKERS = { user: "You", tool: "Results of tools" };
+const asCode = (call) => `\`\`\`\n${call.name} ${call.arguments}\n\`\`\``;
 
 const byId = ({ messages }) => new Map(messages.map((message) => [message.id, message]));

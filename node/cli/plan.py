@@ -38,6 +38,7 @@ def _placement(what: str, placement: Mapping[str, Any]) -> str:
 
 def _stages(placement: Mapping[str, Any]) -> list[str]:
     return [
-        f"  {stage['name']}: layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
+        f"  {stage['name']}: layers {stage['layers'][0]}-{stage['layers'][1] - 1}, "
+        f"{gigabytes(stage['memory_bytes'])} of {gigabytes(stage['memory_left_bytes'])}"
         for stage in placement["stages"]
     ]

@@ -280,6 +280,57 @@ def test_an_answer_is_stopped_and_says_so(seen: Visit, node: Node) -> None:
     assert node.chat.closed.wait(30)
 
 
+TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
+
+
+def test_a_tools_result_goes_back_and_is_answered(seen: Visit, node: Node) -> None:
+    node.chat.scripts["demo"] = says(
+        Started((1,)), Reasoned("Bern."), Called("look_up", '{"city": "Bern"}'), FINISHED
+    )
+    page = seen.go()
+    page.get_by_role("button", name="Options", exact=True).click()
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_label("Tools", exact=True).fill("[{}]")
+    expect(page.get_by_role("alert")).to_contain_text("no JSON list")
+    expect(page.get_by_label("Message")).to_be_disabled()
+    page.get_by_label("Tools", exact=True).fill(TOOLS)
+    page.get_by_label("Close options").click()
+    say(seen, "How warm is it?")
+    over(seen)
+    assert [tool["function"]["name"] for tool in node.chat.requests[-1].tools] == ["look_up"]
+    field = answers(seen).get_by_label("Result of look_up")
+    node.chat.scripts["demo"] = says(Started((1,)), TextDelta("21 degrees.", (1,)), FINISHED)
+    field.fill('{"celsius": 21}')
+    assert seen.violations() == []
+    seen.shot("tool")
+    page.get_by_role("button", name="Send result").click()
+    expect(answers(seen).last).to_contain_text("21 degrees.")
+    over(seen)
+    asked, called, given = node.chat.requests[-1].messages
+    [call] = called["tool_calls"]
+    assert asked == {"role": "user", "content": "How warm is it?"}
+    assert (called["reasoning_content"], call["function"]["name"]) == ("Bern.", "look_up")
+    assert given["tool_call_id"] == call["id"] and given["content"] == '{"celsius": 21}'
+    assert seen.violations() == []
+    page.reload()
+    expect(page.locator(".given")).to_contain_text("celsius")
+    expect(answers(seen)).to_have_count(2)
+
+
+def test_a_reload_during_an_answer_keeps_what_had_arrived(seen: Visit, node: Node) -> None:
+    node.chat.scripts["demo"] = slowly(100_000)
+    page = seen.go()
+    say(seen, "Go on and on")
+    expect(answers(seen)).to_contain_text("word99")
+    page.reload()
+    expect(answers(seen)).to_contain_text("Cut off")
+    expect(answers(seen)).to_contain_text("word99")
+    node.chat.reset()
+    over(seen)
+    answers(seen).get_by_role("button", name="Regenerate").click()
+    expect(answers(seen)).to_contain_text("héllo")
+
+
 def test_memory_is_flat_over_a_long_answer(seen: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = slowly(2000)
     page = seen.go()
