@@ -10,7 +10,7 @@ from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import InvalidRequest
 from ..placement.ids import ModelId, PlacementId
-from ..placement.plan import Placement, Preview, preview
+from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness

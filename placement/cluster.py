@@ -87,6 +87,11 @@ class StageAssignment:
     end_layer: int
 
 
+def layer_range(first: int, end: int) -> str:
+    """Layers [first, end) for a person: "layers 0-15", "layer 3"."""
+    return f"layer {first}" if end - first == 1 else f"layers {first}-{end - 1}"
+
+
 NOISE = 0.05
 """How far apart, as a share, two measurements of the same thing may be."""
 

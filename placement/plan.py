@@ -85,7 +85,7 @@ def plan(
 
 
 def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
-    """What stage `number` takes of its node's memory, with its context and the planner's headroom."""
+    """What stage `number` takes of its node, with its context and the planner's headroom."""
     stage, context = placement.stages[number], placement.context_length
     mtp = not placement.mtp_off_reason
     return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)

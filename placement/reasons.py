@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .candidates import Candidate, Task, assigned
+from .cluster import layer_range
 from .drafting import split_reason, undeclared_reason
 from .errors import InsufficientMemory
 from .options import PlanOptions
@@ -51,7 +52,7 @@ def _why_split(
     task: Task, best: Candidate, ranked: Sequence[Candidate], options: PlanOptions
 ) -> str:
     ranges = ", ".join(
-        f"{node.name} layers {stage.first_layer}-{stage.end_layer - 1}"
+        f"{node.name} {layer_range(stage.first_layer, stage.end_layer)}"
         for node, stage in zip(best.nodes, best.stages, strict=True)
     )
     alone = next((candidate for candidate in ranked if len(candidate.nodes) == 1), None)
@@ -113,7 +114,7 @@ def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
         if need > node.memory_bytes:
             ends_too = ", embeddings and lm_head" if first == 0 else ""
             raise InsufficientMemory(
-                f"layers gives {node.name} layers {first}-{end - 1} of {task.card.id}{ends_too}, "
+                f"layers gives {node.name} {layer_range(first, end)} of {task.card.id}{ends_too}, "
                 f"which need {_gigabytes_up(need)} with {task.allowed.context} tokens of KV and "
                 f"headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer layers, "
                 "free memory there or ask for a shorter context",

@@ -1,7 +1,7 @@
 /** The cluster: who asks to join, how each loaded model's layers lie, every node, what happened. */
 
 import { call } from "./api.js";
-import { bytes, naturally, plural, range, short, tone } from "./format.js";
+import { bytes, layerRange, naturally, plural, short, tone } from "./format.js";
 import { Joining } from "./joining.js";
 import { nameOf, roster } from "./node.js";
 import { Timeline } from "./timeline.js";
@@ -106,13 +106,13 @@ const lastLayer = (stages) => Math.max(0, ...stages.map((stage) => Number(stage.
 function Segment({ stage, known }) {
   const [from, to] = stage.layers.map(Number);
   const node = known.get(stage.node);
-  const here = `${nameOf(known, stage.node)}, layers ${range(stage.layers)}, ${stage.status}`;
+  const here = `${nameOf(known, stage.node)}, ${layerRange(stage.layers)}, ${stage.status}`;
   const ready = stage.status === "ready";
   return html`
     <li class=${`${node?.colour ?? "gone"} ${ready ? "" : "pending"}`}
         style=${{ flexGrow: Math.max(to - from, 0) }} title=${here}>
       <span class="seg-name">${nameOf(known, stage.node)}</span>
-      <span class="seg-range">${range(stage.layers)}</span>
+      <span class="seg-range">${layerRange(stage.layers)}</span>
       ${!ready && html`<span class="unseen"> ${stage.status}</span>`}
     </li>`;
 }
@@ -158,7 +158,7 @@ function Memory({ stages, total }) {
 function Stage({ stage, spare }) {
   const live = stage.live_requests ?? 0;
   const facts = [
-    `layers ${range(stage.layers)}`,
+    layerRange(stage.layers),
     `weights ${bytes(stage.weight_bytes)}`,
     `KV cache ${bytes(stage.cache_bytes)}`,
     stage.prefix_cache_bytes > 0 && `prompts kept ${bytes(stage.prefix_cache_bytes)}`,

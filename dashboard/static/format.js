@@ -21,11 +21,11 @@ export const seconds = (value) =>
 
 export const rate = (value) => (Number.isFinite(value) ? trimmed(value, value < 100 ? 1 : 0) : "–");
 
-/** The half-open layer range [a, b) as the first and the last layer, as in a placement's reason. */
-export function range(layers) {
-  if (!layers) return "–";
-  const [first, last] = [Number(layers[0]), Number(layers[1]) - 1];
-  return first < last ? `${first}–${last}` : String(first);
+/** The half-open range [a, b) as "layers 0-15" or "layer 3", as in a placement's reason. */
+export function layerRange(range) {
+  if (!range) return "–";
+  const [first, last] = [Number(range[0]), Number(range[1]) - 1];
+  return first < last ? `layers ${first}-${last}` : `layer ${first}`;
 }
 
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;

@@ -1,7 +1,7 @@
 /** Before a model is loaded: where it would go, why, what else there is, and what a loss would mean. */
 
 import { call } from "./api.js";
-import { bytes, naturally, plural, range, seconds } from "./format.js";
+import { bytes, layerRange, naturally, plural, rate } from "./format.js";
 import { fits } from "./models.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -91,13 +91,13 @@ function usePreview(model, minNodes, split) {
 const planned = (query) => call("GET", `/v1/placements/preview?${new URLSearchParams(query)}`);
 
 function Way({ name, title, plan, nodes, way, onPick }) {
-  const stages = plan.stages.map((stage) => `${named(nodes, stage)} ${range(stage.layers)}`);
+  const stages = plan.stages.map((stage) => `${named(nodes, stage)} ${layerRange(stage.layers)}`);
   return html`
     <label class="choice">
       <input type="radio" name="way" checked=${way === name} onChange=${() => onPick(name)} />
       <span>
         <strong>${title}: ${plan.stages.length === 1 ? named(nodes, plan.stages[0]) : plural(plan.stages.length, "node")}</strong>
-        <span class="muted"> · about ${(1 / plan.seconds_per_token).toPrecision(2)} tok/s</span><br />
+        <span class="muted"> · about ${rate(1 / plan.seconds_per_token)} tok/s</span><br />
         ${plan.stages.length > 1 && html`<span class="small">${stages.join(" → ")}</span><br />`}
         <span class="muted small">${plan.reason}</span>
       </span>
@@ -115,22 +115,19 @@ function Before({ model, plan, nodes }) {
     if (nodes.length < 2) return;
     for (const { node } of plan.stages) {
       planned({ model: model.id, exclude: node }).then(
-        ({ best }) => setWithout((all) => ({ ...all, [node]: `moves to ${best.stages.map((s) => named(nodes, s)).join(", ")}, ${seconds(best.seconds_per_token)} a token` })),
-        () => setWithout((all) => ({ ...all, [node]: "would not fit any more" })),
+        ({ best }) => setWithout((all) => ({ ...all, [node]: `it moves to ${best.stages.map((s) => named(nodes, s)).join(", ")}, about ${rate(1 / best.seconds_per_token)} tok/s` })),
+        () => setWithout((all) => ({ ...all, [node]: "it does not fit any more" })),
       );
     }
   }, [model.id, ids, nodes.length]);
-  const layers = plan.stages.at(-1).layers[1];
   const onDisk = new Set(model.nodes ?? []);
   return html`
     <dl class="facts-grid">
       ${plan.stages.map((stage) => {
         const name = named(nodes, stage);
-        const share = (model.fits?.needed_bytes ?? model.size_bytes) * ((stage.layers[1] - stage.layers[0]) / layers);
-        const own = nodes.find(({ id }) => id === stage.node);
         return html`
           <dt key=${stage.node}>${name}</dt>
-          <dd>about ${bytes(share)} of ${bytes(own?.memory_bytes)} of memory;
+          <dd>${bytes(stage.memory_bytes)} of the ${bytes(stage.memory_left_bytes)} that are left of its memory;
             ${onDisk.has(name) ? " on its disk" : " its files are fetched first"}${
             without[stage.node] ? `; if it leaves: ${without[stage.node]}` : ""}</dd>`;
       })}

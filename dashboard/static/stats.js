@@ -1,6 +1,6 @@
 /** The final numbers of an answer. */
 
-import { bytes, percent, range, rate, seconds, whole } from "./format.js";
+import { bytes, layerRange, percent, rate, seconds, whole } from "./format.js";
 import { nameOf } from "./node.js";
 import { html } from "./vendor/htm-preact.module.js";
 
@@ -35,7 +35,7 @@ const Fact = ({ name, value }) => html`<div><dt>${name}</dt><dd>${value}</dd></d
 const cached = ({ cached_tokens: count }) => (count > 0 ? ` (${whole(count)} kept from before)` : "");
 
 const where = ({ stages }, known) =>
-  stages.map(({ node, layers }) => `${nameOf(known, node)} ${range(layers)}`).join(", ");
+  stages.map(({ node, layers }) => `${nameOf(known, node)} ${layerRange(layers)}`).join(", ");
 
 /** How often the draft at each position was accepted, of the rounds that drafted so far. */
 export function Positions({ stats }) {

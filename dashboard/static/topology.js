@@ -1,6 +1,6 @@
 /** The cluster drawn: nodes with their memory, measured links, and the way that tokens take. */
 
-import { bytes, plural, range } from "./format.js";
+import { bytes, layerRange, plural } from "./format.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
 const HEIGHT = 54;
@@ -94,7 +94,7 @@ const milliseconds = (s) => (s >= 0.001 ? `${(s * 1000).toFixed(1)} ms` : `${Mat
 function Card({ node, place: { x, y }, width }) {
   const used = (node.stages ?? []).reduce((sum, s) => sum + (s.weight_bytes ?? 0) + (s.cache_bytes ?? 0), 0);
   const share = node.memory_bytes > 0 ? Math.min(1, used / node.memory_bytes) : 0;
-  const layers = (node.stages ?? []).map((stage) => range(stage.layers)).join(", ");
+  const layers = (node.stages ?? []).map((stage) => layerRange(stage.layers)).join(", ");
   const inner = width - 24;
   return html`
     <g class=${`card ${node.colour} ${node.status}`} transform=${`translate(${x - width / 2} ${y - HEIGHT / 2})`}>
@@ -102,7 +102,7 @@ function Card({ node, place: { x, y }, width }) {
       <rect class="body" width=${width} height=${HEIGHT} rx="9" />
       <circle class="dot" cx="15" cy="17" r="4.5" />
       <text class="name" x="26" y="21.5">${clipped(node.name, width > 130 ? 15 : 12)}</text>
-      <text class="what" x="12" y="38">${clipped(layers ? `layers ${layers}` : bytes(node.memory_bytes), width > 130 ? 21 : 18)}</text>
+      <text class="what" x="12" y="38">${clipped(layers || bytes(node.memory_bytes), width > 130 ? 21 : 18)}</text>
       <rect class="room" x="12" y="44.5" width=${inner} height="3" rx="1.5" />
       <rect class="used" x="12" y="44.5" width=${share > 0 ? Math.max(3, inner * share) : 0} height="3" rx="1.5" />
       ${node.head && html`<path class="head" d=${`M${width - 26} 33l-1.5 -6 3.5 3 3 -5 3 5 3.5 -3 -1.5 6z`} transform="translate(6 6)"><title>the head: it plans and holds placements</title></path>`}

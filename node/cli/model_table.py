@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..machine.log import escape_controls
-from .output import table, text_of
+from .output import size, table, text_of
 
 
 def on_disk(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -101,13 +101,6 @@ def _recommended(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
         "yes" if entry.get("drafts") else "no",
         "yes" if entry.get("downloaded") else "no",
     )
-
-
-def size(value: object) -> str:
-    """Bytes in decimal units, as disks are sold."""
-    if not isinstance(value, int):
-        return "-"
-    return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
 
 
 def fits(entry: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from ...placement.cluster import layer_range
 from ..join.handshake import spaced
 from ..machine.log import escape_controls
 from ..machine.node_names import meant_nodes
@@ -201,13 +202,12 @@ def _for_stdout(text: str) -> str:
 
 def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
     marks = [mark for mark in ("self", "head") if node.get(mark)]
-    memory = node.get("memory_bytes")
     return (
         text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
         text_of(node.get("status")),
         text_of(node.get("chip")),
         text_of(node.get("backend")),
-        f"{memory / 1e9:.1f} GB" if isinstance(memory, int) else "-",
+        size(node.get("memory_bytes")),
         f"{text_of(node.get('host'))}:{text_of(node.get('port'))}",
     )
 
@@ -246,9 +246,16 @@ def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
 
 
 def _layers(stage: Mapping[str, Any]) -> str:
-    """First and last layer, as plans have them: `0-31`. The API has the half-open range."""
+    """As plans have them; the API has the half-open range."""
     layers = stage.get("layers")
-    return f"{layers[0]}-{layers[1] - 1}" if layers else "?"
+    return layer_range(*layers) if layers else "?"
+
+
+def size(value: object) -> str:
+    """Bytes in decimal units, as disks are sold."""
+    if not isinstance(value, int):
+        return "-"
+    return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
 
 
 def _drafting(drafting: Mapping[str, Any] | None) -> str:

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+from ...placement.cluster import layer_range
+from .output import size
+
 
 def query(model: str, options: Mapping[str, object]) -> str:
     """The path that asks for it; options that are None are left out."""
@@ -38,7 +41,7 @@ def _placement(what: str, placement: Mapping[str, Any]) -> str:
 
 def _stages(placement: Mapping[str, Any]) -> list[str]:
     return [
-        f"  {stage['name']}: layers {stage['layers'][0]}-{stage['layers'][1] - 1}, "
-        f"{gigabytes(stage['memory_bytes'])} of {gigabytes(stage['memory_left_bytes'])}"
+        f"  {stage['name']}: {layer_range(*stage['layers'])}, "
+        f"{size(stage['memory_bytes'])} of {size(stage['memory_left_bytes'])} of memory"
         for stage in placement["stages"]
     ]

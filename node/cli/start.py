@@ -87,7 +87,7 @@ _MemoryLimit = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory for models, such as 12GB or 12GiB; default: 75 % of a Mac's memory, "
+        help="Memory for models, such as 12GB; default: 75 % of a Mac's memory, "
         "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
     ),
 ]

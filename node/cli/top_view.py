@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..machine.log import escape_controls
-from .output import placement_row, share, table, text_of
+from .output import placement_row, share, size, table, text_of
 
 Json = Mapping[str, Any]
 
@@ -118,12 +118,11 @@ def _rate(now: float, before: float, seconds: float) -> float | None:
 
 def _node_row(node: Json, load: Mapping[str, int]) -> tuple[str, ...]:
     marks = [mark for mark in ("self", "head") if node.get(mark)]
-    memory = node.get("memory_bytes")
     return (
         text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else ""),
         text_of(node.get("status")),
-        f"{load['held_bytes'] / 1e9:.1f} GB",
-        f"{memory / 1e9:.1f} GB" if isinstance(memory, int) else "-",
+        size(load["held_bytes"]),
+        size(node.get("memory_bytes")),
         str(load["live_requests"]),
     )
 

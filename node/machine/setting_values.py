@@ -201,7 +201,7 @@ def _as_bytes(value: str | int) -> int:
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(value).strip())
     unit = _BYTES.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{value!r} is no size; give bytes, or a size such as 12GB or 12GiB")
+        raise ValueError(f"{value!r} is no size; give bytes, or a size such as 12GB")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 

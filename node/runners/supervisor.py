@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...placement.cluster import layer_range
 from ...placement.errors import LoadFailed, from_code
 from ...proto import peer_pb2 as pb
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
@@ -215,7 +216,7 @@ class RunnerProcess:
         how += f" ({self._verdict})" if self._verdict else ""
         s = self.spec
         last = f"; it last wrote: {' | '.join(self._last_lines)}" if self._last_lines else ""
-        return f"the runner of {s.model}, layers {s.first_layer}-{s.end_layer - 1}, {how}{last}"
+        return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
     async def _relay_log(self) -> None:
         """The child's stderr as this node's log lines; what is not one of them may be a crash."""

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ...mtp.family import prepare
 from ...mtp.rollback import cache_arrays, can_roll_back, rollback
+from ...placement.cluster import layer_range
 from ...placement.config import vocabulary_size
 from ...placement.errors import InvalidCard, LoadFailed
 from ...placement.split_refusal import SplitRefusal
@@ -92,8 +93,8 @@ def require_splittable(config: Mapping[str, Any], first: int, end: int, folder: 
         refused = SplitRefusal(known.refusal, frozenset(known.borders))
         remedy = "place it on one node" if refused.forbids else "other splits may do"
         raise LoadFailed(
-            f"layers [{first}, {end}) of a {key.architecture} model cannot be a stage of their own "
-            f"({known.refusal}); {remedy}",
+            f"{layer_range(first, end)} of a {key.architecture} model cannot be a stage of "
+            f"their own ({known.refusal}); {remedy}",
             param=refused.param,
         )
 

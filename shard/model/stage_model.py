@@ -26,6 +26,7 @@ from mlx_lm.utils import (
 from ...mtp.family import prepare
 from ...mtp.rollback import takes_tapes, with_tapes
 from ...mtp.weights import cast_parameters
+from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
 from .kv_quantisation import KvQuantisation, quantised, unquantised
@@ -242,7 +243,7 @@ def require_layers(model: nn.Module, first: int, end: int) -> None:
     """Raises LoadFailed where the model has no layers [first, end)."""
     layers = len(cast(Any, model).layers)
     if not 0 <= first < end <= layers:
-        raise LoadFailed(f"layers [{first}, {end}) do not exist: the model has {layers}")
+        raise LoadFailed(f"{layer_range(first, end)} do not exist: the model has {layers}")
 
 
 def read_layers(

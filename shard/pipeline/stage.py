@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
+from ...placement.cluster import layer_range
 from ...placement.errors import InvalidFrame, PeerLost
 from ...proto import peer_pb2 as pb
 from ..model.numeric import require_finite
@@ -282,7 +283,7 @@ class StageWorker:
     def _checked(self, data: bytes, position: int, rows: int) -> bytes:
         e, m = self._expected, self._model
         require_finite(
-            data, e.dtype, position, rows, f"stage {e.stage} (layers [{m.first}, {m.end}))"
+            data, e.dtype, position, rows, f"stage {e.stage} ({layer_range(m.first, m.end)})"
         )
         return data
 

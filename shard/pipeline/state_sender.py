@@ -136,7 +136,7 @@ class StateSender:
         if (drafter := state.drafter) is not None:
             size += sum(hidden.nbytes for hidden in _hiddens(drafter))
             size += _bytes_since(drafter.cache, min(begin, drafter.rows)) if drafter.rows else 0
-        return f"{size >> 20} MiB are too many at once" if size > MAX_COPY else ""
+        return f"{size / 1e6:.0f} MB are too many at once" if size > MAX_COPY else ""
 
     def _copy(self, request: str, attempt: int, state: RequestState, begin: int) -> pb.StateCopy:
         own = self._model.own_caches(state.caches)

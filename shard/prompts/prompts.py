@@ -50,7 +50,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise _fault(path, f"it cannot be read ({error.strerror})") from error
     if len(raw) > MAX_BYTES:
-        raise _fault(path, f"it has over {MAX_BYTES >> 20} MiB; split it")
+        raise _fault(path, f"it has over {MAX_BYTES / 1e6:.0f} MB; split it")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

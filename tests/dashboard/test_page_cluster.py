@@ -107,7 +107,7 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("Best: mac-")
         expect(dialog).to_contain_text("Next best")
-        expect(dialog).to_contain_text("if it leaves: moves to")
+        expect(dialog).to_contain_text("if it leaves: it moves to")
         dialog.get_by_text("Spread it yourself").click()
         dialog.get_by_label("At least").select_option("2")
         expect(dialog).to_contain_text("Best: 2 nodes")

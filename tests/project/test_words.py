@@ -1,5 +1,6 @@
 """Errors and log lines that must not mislead: what they say is true, and their remedy can help."""
 
+import ast
 import logging
 import re
 import tomllib
@@ -128,12 +129,27 @@ def test_leave_asks_or_needs_yes(tmp_path: Path) -> None:
     assert KeyFolder(tmp_path).load().text != before
 
 
-def test_sizes_have_one_unit() -> None:
-    binary = re.compile(r"[GM]iB\b|1024 ?\*\* ?[23]")
-    shown = [*(ROOT / "node" / "cli").glob("*.py"), *(ROOT / "dashboard" / "static").glob("*.js")]
-    for file in [*shown, ROOT / "placement" / "reasons.py"]:
-        text = file.read_text().replace("12GiB", "")  # what --memory-limit reads
-        assert binary.search(text) is None, file.name
+NOT_TOLD = re.compile(r"\b[KMGT]iB\b|\blayers? \[")
+"""Binary units, and half-open ranges of layers: people read GB, and "layers 0-15"."""
+
+
+def test_what_people_read_has_one_unit_and_one_way_to_name_layers() -> None:
+    pages = [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")]
+    pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "dashboard" / "static").glob("*.js")]
+    for page in pages:
+        assert NOT_TOLD.search(page.read_text()) is None, page.name
+    rooms = [ROOT / room for room in ("node", "placement", "shard", "mtp")]
+    for file in (file for room in rooms for file in room.rglob("*.py")):
+        if NOT_TOLD.search(source := file.read_text()):
+            assert [text for text in told(source) if NOT_TOLD.search(text)] == [], file.name
+
+
+def told(source: str) -> list[str]:
+    """The texts of a module, holes left out; those that stand alone are docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in silent)
+    return [node.value for node in texts if isinstance(node.value, str)]
 
 
 def test_uvicorn_whose_internals_are_used_has_an_upper_bound() -> None:

@@ -218,8 +218,8 @@ NODE                STATUS   CHIP          BACKEND  MEMORY   ADDRESS
 alpha (self)        alive    Apple M3 Max  metal    51.5 GB  10.0.0.1:52416
 be\x1b[2Jta (head)  suspect  Apple M1      metal    12.9 GB  10.0.0.2:52416
 
-MODEL             STATUS  STAGES                          MTP
-Qwen/Qwen3.6-27B  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
+MODEL             STATUS  STAGES                                        MTP
+Qwen/Qwen3.6-27B  ready   alpha layers 0-39 → be\x1b[2Jta layers 40-63  off: 2 stages
 """
     )
     wanted = {"cluster": _CLUSTER, "placements": [_PLACEMENT], "answered": {}}

@@ -282,8 +282,10 @@ def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
 
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
     view = cluster(100, 100, 100)
-    text = told(preview_json(preview(card(), view), view, "not declared"))
-    assert "  node-a: layers 0-5\n  node-b: layers 6-11\n" in text
+    text = told(preview_json(card(), preview(card(), view), view, "not declared"))
+    first, second = (line for line in text.splitlines()[1:3])
+    assert first == "  node-a: layers 0-5, 73 MB of 0.1 GB of memory"
+    assert second == "  node-b: layers 6-11, 73 MB of 0.1 GB of memory"
     assert "runner-up: " in text
     assert "bound: nothing else is faster by these figures" in text
     assert "why: node-a + node-b, " in text

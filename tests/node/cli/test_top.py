@@ -77,10 +77,10 @@ def test_a_reading_becomes_three_tables() -> None:
 
 NODE                STATUS   MODELS HOLD  OF MEMORY  LIVE REQUESTS
 alpha (self)        alive    13.0 GB      48.0 GB    3
-be\x1b[2Jta (head)  suspect  0.0 GB       -          0
+be\x1b[2Jta (head)  suspect  0 MB         -          0
 
-MODEL       STATUS  STAGES                          MTP
-some/model  ready   alpha 0-39 → be\x1b[2Jta 40-63  off: 2 stages
+MODEL       STATUS  STAGES                                        MTP
+some/model  ready   alpha layers 0-39 → be\x1b[2Jta layers 40-63  off: 2 stages
 
 ASKED HERE  RUNNING  WAITING  TOKENS/S  ANSWERS  TOKENS  ACCEPTED
 some/model  2        1        25.0      12       500     67 %"""

@@ -144,9 +144,9 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
-        (1, "stage 0 (layers [0, 2)) gave hidden states"),
-        (2, "stage 1 (layers [2, 4)) gave hidden states"),
-        (5, "stage 2 (layers [4, 6)) gave hidden states"),
+        (1, "stage 0 (layers 0-1) gave hidden states"),
+        (2, "stage 1 (layers 2-3) gave hidden states"),
+        (5, "stage 2 (layers 4-5) gave hidden states"),
         (None, "stage 0 (its norm and lm_head, behind the last stage) gave logits"),
     ],
 )

@@ -337,7 +337,7 @@ def test_a_request_that_is_too_large_at_once_is_not_copied_and_says_so(
         _ = last.forward(last.leader, 9, 1)
     assert last.sent == []
     assert [record.getMessage() for record in caplog.records] == [
-        "request r1 is not copied to the spare: 0 MiB are too many at once"
+        "request r1 is not copied to the spare: 0 MB are too many at once"
     ]
 
 
