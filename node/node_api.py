@@ -145,6 +145,7 @@ class NodeApi:
             metrics,
             self._local.version,
             self._trouble,
+            self._peering.search.reach,
         )
 
     def _trouble(self) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_args
 
 from ..placement.card import ModelCard
@@ -41,8 +41,11 @@ class NodeOperations:
         metrics: Metrics,
         version: str,
         trouble: Callable[[], str],
+        reach: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
-        """`trouble`: what this node itself cannot do now, and why; "" where there is nothing."""
+        """`trouble`: what this node itself cannot do now, and why; "" where there is nothing.
+        `reach`: whether the others and this node reach each other.
+        """
         self._models = models
         self._placements = placements
         self._readiness = readiness
@@ -53,6 +56,7 @@ class NodeOperations:
         self._metrics = metrics
         self._version = version
         self._trouble = trouble
+        self._reach = reach
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
@@ -64,6 +68,9 @@ class NodeOperations:
 
     async def cluster(self) -> dict[str, Any]:
         return self._cluster.describe(self._version) | {"trouble": self._trouble() or None}
+
+    async def reach(self) -> dict[str, Any]:
+        return await self._reach()
 
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
@@ -140,6 +141,16 @@ class PeerSearch:
     async def close(self) -> None:
         if self._discovery is not None:
             await self._discovery.close()
+
+    async def reach(self) -> dict[str, Any]:
+        """Whether this node and the others reach each other: the body of REACH_PATH."""
+        members = self._cluster.reach()
+        if (search := self._discovery) is None:
+            return {"mdns": "off", "mdns_failure": None, "members": list(members.values())}
+        heard = await search.answering(list(members))
+        told = [member | {"mdns": node in heard} for node, member in members.items()]
+        state = "works" if search.failure is None else "failed"
+        return {"mdns": state, "mdns_failure": search.failure, "members": told}
 
     def _announcement(self) -> Announcement:
         return Announcement(

@@ -160,6 +160,9 @@ class FakeOperations:
     async def cluster(self) -> Json:
         return {"head": "a" * 20, "nodes": []}
 
+    async def reach(self) -> Json:
+        return {"mdns": "off", "mdns_failure": None, "members": []}
+
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}
 

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,8 @@ from .errors import JsonResponse
 from .plan_request import PlacementBody, PlanBody, parse_query
 
 Json = Mapping[str, Any]
+
+REACH_PATH: Final = "/v1/cluster/reach"
 
 
 class Operations(Protocol):
@@ -33,6 +35,10 @@ class Operations(Protocol):
         ...
 
     async def cluster(self) -> Json: ...
+
+    async def reach(self) -> Json:
+        """Whether this node and the others reach each other; asks them, which takes seconds."""
+        ...
 
     async def placements(self) -> Json:
         """`{"object": "list", "data": …}`."""
@@ -103,6 +109,7 @@ class OperationsApi:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.model, methods=["GET"]),
             Route("/v1/cluster", self.cluster, methods=["GET"]),
+            Route(REACH_PATH, self.reach, methods=["GET"]),
             Route("/v1/placements", self.placements, methods=["GET"]),
             Route("/v1/placements", self.place, methods=["POST"]),
             Route("/v1/placements/preview", self.preview, methods=["GET"]),
@@ -157,6 +164,9 @@ class OperationsApi:
 
     async def cluster(self, _: Request) -> Response:
         return JsonResponse(await self._operations.cluster())
+
+    async def reach(self, _: Request) -> Response:
+        return JsonResponse(await self._operations.reach())
 
     async def placements(self, _: Request) -> Response:
         return JsonResponse(await self._operations.placements())

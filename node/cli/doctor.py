@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
 _DIAL_S: Final = 3.0
+_SILENT_S: Final = 30.0
+"""Many heartbeats: who sent none for so long does not reach this node."""
+_CLOCKS_S: Final = 5.0
+"""Events of nodes whose clocks differ by more are told in another order than they happened."""
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
 
@@ -164,6 +168,67 @@ def node(endpoint: "Endpoint") -> Iterator[Finding]:
     for member in members:
         if not member.get("self"):
             yield _member(member, me)
+    if len(members) > 1:
+        yield from _reach(endpoint, me)
+
+
+def _reach(endpoint: "Endpoint", me: Mapping[str, Any]) -> Iterator[Finding]:
+    """Both ways, by multicast, and the clocks."""
+    from .client import call
+
+    try:
+        told = call(endpoint, "/v1/cluster/reach")
+    except ExoNodeError as fault:
+        yield Finding("reach", "warning", fault.message)
+        return
+    if told["mdns"] == "failed":
+        remedy = "let UDP port 5353 through the firewall; until then others need --peer"
+        yield Finding("multicast", "warning", str(told["mdns_failure"]), remedy)
+    for member in told["members"]:
+        yield _way_back(member, me)
+        yield _clock(member)
+        if told["mdns"] == "works":
+            yield _multicast(member)
+
+
+def _way_back(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
+    """Whether the member reaches this node; the other direction was dialled."""
+    name, port = member.get("name"), me.get("port")
+    where = f"this node at {me.get('host')}:{port}"
+    heard = member.get("heard_ago_s")
+    if heard is not None and heard < _SILENT_S:
+        return Finding("way back", "ok", f"{name} reaches {where}")
+    remedy = f"let TCP port {port} through this machine's firewall ({_firewall(port)})"
+    return Finding("way back", "wrong", f"{name} does not reach {where}", remedy)
+
+
+def _firewall(port: object) -> str:
+    if platform.system() == "Darwin":
+        return "System Settings, Network, Firewall, Options: allow Python"
+    return f"with ufw: `sudo ufw allow {port}/tcp`"
+
+
+def _clock(member: Mapping[str, Any]) -> Finding:
+    name, ahead = member.get("name"), member.get("clock_ahead_s")
+    if ahead is None:
+        return Finding("clock", "warning", f"{name} has not told its time", "ask again in a minute")
+    side = "ahead of" if ahead > 0 else "behind"
+    text = f"{name} is {abs(ahead):.2f} s {side} this node, ±{member['clock_within_s']:.2f} s"
+    if abs(ahead) - member["clock_within_s"] <= _CLOCKS_S:
+        return Finding("clock", "ok", text)
+    remedy = "let both set their time: `timedatectl set-ntp true`, or System Settings on a Mac"
+    return Finding("clock", "warning", text, remedy)
+
+
+def _multicast(member: Mapping[str, Any]) -> Finding:
+    if member.get("mdns"):
+        return Finding("multicast", "ok", f"{member.get('name')} answers by mDNS")
+    remedy = (
+        f"let UDP port 5353 through both firewalls and turn off the access point's client "
+        f"isolation, or start this node with --peer {member.get('address')}"
+    )
+    text = f"{member.get('name')} does not answer by mDNS"
+    return Finding("multicast", "warning", text, remedy)
 
 
 def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:

@@ -15,5 +15,6 @@ member_facts.py: one live node as its heartbeats describe it
 membership.py: alive, suspect, dead; pure
 news.py: wakes whoever waits for news of the cluster
 node_exit.py: why a node ends by itself
+reach.py: whether heartbeats pass both ways, and how clocks differ; pure
 term_file.py: the head's term on disk
 """

@@ -24,6 +24,7 @@ from .member import Member
 from .member_facts import MemberFacts
 from .membership import Died, LeftCluster, Suspected
 from .news import News
+from .reach import clock_difference
 
 
 class Cluster:
@@ -111,6 +112,8 @@ class Cluster:
         moved = known is not None and known.beat.sender.port != beat.sender.port
         last_word = self._beat() if self.is_head and beat.head == sender else None
         self._note(sender, address if known is None or moved else known.address, beat)
+        if (member := self._members.get(sender)) is not None:
+            member.reach.heard = time.monotonic()
         self.dial(address, sender)
         return self._beat() if last_word is None or self.is_head else last_word
 
@@ -258,6 +261,16 @@ class Cluster:
             "nodes": nodes,
         }
 
+    def reach(self) -> dict[NodeId, dict[str, Any]]:
+        """How each other node that is not dead and this one reach each other, JSON-ready."""
+        status, now = self._cluster_state.membership.statuses(), time.monotonic()
+        return {
+            node: {"node": node, "name": member.beat.sender.name, "address": member.address}
+            | member.reach.describe(now)
+            for node, member in sorted(self._members.items())
+            if status.get(node, "dead") != "dead"
+        }
+
     def _lease(self) -> dict[str, Any]:
         election = self._cluster_state.election
         return {
@@ -288,6 +301,7 @@ class Cluster:
             placements=self._states(),
             desired=self._desired.told() if self.is_head else (),
             held=self._held.own() if self.is_head else (),
+            sent_ms=time.time_ns() // 10**6,
         )
         fill(message, self._cluster_state.beat(time.monotonic()))
         return message
@@ -320,6 +334,9 @@ class Cluster:
         self._note(node, address, beat)
         if (member := self._members.get(node)) is not None:
             member.took(took_s)
+            member.reach.answered = time.monotonic()
+            if beat.sent_ms:
+                member.reach.clock = clock_difference(beat.sent_ms, took_s, time.time())
 
     def _refused(self, node: NodeId, address: str) -> None:
         """Where it listened before a restart says nothing of a node that only pauses."""

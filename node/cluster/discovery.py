@@ -8,13 +8,20 @@ import asyncio
 import ipaddress
 import logging
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import cast
 
+from zeroconf import (
+    DNSOutgoing,  # pyright: ignore[reportPrivateImportUsage]
+    DNSQuestion,  # pyright: ignore[reportPrivateImportUsage]
+    IPVersion,
+    ServiceStateChange,
+    Zeroconf,
+)
 from zeroconf import Error as ZeroconfError
-from zeroconf import IPVersion, ServiceStateChange, Zeroconf
+from zeroconf import current_time_millis as zeroconf_now
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from ...placement.ids import NodeId
@@ -28,6 +35,8 @@ MAX_CANDIDATES = 64
 """Of this cluster, and as many of other clusters; more are ignored."""
 
 _MAX_RESOLVING = 64
+_QUERY, _SRV, _IN = 0, 33, 1
+"""RFC 1035 and 2782: flags of a question, the type that every service has, and the class."""
 _NODE = re.compile(r"[a-z2-7]{20}")
 _CLUSTER = re.compile(r"[0-9a-f]{16}")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -82,6 +91,8 @@ class Discovery:
         self._found = found
         self._timing = timing
         self._seen: set[Candidate] = set()
+        self._zeroconf: Zeroconf | None = None
+        """While it listens."""
         self._echo = asyncio.Event()
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +105,27 @@ class Discovery:
         """Waits until the first announcement was heard or failed; returns `failure`."""
         _ = await self._settled.wait()
         return self.failure
+
+    async def answering(self, nodes: Collection[NodeId]) -> frozenset[NodeId]:
+        """Which of the nodes answer a question by multicast within `resolve_s`.
+
+        What they announced before does not count: that is remembered for over an hour.
+        """
+        if (zeroconf := self._zeroconf) is None:
+            return frozenset()
+        names = {node: f"{node}.{SERVICE}" for node in nodes}
+        begun, missing = zeroconf_now(), set(names)
+        for patience_s in (self._timing.ask_again_s, self._timing.resolve_s):
+            _ask(zeroconf, [names[node] for node in missing])
+            with suppress(TimeoutError):  # who did not answer by then is what is asked for
+                async with asyncio.timeout(patience_s):
+                    while missing := {
+                        n for n in missing if not _heard_since(zeroconf, names[n], begun)
+                    }:
+                        await zeroconf.async_wait(1000 * patience_s)
+            if not missing:
+                break
+        return frozenset(names) - missing
 
     async def close(self) -> None:
         """Says goodbye, so that others need not wait for a timeout."""
@@ -108,11 +140,13 @@ class Discovery:
             try:
                 async with AsyncExitStack() as stack:
                     zeroconf = await self._announce(stack)
-                    self.failure = None
+                    self.failure, self._zeroconf = None, zeroconf.zeroconf
                     self._settled.set()
                     await self._follow_interfaces(zeroconf)
             except (OSError, ZeroconfError) as fault:
                 self._fail(str(fault) or type(fault).__name__)
+            finally:
+                self._zeroconf = None
             await asyncio.sleep(self._timing.rescan_s)
 
     async def _announce(self, stack: AsyncExitStack) -> AsyncZeroconf:
@@ -216,6 +250,18 @@ class Discovery:
         self._tasks.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             log.error("a task of mDNS discovery failed", exc_info=fault)
+
+
+def _ask(zeroconf: Zeroconf, names: Collection[str]) -> None:
+    question = DNSOutgoing(_QUERY)
+    for name in names:
+        question.add_question(DNSQuestion(name, _SRV, _IN))
+    zeroconf.async_send(question)
+
+
+def _heard_since(zeroconf: Zeroconf, name: str, begun: float) -> bool:
+    record = zeroconf.cache.get_by_details(name, _SRV, _IN)
+    return record is not None and record.created >= begun
 
 
 def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | None:

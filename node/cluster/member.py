@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...proto import peer_pb2 as pb
+from .reach import Reach
 
 EXCHANGE_WEIGHT = 0.25
 """Of the last exchange in the mean: the first one's handshake fades within seconds."""
@@ -23,6 +24,7 @@ class Member:
     """Of each stage: the steps its runner has finished, and when that number last changed."""
     unloaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(placement, stage) that it answered to have unloaded, until its heartbeats agree."""
+    reach: Reach = field(default_factory=Reach)
     exchange_s: float = 0.0
     """How long a heartbeat there and back takes: a mean in which the last ones count most."""
 

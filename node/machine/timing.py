@@ -117,6 +117,8 @@ class DiscoveryTiming:
     """For the records of an announcement that did not bring them all."""
     echo_s: float = 5.0
     """Until this node hears its own announcement; after that multicast does not work here."""
+    ask_again_s: float = 1.2
+    """Longer than the second within which a responder does not repeat itself."""
     rescan_s: float = 30.0
     """Between two looks at the machine's interfaces, and before mDNS is tried again."""
 

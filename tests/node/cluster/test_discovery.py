@@ -8,8 +8,10 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pytest
+from zeroconf import Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from exo_node.node.cluster import discovery
@@ -130,6 +132,36 @@ async def test_two_processes_share_the_port_and_find_each_other() -> None:
     finally:
         process.kill()
         _ = await process.communicate()
+
+
+async def test_a_node_answers_a_question_by_multicast() -> None:
+    patient = replace(LOCAL.discovery, resolve_s=WITHIN_S)
+    one = Watcher(announcement(new_cluster()), timing=patient)
+    two = Watcher(announcement(new_cluster(), 7002))
+    async with started(one, two):
+        assert [await each.discovery.settled() for each in (one, two)] == [None, None]
+        assert await one.discovery.answering([two.own.node]) == {two.own.node}
+    assert await one.discovery.answering([two.own.node]) == frozenset()
+
+
+@dataclass
+class Remembering:
+    """A zeroconf with every record, last heard at `created`."""
+
+    created: float
+
+    @property
+    def cache(self) -> "Remembering":
+        return self
+
+    def get_by_details(self, name: str, type_: int, class_: int) -> "Remembering":
+        return self
+
+
+def test_what_is_only_remembered_is_no_answer() -> None:
+    zeroconf = cast(Zeroconf, Remembering(created=100.0))
+    heard = [discovery._heard_since(zeroconf, "a", begun) for begun in (99.0, 100.0, 101.0)]  # pyright: ignore[reportPrivateUsage]
+    assert heard == [True, True, False]
 
 
 async def test_a_node_that_comes_back_to_its_address_is_not_told_again() -> None:

@@ -50,7 +50,7 @@ CONSTANTS = {
     "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
     "node/cli/bench_cluster.py": {"_MEASURE_LIMIT_S"},
     "node/cli/child.py": {"END_S"},
-    "node/cli/doctor.py": {"_DIAL_S"},
+    "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
     "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
     "node/cli/top.py": {"_EVERY_S"},
     "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
