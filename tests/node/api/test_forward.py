@@ -137,6 +137,7 @@ def test_where_the_next_head_is_lost_too_the_client_is_told_to_try_again() -> No
         ("/v1/events?follow=0&scope=cluster", True),
         ("/v1/events?follow=0&scope=node", False),
         ("/v1/cluster", False),
+        ("/v1/cluster/reach", False),
         ("/version", False),
         ("/metrics", False),
     ],
