@@ -12,6 +12,9 @@ from .api.drain import Drain
 from .cluster.desired import DesiredPlacements
 from .cluster.held import Held
 from .cluster.node_exit import Outcome
+from .copies.bringing import Bringing
+from .copies.sharing import SharedModels
+from .copies.sources import sources_of
 from .head_client import ClusterHead
 from .local_node import LocalNode
 from .machine.events import EventLog
@@ -32,6 +35,7 @@ from .placements.reconcile import StageReconciler
 from .placements.stage_runners import ClusterStages, LocalStages
 from .rpc.control_server import ControlServer
 from .rpc.link_rpc import LinkService
+from .rpc.model_files import ModelFilesClient, ModelFilesService
 from .runners.supervisor import RunnerHost, Supervisor
 
 log = logging.getLogger(__name__)
@@ -56,11 +60,12 @@ class Node:
         self._local = local = LocalNode(settings, hardware, timing.links)
         host = _runner_host(local, settings.load_timeout, timing.runners)
         self._supervisor = Supervisor(host, self._runner_ended)
-        self._stages = LocalStages(settings, local.library, local.profiling, self._supervisor)
         desired, held, states = DesiredPlacements(), Held(), self._supervisor.states
         self._peering = PeerWiring(
             settings, local, states, self._node_lost, events, desired, loops, held, timing
         )
+        self._bringing = self._build_bringing()
+        self._stages = LocalStages(settings, self._bringing, local.profiling, self._supervisor)
         cluster, facts, stages = (
             self._peering.cluster,
             self._planner_facts(),
@@ -75,6 +80,7 @@ class Node:
             cluster.speak_up,
             settings.keep_alive,
         )
+        facts.elsewhere = self._bringing.describe
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
         self._claims = Claims(self._placements, facts, events, timing.placements)
@@ -102,6 +108,7 @@ class Node:
             events,
             loops,
             timing,
+            self._bringing,
         )
 
     @property
@@ -186,11 +193,24 @@ class Node:
             joining, self._peering.cluster, self._stages, self._claims, self._api.answer
         )
         links = LinkService(local.profiling.measure_links)
-        server = ControlServer(service, local.keyring.for_server(join_port), links)
+        files = ModelFilesService(SharedModels(local.library), lambda: self._live_requests() > 0)
+        server = ControlServer(service, local.keyring.for_server(join_port), links, files)
         local.grpc_port = await server.start(hosts, self._settings.grpc_port)
         _ = self._stack.push_async_callback(server.close)
         local.http_port = await self._api.start()
         _ = self._stack.push_async_callback(self._api.close)
+
+    def _build_bringing(self) -> Bringing:
+        local, peering, settings = self._local, self._peering, self._settings
+        cluster = peering.cluster
+        return Bringing(
+            local.library,
+            ModelFilesClient(peering.channels, self._timing.models),
+            lambda model: sources_of(model, local.id, cluster.members(), cluster.address),
+            self._events,
+            settings.data_dir / "models",
+            may_download=settings.auto_download,
+        )
 
     def _planner_facts(self) -> NodeFactsSource:
         local, cluster = self._local, self._peering.cluster

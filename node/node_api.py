@@ -18,6 +18,7 @@ from .chat.chat import ChatService
 from .chat.metrics import Metrics
 from .chat.readiness import Readiness
 from .chat.totals import Totals
+from .copies.bringing import Bringing
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
 from .local_node import LocalNode
@@ -56,8 +57,10 @@ class NodeApi:
         events: EventLog,
         loops: Loops,
         timing: Timing,
+        bringing: Bringing,
     ) -> None:
         self._settings = settings
+        self._bringing = bringing
         self._local = local
         self._peering = peering
         self._facts = facts
@@ -146,6 +149,7 @@ class NodeApi:
             self._local.version,
             self._trouble,
             self._peering.search.reach,
+            self._bringing.layout,
         )
 
     def _trouble(self) -> str:

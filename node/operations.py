@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
-from ..placement.errors import InvalidRequest
+from ..placement.errors import InvalidRequest, ModelNotFound
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.plan_request import PlacementBody, PlanBody
@@ -18,6 +18,7 @@ from .chat.scrape import NodeState, RunnerMemory
 from .chat.totals import Totals
 from .cluster.cluster import Cluster
 from .cluster.membership import Status as NodeStatus
+from .copies.estimate import Layout, ToBring, to_bring
 from .machine.switches import Switches, SwitchName
 from .model_list import ModelList
 from .placements.loaded_placement import Spare
@@ -42,9 +43,10 @@ class NodeOperations:
         version: str,
         trouble: Callable[[], str],
         reach: Callable[[], Awaitable[dict[str, Any]]],
+        layout: Layout,
     ) -> None:
         """`trouble`: what this node itself cannot do now, and why; "" where there is nothing.
-        `reach`: whether the others and this node reach each other.
+        `reach`: whether the others and this node reach each other. `layout`: a model's tensors.
         """
         self._models = models
         self._placements = placements
@@ -57,6 +59,7 @@ class NodeOperations:
         self._version = version
         self._trouble = trouble
         self._reach = reach
+        self._layout = layout
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
@@ -84,10 +87,27 @@ class NodeOperations:
         options, refusal = asked.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
         found = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
-        return preview_json(card, found, view, self._drafts(card, found))
+        tensors = await asyncio.to_thread(self._layout, model)
+        bring = [
+            to_bring(card, placement.stages, view, tensors)
+            for placement in (found.best, found.runner_up)
+            if placement is not None
+        ]
+        told = preview_json(card, found, view, self._drafts(card, found), bring)
+        return told | {"refusal": await self._refusal(model)}
+
+    async def _refusal(self, model: ModelId) -> str | None:
+        """Why a load would be refused although there is a place for it."""
+        try:
+            await self._facts.require_files(model)
+        except ModelNotFound as fault:
+            return fault.message
+        return None
 
     async def place(self, asked: PlacementBody) -> dict[str, Any]:
+        """Raises ModelNotFound for a model that no node has, unless nodes may download."""
         model = ModelId(asked.model)
+        await self._facts.require_files(model)
         options = asked.options(self._facts.view(model).nodes)
         return self._placement(await self._placements.place(model, options, asked.spares))
 
@@ -220,14 +240,22 @@ def _spare(spare: Spare) -> dict[str, Any]:
 
 
 def preview_json(
-    card: ModelCard, found: Preview, view: ClusterView, drafting: str
+    card: ModelCard,
+    found: Preview,
+    view: ClusterView,
+    drafting: str,
+    bring: Sequence[Sequence[ToBring]] = ((), ()),
 ) -> dict[str, Any]:
-    """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not."""
+    """The body of `GET /v1/placements/preview`; `drafting` says why the model drafts, or not.
+
+    `bring`: what each of the two placements has to copy or download.
+    """
+    runner_up = found.runner_up
     return {
         "object": "placement.preview",
         "model": found.best.model,
-        "best": _placed_stages(card, found.best, view),
-        "runner_up": found.runner_up and _placed_stages(card, found.runner_up, view),
+        "best": _placed_stages(card, found.best, view, bring[0]),
+        "runner_up": runner_up and _placed_stages(card, runner_up, view, bring[1]),
         "bound_s": found.bound_s,
         "proven": found.bound_s >= found.best.score,
         "candidates_considered": found.candidates_considered,
@@ -235,7 +263,9 @@ def preview_json(
     }
 
 
-def _placed_stages(card: ModelCard, placement: Placement, view: ClusterView) -> dict[str, Any]:
+def _placed_stages(
+    card: ModelCard, placement: Placement, view: ClusterView, bring: Sequence[ToBring]
+) -> dict[str, Any]:
     return {
         "stages": [
             {
@@ -250,4 +280,14 @@ def _placed_stages(card: ModelCard, placement: Placement, view: ClusterView) -> 
         "seconds_per_token": placement.score,
         "context_length": placement.context_length,
         "reason": placement.reason,
+        "to_bring": [
+            {
+                "node": each.node,
+                "name": view.node(each.node).name,
+                "bytes": each.nbytes,
+                "from": each.source,
+                "seconds": each.seconds,
+            }
+            for each in bring
+        ],
     }

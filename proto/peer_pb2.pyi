@@ -897,6 +897,147 @@ class MeasureReply(_message.Message):
 Global___MeasureReply: _TypeAlias = MeasureReply  # noqa: Y015
 
 @_typing.final
+class ModelOfferRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelOfferRequest: _TypeAlias = ModelOfferRequest  # noqa: Y015
+
+@_typing.final
+class ModelOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FROM_HUB_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """as StageSpec.checkpoint_sha256"""
+    from_hub: _builtins.bool
+    """a repository of the hub, to which the card of its id belongs"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___OfferedFile]: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        from_hub: _builtins.bool = ...,
+        files: _abc.Iterable[Global___OfferedFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "fingerprint", b"fingerprint", "from_hub", b"from_hub"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelOffer: _TypeAlias = ModelOffer  # noqa: Y015
+
+@_typing.final
+class OfferedFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """in the model's folder"""
+    size: _builtins.int
+    sha256: _builtins.str
+    """empty: ask for its Digest"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        size: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "sha256", b"sha256", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferedFile: _TypeAlias = OfferedFile  # noqa: Y015
+
+@_typing.final
+class FileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    path: _builtins.str
+    start: _builtins.int
+    length: _builtins.int
+    """0: to the end"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        path: _builtins.str = ...,
+        start: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "model", b"model", "path", b"path", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileRequest: _TypeAlias = FileRequest  # noqa: Y015
+
+@_typing.final
+class FileDigest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileDigest: _TypeAlias = FileDigest  # noqa: Y015
+
+@_typing.final
+class FileChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileChunk: _TypeAlias = FileChunk  # noqa: Y015
+
+@_typing.final
 class JoinFrame(_message.Message):
     """---------------------------------------------------------------------- join
 
@@ -1618,6 +1759,7 @@ class StageSpec(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -1674,6 +1816,8 @@ class StageSpec(_message.Message):
     """for first turns that were read, on disk; 0: none. As `path`"""
     prefix_folder: _builtins.str
     """where those are. As `path`"""
+    partial: _builtins.bool
+    """of the other stages' weight files `path` has headers only. As `path`"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -1714,10 +1858,11 @@ class StageSpec(_message.Message):
         kernels: _builtins.str = ...,
         prefix_disk_bytes: _builtins.int = ...,
         prefix_folder: _builtins.str = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,6 +224,169 @@ class Link:
             _registered_method=True)
 
 
+class ModelFilesStub:
+    """Served by the node process: the files of the models that it lists, for the other nodes' copies.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Offer = channel.unary_unary(
+                '/exo_node.v1.ModelFiles/Offer',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.ModelOfferRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.ModelOffer.FromString,
+                _registered_method=True)
+        self.Digest = channel.unary_unary(
+                '/exo_node.v1.ModelFiles/Digest',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.FileRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.FileDigest.FromString,
+                _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/exo_node.v1.ModelFiles/Read',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.FileRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.FileChunk.FromString,
+                _registered_method=True)
+
+
+class ModelFilesServicer:
+    """Served by the node process: the files of the models that it lists, for the other nodes' copies.
+    """
+
+    def Offer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Digest(self, request, context):
+        """Of a whole file whose hash the offer leaves out: it is read for that, which may take a minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Read(self, request, context):
+        """At most 1 MiB a chunk; slower while answers run on the node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ModelFilesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.ModelOfferRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.ModelOffer.SerializeToString,
+            ),
+            'Digest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Digest,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.FileRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.FileDigest.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.FileRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.FileChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'exo_node.v1.ModelFiles', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('exo_node.v1.ModelFiles', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ModelFiles:
+    """Served by the node process: the files of the models that it lists, for the other nodes' copies.
+    """
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.ModelFiles/Offer',
+            exo__node_dot_proto_dot_peer__pb2.ModelOfferRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.ModelOffer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Digest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_node.v1.ModelFiles/Digest',
+            exo__node_dot_proto_dot_peer__pb2.FileRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.FileDigest.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/exo_node.v1.ModelFiles/Read',
+            exo__node_dot_proto_dot_peer__pb2.FileRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.FileChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ControlStub:
     """------------------------------------------------------------------- control
 

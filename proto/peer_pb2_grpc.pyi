@@ -66,6 +66,44 @@ class LinkServicer(metaclass=_abc_1.ABCMeta):
 
 def add_LinkServicer_to_server(servicer: LinkServicer, server: _aio.Server) -> None: ...
 
+class ModelFilesStub:
+    """Served by the node process: the files of the models that it lists, for the other nodes' copies."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Offer: _aio.UnaryUnaryMultiCallable[_peer_pb2.ModelOfferRequest, _peer_pb2.ModelOffer]
+    Digest: _aio.UnaryUnaryMultiCallable[_peer_pb2.FileRequest, _peer_pb2.FileDigest]
+    """Of a whole file whose hash the offer leaves out: it is read for that, which may take a minute."""
+    Read: _aio.UnaryStreamMultiCallable[_peer_pb2.FileRequest, _peer_pb2.FileChunk]
+    """At most 1 MiB a chunk; slower while answers run on the node."""
+
+class ModelFilesServicer(metaclass=_abc_1.ABCMeta):
+    """Served by the node process: the files of the models that it lists, for the other nodes' copies."""
+
+    @_abc_1.abstractmethod
+    def Offer(
+        self,
+        request: _peer_pb2.ModelOfferRequest,
+        context: _aio.ServicerContext[_peer_pb2.ModelOfferRequest, _abc.Awaitable[_peer_pb2.ModelOffer]],
+    ) -> _abc.Awaitable[_peer_pb2.ModelOffer]: ...
+
+    @_abc_1.abstractmethod
+    def Digest(
+        self,
+        request: _peer_pb2.FileRequest,
+        context: _aio.ServicerContext[_peer_pb2.FileRequest, _abc.Awaitable[_peer_pb2.FileDigest]],
+    ) -> _abc.Awaitable[_peer_pb2.FileDigest]:
+        """Of a whole file whose hash the offer leaves out: it is read for that, which may take a minute."""
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _peer_pb2.FileRequest,
+        context: _aio.ServicerContext[_peer_pb2.FileRequest, _abc.AsyncIterator[_peer_pb2.FileChunk]],
+    ) -> _abc.AsyncIterator[_peer_pb2.FileChunk]:
+        """At most 1 MiB a chunk; slower while answers run on the node."""
+
+def add_ModelFilesServicer_to_server(servicer: ModelFilesServicer, server: _aio.Server) -> None: ...
+
 class ControlStub:
     """------------------------------------------------------------------- control"""
 

@@ -56,14 +56,15 @@ export function LoadDialog({ model, nodes, onClose }) {
               onMinNodes=${(n) => { setSplit(null); setWay("best"); setMinNodes(n); }}
               onSplit=${(one) => { setWay("best"); setSplit(one); }} />
           </details>`}
-        ${model.downloaded === false && html`
+        ${preview?.refusal && html`<p class="notice bad" role="alert">${preview.refusal}</p>`}
+        ${model.downloaded === false && !preview?.refusal && html`
           <label class="check"><input type="checkbox" checked=${agreed} onChange=${({ target }) => setAgreed(target.checked)} />
             <span>Yes, download ${bytes(model.size_bytes)} to each node of the plan, then load it. ${" "}
               <span class="muted small">A download that breaks off goes on where it stopped.</span></span></label>`}
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
           <button type="button" onClick=${onClose}>Cancel</button>
-          <button class="primary" disabled=${!preview || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
+          <button class="primary" disabled=${!preview || preview.refusal || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
         </div>
       </form>
     </dialog>`;
@@ -100,8 +101,16 @@ function Way({ name, title, plan, nodes, way, onPick }) {
         <span class="muted"> · about ${rate(1 / plan.seconds_per_token)} tok/s</span><br />
         ${plan.stages.length > 1 && html`<span class="small">${stages.join(" → ")}</span><br />`}
         <span class="muted small">${plan.reason}</span>
+        ${(plan.to_bring ?? []).map((each) => html`<br /><span class="small">${bringing(each)}</span>`)}
       </span>
     </label>`;
+}
+
+/** What one node has to copy or download before the load. */
+function bringing({ name, bytes: size, from, seconds: time }) {
+  if (from === null) return `${name} downloads ${bytes(size)}`;
+  const about = time === null ? "" : `, about ${seconds(Math.max(1, Math.round(time)))}`;
+  return `${name} copies up to ${bytes(size)} from ${from}${about}`;
 }
 
 const named = (nodes, { node, name }) => name ?? nodes.find(({ id }) => id === node)?.name ?? node;

@@ -25,13 +25,17 @@ def told(preview: Mapping[str, Any]) -> str:
     lines = [
         _placement("best", best),
         *_stages(best),
+        *_to_bring(best),
         f"  {best['context_length']} tokens of context",
         _placement("runner-up", runner_up) if runner_up else "runner-up: none",
         *(_stages(runner_up) if runner_up else ()),
+        *(_to_bring(runner_up) if runner_up else ()),
         f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
         f"why: {best['reason']}",
         f"drafting: {preview['drafting']}",
     ]
+    if refusal := preview.get("refusal"):
+        lines.append(f"not loaded as it is: {refusal}")
     return "\n".join(lines)
 
 
@@ -45,3 +49,22 @@ def _stages(placement: Mapping[str, Any]) -> list[str]:
         f"{size(stage['memory_bytes'])} of {size(stage['memory_left_bytes'])} of memory"
         for stage in placement["stages"]
     ]
+
+
+def _to_bring(placement: Mapping[str, Any]) -> list[str]:
+    return [f"  {bringing(each)}" for each in placement.get("to_bring", ())]
+
+
+def bringing(each: Mapping[str, Any]) -> str:
+    """What one node has to copy or download, for a person."""
+    nbytes, source, seconds = each["bytes"], each["from"], each["seconds"]
+    if source is None:
+        return f"{each['name']} downloads {size(nbytes)}"
+    about = "" if seconds is None else f", about {_duration(seconds)}"
+    return f"{each['name']} copies up to {size(nbytes)} from {source}{about}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min"

@@ -297,6 +297,12 @@ class ModelTiming:
 
     scan_s: float = 5.0
     """Between two looks at what is there; a list that is asked for looks itself."""
+    offer_timeout_s: float = 60.0
+    """For a peer's list of a model's files, whose headers it may have to read first."""
+    digest_timeout_s: float = 1800.0
+    """For the hash of a file: 50 GB from a disk that gives 30 MB a second."""
+    chunk_timeout_s: float = 30.0
+    """For the next MiB of a file; after it the peer is lost and another one goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,10 @@ class ModelLibrary:
         )
         return known, folder
 
+    def read(self, place: Place) -> KnownModel:
+        """The model as its files are now. Blocks; raises InvalidCheckpoint and InvalidCard."""
+        return self._opened(place)
+
     def _read(self, place: Place) -> KnownModel | ExoNodeError:
         """A place's model or what is wrong with it, read again where a file of it has changed."""
         now = (stamp(place.folder), self._user.facts_of(place.id))

@@ -1,10 +1,11 @@
 """Where models lie on this machine: folders of folders, and the Hugging Face cache. Blocks."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, cast
 
 from ...placement.errors import ExoNodeError, InvalidCheckpoint
 from ...placement.ids import ModelId
@@ -16,6 +17,8 @@ Source = Literal["package", "folder", "cache"]
 Stamp = tuple[tuple[str, int, int], ...]
 
 CONFIG: Final = "config.json"
+COPY_FILE: Final = "exo-copy.json"
+"""In a folder that was copied from a peer: where it comes from, and whether it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,49 @@ def in_folders(folders: Sequence[Path]) -> Iterator[Place]:
     """Models in `--models-dir` folders: `name`, and one level deeper `publisher/name`.
 
     Where two folders hold the same id the first one counts. A folder that is gone holds nothing.
+    A copy of another node's model counts once it is whole, as a model of the hub where it is one.
     """
     seen: set[str] = set()
     for root in folders:
         for name, folder in _two_levels(root):
-            if name not in seen:
+            origin = copied(folder)
+            if name not in seen and (origin is None or origin.whole):
                 seen.add(name)
-                yield Place(ModelId(name), folder, "folder")
+                hub = origin is not None and origin.from_hub
+                yield Place(ModelId(name), folder, "cache" if hub else "folder")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copied folder's `COPY_FILE` says; `fingerprint` as `Checkpoint.fingerprint`."""
+
+    model: str
+    from_hub: bool
+    fingerprint: str
+    whole: bool
+
+
+def copied(folder: Path) -> Copied | None:
+    """None: the folder is no copy, or what it says of itself cannot be read."""
+    try:
+        raw: object = json.loads((folder / COPY_FILE).read_bytes())
+        return Copied(**cast("dict[str, Any]", raw))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError):
+        return Copied(folder.name, from_hub=False, fingerprint="", whole=False)
+
+
+def hub_folder(folder: Path) -> Path | None:
+    """Of a snapshot in the hub's cache its repository's folder, which holds its files.
+
+    A whole copy of a hub's model is its own folder. None: a folder of another kind.
+    """
+    above = folder.resolve().parent
+    if above.name == "snapshots" and above.parent.name.startswith("models--"):
+        return above.parent
+    origin = copied(folder)
+    return folder if origin is not None and origin.from_hub else None
 
 
 def in_cache() -> Iterator[Place]:

@@ -1,7 +1,7 @@
 """This node's facts, and what placing asks: views, cards, switches, dtypes."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
 from ...placement.card import ModelCard
@@ -51,6 +51,8 @@ class NodeFactsSource:
         self._switches = switches
         self.promised: Callable[[], Promised] = dict
         """What the placements of this node may take of others' memory; see `memory_ledger`."""
+        self.elsewhere: Callable[[ModelId], Awaitable[tuple[ModelCard, str]]] | None = None
+        """A model's card and fingerprint from a node that has it; see `copies.bringing`."""
 
     def view(self, placing: ModelId) -> ClusterView:
         members = self._members()
@@ -77,15 +79,25 @@ class NodeFactsSource:
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
-        known = await asyncio.to_thread(self._library.get, model)
-        if known.folder is None:
-            return known.card, ""
-        checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
-        return known.card, checkpoint.fingerprint
+        try:
+            known = await asyncio.to_thread(self._library.get, model)
+        except ModelNotFound:
+            if self.elsewhere is None or not self._is_held(model):
+                raise
+            return await self.elsewhere(model)
+        if known.folder is not None:
+            checkpoint = await asyncio.to_thread(self._library.checkpoint, known.folder)
+            return known.card, checkpoint.fingerprint
+        if self.elsewhere is not None and self._is_held(model):
+            return known.card, (await self.elsewhere(model))[1]
+        return known.card, ""
+
+    def _is_held(self, model: ModelId) -> bool:
+        return any(model in member.facts.models for member in self._members())
 
     async def require_files(self, model: ModelId) -> None:
         """Raises ModelNotFound, with the command, for a model that no node has on its disk."""
-        if self._auto_download or any(model in m.facts.models for m in self._members()):
+        if self._auto_download or self._is_held(model):
             return
         if (await asyncio.to_thread(self._library.get, model)).folder is None:
             raise ModelNotFound(not_here(model), param="model")

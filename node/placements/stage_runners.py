@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 
-from ...placement.errors import PeerLost
-from ...placement.ids import ModelId, NodeId, PlacementId
+from ...placement.errors import LoadFailed, PeerLost
+from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.progress import Progress as FilesProgress
+from ...shard.checkpoint.stage_files import NOT_COPIED
 from ..cluster.cluster import Cluster
 from ..cluster.heartbeats import checked
+from ..copies.bringing import Bringing
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
 from ..machine.timing import PlacementTiming
-from ..models.library import ModelLibrary
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
@@ -25,30 +27,36 @@ class LocalStages:
     def __init__(
         self,
         settings: Settings,
-        library: ModelLibrary,
+        bringing: Bringing,
         profiling: Profiling,
         supervisor: Supervisor,
     ) -> None:
-        self._library = library
+        self._bringing = bringing
         self._profiling = profiling
         self._supervisor = supervisor
         self._settings = settings
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Raises what fetching the model and starting its runner raise."""
+        """Raises what bringing the model and starting its runner raise."""
+        try:
+            return await self._load(spec, progress, whole=False)
+        except LoadFailed as fault:
+            if fault.param != NOT_COPIED:
+                raise
+        return await self._load(spec, progress, whole=True)
 
-        def downloaded(done: int, total: int) -> None:
-            progress(pb.LoadProgress(step="downloading", done=done, total=total))
+    async def _load(self, spec: pb.StageSpec, progress: Progress, *, whole: bool) -> pb.LoadReady:
+        def moved(step: str, news: FilesProgress) -> None:
+            told = pb.LoadProgress(step=step, done=news.done_bytes, total=news.total_bytes)
+            progress(told)
 
-        _, folder = await self._library.fetch(
-            ModelId(spec.model), lambda news: downloaded(news.done_bytes, news.total_bytes)
-        )
-        own = on_this_machine(spec, folder, self._settings)
+        brought = await self._bringing.bring(spec, moved, whole=whole)
+        own = on_this_machine(spec, brought.folder, self._settings)
+        own.partial = brought.partial
         own.profile_folder = str(self._settings.data_dir / "profiles")
         own.prefix_folder = str(self._settings.data_dir / "prefixes")
-        checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
         return await self._profiling.load(
-            own, checkpoint.fingerprint, lambda: self._supervisor.load(own, progress)
+            own, brought.fingerprint, lambda: self._supervisor.load(own, progress)
         )
 
     async def unload(self, placement: PlacementId, stage: int, *, kill: bool = False) -> None:

@@ -69,18 +69,22 @@ class Channels:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = channel_credentials(credentials)
-        self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str, bool, bool], grpc.aio.Channel] = {}
 
-    def to(self, address: str, name: str, *, beats: bool = False) -> grpc.aio.Channel:
+    def to(
+        self, address: str, name: str, *, beats: bool = False, bulk: bool = False
+    ) -> grpc.aio.Channel:
         """`address` is host:port; `name` is what the other side's certificate must carry.
 
         `beats`: a connection for heartbeats alone, which no number of other calls can hold up.
+        `bulk`: one for files, which hold up nobody.
         """
-        key = (address, name, beats)
+        key = (address, name, beats, bulk)
         if key not in self._channels:
             options = [*NODE_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
-            if beats:  # else gRPC shares one connection between channels to the same target
+            if beats or bulk:  # else channels to the same target share one connection
                 options.append(("grpc.use_local_subchannel_pool", 1))
+            if beats:
                 # A second refusal is told from the first one's echo.
                 options.append(("grpc.initial_reconnect_backoff_ms", 200))
             self._channels[key] = grpc.aio.secure_channel(address, self._credentials, options)

@@ -26,6 +26,7 @@ from ...proto.grpc_options import SERVER_OPTIONS
 from ..trust.certificates import Credentials, authenticated_node, server_credentials
 from .callers import PeersOnly
 from .link_rpc import LinkService
+from .model_files import ModelFilesService
 
 log = logging.getLogger(__name__)
 
@@ -212,13 +213,20 @@ async def _until_done(
 class ControlServer:
     """Listens on the addresses that peers may use."""
 
-    def __init__(self, node: NodeSide, credentials: Credentials, links: LinkService) -> None:
+    def __init__(
+        self,
+        node: NodeSide,
+        credentials: Credentials,
+        links: LinkService,
+        files: ModelFilesService,
+    ) -> None:
         # In this order: what a stranger sends is not even looked at.
         first = (PeersOnly(), BoundNumbers())
         self._server = grpc.aio.server(interceptors=first, options=NODE_SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
         peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
         peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)
+        peer_pb2_grpc.add_ModelFilesServicer_to_server(files, self._server)
         self._credentials = server_credentials(credentials)
 
     async def start(self, hosts: list[str], port: int) -> int:

@@ -11,5 +11,6 @@ headers.py: one safetensors header, checked
 hub_cache.py: the cache of the hub: what it holds
 hub_download.py: asks the hub, and fetches what the cache lacks
 model_classes.py: the model types that the installed mlx-lm implements
-progress.py: how far a download is
+progress.py: how far a download or a copy is
+stage_files.py: which weight files one stage reads
 """

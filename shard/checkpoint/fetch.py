@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 
 from ...placement.errors import DownloadFailed
-from .progress import Progress
+from .progress import Progress, partial_of, size_of
 
 _REPORT_BYTES = 256 << 10
 _ENOUGH_BYTES = 1 << 20
@@ -126,13 +126,3 @@ class Fetch:
             "network and start the download again; it goes on from there.",
             param=self.name,
         )
-
-
-def partial_of(target: Path) -> Path:
-    """Where a file's bytes gather until it is whole."""
-    return target.with_name(f"{target.name}.incomplete")
-
-
-def size_of(path: Path) -> int:
-    """The bytes of a file, 0 where there is none."""
-    return path.stat().st_size if path.exists() else 0

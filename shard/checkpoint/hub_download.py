@@ -44,9 +44,9 @@ from huggingface_hub.utils import (
 
 from ...placement.errors import DownloadFailed
 from .checkpoint import HEAD_FILES, is_weight_file
-from .fetch import Fetch, Meter, partial_of, size_of
+from .fetch import Fetch, Meter
 from .hub_cache import is_wanted
-from .progress import Choose, Progress
+from .progress import Choose, Progress, partial_of, size_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -1,4 +1,4 @@
-"""How far a download is, and which weight files it is to bring."""
+"""How far a download or a copy is, and which weight files it is to bring."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,3 +15,13 @@ class Progress:
     done_bytes: int
     total_bytes: int
     file: str
+
+
+def partial_of(target: Path) -> Path:
+    """Where a file's bytes gather until it is whole."""
+    return target.with_name(f"{target.name}.incomplete")
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, 0 where there is none."""
+    return path.stat().st_size if path.exists() else 0

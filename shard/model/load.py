@@ -1,7 +1,7 @@
 """Loads what one stage's specification asks for, on the compute thread."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,10 +17,11 @@ from ...mtp.kernels.trial import Choice
 from ...mtp.rollback import fixed_kinds
 from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.config import hidden_size, vocabulary_size
-from ...placement.errors import InvalidCheckpoint
+from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
+from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
@@ -62,7 +63,24 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     """
     _limit_memory(spec.memory_limit_bytes)
     _ = prepare_fusing()
-    checkpoint = read_checkpoint(Path(spec.path))
+    if not spec.partial:
+        return _load(spec, report, Path(spec.path), ())
+    with stand_ins(Path(spec.path)) as (view, made):
+        try:
+            return _load(spec, report, view, made)
+        except RuntimeError as fault:
+            raise LoadFailed(
+                f"{spec.model}: layers {spec.first_layer}-{spec.end_layer - 1} read a weight file "
+                f"that was not copied here ({fault}); copy the whole model",
+                param=NOT_COPIED,
+            ) from fault
+
+
+def _load(
+    spec: pb.StageSpec, report: Report, folder: Path, made: Sequence[tuple[Path, int]]
+) -> Loaded:
+    """`made`: the stand-ins in `folder` for files that hold other stages' layers alone."""
+    checkpoint = read_checkpoint(folder)
     if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
         raise InvalidCheckpoint(
             f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
@@ -71,6 +89,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     generator = spec.stage == 0
     before = bytes_read()
     model = open_model(checkpoint.folder)  # what fits no architecture is no question of splitting
+    cut(made)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))
@@ -105,7 +124,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
         model=stage,
         expected=expected,
         vocabulary=expected.vocabulary,
-        codec=_codec(checkpoint.folder) if generator else None,
+        codec=_codec(Path(spec.path)) if generator else None,
         head=head,
         head_state=head_state,
         weight_bytes=weight_bytes,

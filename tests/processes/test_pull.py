@@ -164,6 +164,9 @@ def test_a_request_for_a_catalogued_model_names_the_command_and_downloads_nothin
         reply = running.call("POST", "/v1/chat/completions", body)
         assert reply.status == 404, reply
         assert "`exo-node models pull Qwen/Qwen3.6-27B`" in reply.body["error"]["message"]
+        asked = running.call("POST", "/v1/placements", {"model": "Qwen/Qwen3.6-27B"})
+        assert asked.status == 404, asked
+        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in asked.body["error"]["message"]
         assert hub.requests == []
         # And what is pulled while it runs answers, by its id.
         assert pull(hub, tmp_path).returncode == 0

@@ -43,15 +43,18 @@ ROOMS: dict[str, str] = {
         "node/cluster node/runners node/rpc node/trust node/machine"
     ),
     "node/join": "placement proto node/cluster node/rpc node/trust node/machine",
+    "node/copies": (
+        "placement proto shard/checkpoint node/cluster node/links node/rpc node/models node/machine"
+    ),
     "node/placements": (
-        "placement proto shard/checkpoint "
+        "placement proto shard/checkpoint node/copies "
         "node/cluster node/links node/runners node/rpc node/models node/trust node/machine"
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
     "node/api": "placement proto mtp node/chat node/join node/trust node/machine",
     "node": (
         "placement proto mtp dashboard "
-        "node/api node/chat node/cluster node/join node/links node/machine node/models "
+        "node/api node/chat node/cluster node/copies node/join node/links node/machine node/models "
         "node/placements node/rpc node/runners node/trust"
     ),
     "node/cli": "placement node node/join node/placements node/models node/trust node/machine",

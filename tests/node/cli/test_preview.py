@@ -6,14 +6,16 @@ import pytest
 
 from exo_node.node.api.plan_request import PlacementBody, PlanBody, parse_query
 from exo_node.node.cli.plan import query, told
+from exo_node.node.copies.estimate import to_bring
 from exo_node.node.operations import preview_json
 from exo_node.placement.card import ModelCard, parse_card
-from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
+from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts, evened
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
-from exo_node.placement.ids import NodeId
+from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan, preview
 from exo_node.placement.split_refusal import SplitRefusal, refusal_in
+from exo_node.shard.checkpoint.headers import Tensor
 
 MTP = {"default_k": 1, "max_k": 3}
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -278,6 +280,31 @@ def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
         with pytest.raises(InvalidRequest, match=says) as caught:
             body.options(twins.nodes)
         assert caught.value.param == "exclude"
+
+
+def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
+    held = frozenset({ModelId("m")})
+    view = cluster(100, 100, 100)
+    nodes = [replace(n, models=held if n.id != A else frozenset[ModelId]()) for n in view.nodes]
+    links = (LinkFacts(A, B, 0.001, 1e6), LinkFacts(A, C, 0.001, 1e7))
+    view = ClusterView(tuple(nodes), links)
+    found = preview(card(), view, PlanOptions(nodes=(A, B)))
+    tensors = [
+        Tensor(
+            f"model.layers.{layer}.w", "U8", (layer + 1,), f"model-{layer // 6}.safetensors", 0, 5
+        )
+        for layer in range(12)
+    ]
+    [one] = to_bring(card(), found.best.stages, view, tensors)
+    assert (one.node, one.nbytes, one.source, one.seconds) == (A, 30, "node-c", 30 / 1e7)
+    [about] = to_bring(card(), found.best.stages, view, None)
+    assert about.nbytes == 60_000_000
+    text = told(preview_json(card(), found, view, "", ([about], ())) | {"refusal": "pull it"})
+    assert "  node-a copies up to 60 MB from node-c, about 6 s\n" in text
+    assert text.endswith("not loaded as it is: pull it")
+    nobody = cluster(400)
+    [all_of_it] = to_bring(card(), preview(card(), nobody).best.stages, nobody, None)
+    assert (all_of_it.nbytes, all_of_it.source, all_of_it.seconds) == (120_000_000, None, None)
 
 
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:

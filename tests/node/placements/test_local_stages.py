@@ -4,19 +4,25 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from exo_node.node.copies.bringing import Brought
 from exo_node.node.machine.settings import Settings
 from exo_node.node.placements.stage_runners import LocalStages
+from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.checkpoint.stage_files import NOT_COPIED
 
 
-class Library:
-    """Has the model already."""
+class Bringing:
+    """Has the model already, or the part of it that a stage reads."""
 
-    async def fetch(self, *_: Any) -> tuple[None, Path]:
-        return None, Path("/here")
+    def __init__(self) -> None:
+        self.whole: list[bool] = []
 
-    def checkpoint(self, _: Path) -> Any:
-        return type("Checkpoint", (), {"fingerprint": "f"})
+    async def bring(self, spec: pb.StageSpec, _: Any, *, whole: bool) -> Brought:
+        self.whole.append(whole)
+        return Brought(Path("/here"), "f", partial=spec.num_stages > 1 and not whole)
 
 
 class Profiling:
@@ -30,16 +36,19 @@ class Profiling:
 class Supervisor:
     def __init__(self) -> None:
         self.loaded: list[pb.StageSpec] = []
+        self.lacking = NOT_COPIED
 
     async def load(self, spec: pb.StageSpec, _: Any) -> pb.LoadReady:
         self.loaded.append(spec)
+        if spec.partial:
+            raise LoadFailed("lacks a file", param=self.lacking)
         return pb.LoadReady()
 
 
 def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> None:
     supervisor = Supervisor()
     made: dict[str, Any] = {
-        "library": Library(),
+        "bringing": Bringing(),
         "profiling": Profiling(),
         "supervisor": supervisor,
     }
@@ -52,6 +61,7 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         prefix_folder="/tmp",
         prefix_disk_bytes=1 << 40,
         memory_limit_bytes=1,
+        partial=True,
     )
     _ = asyncio.run(stages.load(foreign, lambda _: None))
     (spec,) = supervisor.loaded
@@ -59,3 +69,22 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
     assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 0)
     assert spec.memory_limit_bytes == 0
+    assert not spec.partial
+
+
+def test_a_stage_that_reads_more_than_was_copied_has_the_whole_model_copied(tmp_path: Path) -> None:
+    supervisor, bringing = Supervisor(), Bringing()
+    made: dict[str, Any] = {
+        "bringing": bringing,
+        "profiling": Profiling(),
+        "supervisor": supervisor,
+    }
+    stages = LocalStages(Settings(data_dir=tmp_path), **made)
+    spec = pb.StageSpec(model="demo", stage=1, num_stages=2)
+    _ = asyncio.run(stages.load(spec, lambda _: None))
+    assert bringing.whole == [False, True]
+    assert [loaded.partial for loaded in supervisor.loaded] == [True, False]
+    supervisor.lacking = "dtype"
+    with pytest.raises(LoadFailed):
+        asyncio.run(stages.load(spec, lambda _: None))
+    assert bringing.whole == [False, True, False]

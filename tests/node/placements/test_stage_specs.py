@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 
 from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.copies.bringing import Bringing
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
+from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.hardware import detect_hardware
 from exo_node.node.machine.settings import installed_distributions, load_settings
 from exo_node.node.machine.timing import LAN
@@ -18,6 +20,7 @@ from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.node.placements.stage_runners import LocalStages
 from exo_node.node.placements.stages import Stages
+from exo_node.node.rpc.model_files import ModelFilesClient
 from exo_node.node.runners.supervisor import Supervisor
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -63,9 +66,13 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
     settings = load_settings({"data_dir": str(folder)}, environment)
     hardware = detect_hardware(installed_distributions(), settings.memory_limit)
     local, runners = LocalNode(settings, hardware, LAN.links), Runners()
+    nobody = cast(ModelFilesClient, None)  # nothing is copied where the model is
+    bringing = Bringing(
+        local.library, nobody, lambda _: (), EventLog(), folder / "models", may_download=False
+    )
     stages = LocalStages(
         settings,
-        local.library,
+        bringing,
         cast(Profiling, Measuring()),
         cast(Supervisor, runners),
     )

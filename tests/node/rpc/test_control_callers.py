@@ -13,6 +13,7 @@ import pytest
 
 from exo_node.node.rpc.control_server import ControlServer, NodeSide
 from exo_node.node.rpc.link_rpc import LinkService
+from exo_node.node.rpc.model_files import FileSource, ModelFilesService
 from exo_node.node.trust.certificates import (
     Credentials,
     channel_credentials,
@@ -54,7 +55,8 @@ async def served(side: NoNode) -> AsyncGenerator[tuple[str, Identity]]:
             return []
 
         links = LinkService(measure)
-        server = ControlServer(cast(NodeSide, side), node_credentials(identity, KEY), links)
+        files = ModelFilesService(cast(FileSource, side), lambda: False)
+        server = ControlServer(cast(NodeSide, side), node_credentials(identity, KEY), links, files)
         port = await server.start(["127.0.0.1"], 0)
         try:
             yield f"127.0.0.1:{port}", identity

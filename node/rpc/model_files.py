@@ -1,0 +1,141 @@
+"""A model's files between nodes: the service that gives them, and the client that takes them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final, NoReturn, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from ...placement.errors import ExoNodeError, InvalidRequest, PeerLost
+from ...placement.ids import NodeId
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..machine.timing import ModelTiming
+from ..trust.certificates import node_name
+from .channels import Channels, reply, stream
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Result = TypeVar("Result")
+
+BESIDE_ANSWERS: Final = 32 << 20
+"""Bytes a second that all copies together may take of a node while answers run on it."""
+_READERS: Final = 8
+
+
+class Range(Protocol):
+    """A range of one file."""
+
+    def read(self) -> bytes:
+        """The next chunk, empty at the end; blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileSource(Protocol):
+    """What a node gives; every method blocks and raises ExoNodeError for what it refuses."""
+
+    def offer(self, model: str) -> pb.ModelOffer: ...
+
+    def digest(self, model: str, path: str) -> str: ...
+
+    def open(self, asked: pb.FileRequest) -> Range: ...
+
+
+class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
+    """`busy`: whether answers run on this node, which copies must not slow."""
+
+    def __init__(
+        self,
+        source: FileSource,
+        busy: Callable[[], bool],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._sleep = sleep
+        self._source = source
+        self._busy = busy
+        self._reading = asyncio.Semaphore(_READERS)
+        self._pace = asyncio.Lock()
+
+    async def Offer(self, request: pb.ModelOfferRequest, context: "Context") -> pb.ModelOffer:
+        return await self._told(context, lambda: self._source.offer(request.model))
+
+    async def Digest(self, request: pb.FileRequest, context: "Context") -> pb.FileDigest:
+        async with self._reading:
+            digest = await self._told(
+                context, lambda: self._source.digest(request.model, request.path)
+            )
+        return pb.FileDigest(sha256=digest)
+
+    async def Read(
+        self, request: pb.FileRequest, context: "Context"
+    ) -> AsyncIterator[pb.FileChunk]:
+        async with self._reading:
+            file = await self._told(context, lambda: self._source.open(request))
+            try:
+                while data := await self._told(context, file.read):
+                    yield pb.FileChunk(data=data)
+                    if self._busy():
+                        async with self._pace:
+                            await self._sleep(len(data) / BESIDE_ANSWERS)
+            finally:
+                file.close()
+
+    async def _told(self, context: "Context", work: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.to_thread(work)
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
+        except OSError as fault:
+            await _refuse(context, ExoNodeError(f"the file cannot be read ({fault.strerror})"))
+
+
+async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
+    invalid = isinstance(fault, InvalidRequest)
+    status = grpc.StatusCode.INVALID_ARGUMENT if invalid else grpc.StatusCode.UNAVAILABLE
+    metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
+    await context.abort(status, fault.message, metadata)
+
+
+class ModelFilesClient:
+    """One peer's ModelFiles service; every method raises what the peer refuses, or PeerLost."""
+
+    def __init__(self, channels: Channels, timing: ModelTiming) -> None:
+        self._channels = channels
+        self._timing = timing
+
+    async def offer(self, address: str, node: NodeId, model: str) -> pb.ModelOffer:
+        call = self._stub(address, node).Offer(
+            pb.ModelOfferRequest(model=model), timeout=self._timing.offer_timeout_s
+        )
+        return await reply(call, address)
+
+    async def digest(self, address: str, node: NodeId, model: str, path: str) -> str:
+        call = self._stub(address, node).Digest(
+            pb.FileRequest(model=model, path=path), timeout=self._timing.digest_timeout_s
+        )
+        return (await reply(call, address)).sha256
+
+    async def read(
+        self, address: str, node: NodeId, asked: pb.FileRequest
+    ) -> AsyncGenerator[bytes]:
+        """Chunks of a range; a peer that is silent for long is lost."""
+        call = self._stub(address, node).Read(asked)
+        async with aclosing(stream(call, address)) as chunks:
+            while (chunk := await self._within(anext(chunks, None), address)) is not None:
+                yield chunk.data
+
+    async def _within(self, waiting: Awaitable[Result], address: str) -> Result:
+        try:
+            async with asyncio.timeout(self._timing.chunk_timeout_s):
+                return await waiting
+        except TimeoutError as fault:
+            raise PeerLost(f"{address} sent nothing for {self._timing.chunk_timeout_s:g} s") from (
+                fault
+            )
+
+    def _stub(self, address: str, node: NodeId) -> peer_pb2_grpc.ModelFilesStub:
+        channel = self._channels.to(address, node_name(node), bulk=True)
+        return peer_pb2_grpc.ModelFilesStub(channel)

@@ -1,0 +1,79 @@
+"""Which of a checkpoint's weight files one stage reads; the others it needs the headers of."""
+
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from .checkpoint import HEAD_FILES
+from .headers import Tensor, header_end
+
+HEADERS: Final = "headers"
+"""The folder in a partial copy with the headers of the weight files that it lacks."""
+NOT_COPIED: Final = "partial"
+"""The `param` of the error where a stage read what its node's partial copy lacks."""
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
+
+
+def files_of_stage(
+    tensors: Iterable[Tensor], first: int, end: int, layers: int, *, generator: bool
+) -> frozenset[str]:
+    """The files with tensors of layers [first, end); the generator's also have all that is in none.
+
+    A layer is known by its tensors' names. Where a class names them otherwise the load says which
+    file it lacks, as nothing can be read of a file that is not there.
+    """
+    return frozenset(t.file for t in tensors if _needs(t, first, end, layers, generator))
+
+
+@contextmanager
+def stand_ins(folder: Path) -> Generator[tuple[Path, list[tuple[Path, int]]]]:
+    """A view of a partial copy that opens like a whole model: a folder of links and stand-ins.
+
+    A stand-in has a header and a hole for its data. Yields the view, and each stand-in with where
+    its header ends: whoever has opened them cuts them there (`cut`), so that no zero of a hole is
+    ever read as a weight.
+    """
+    with TemporaryDirectory() as root:
+        view = Path(root) / folder.name
+        headers = folder / HEADERS
+        for path in folder.rglob("*"):
+            if path.is_file() and headers not in path.parents:
+                _placed(view, path.relative_to(folder)).symlink_to(path)
+        lacking = [
+            (path, name)
+            for path in headers.rglob("*.safetensors")
+            if not (view / (name := path.relative_to(headers))).exists()
+        ]
+        yield view, [_stand_in(path, _placed(view, name)) for path, name in lacking]
+
+
+def cut(made: Iterable[tuple[Path, int]]) -> None:
+    """From here on a read of a stand-in's data is an error."""
+    for path, end in made:
+        with path.open("r+b") as file:
+            _ = file.truncate(end)
+
+
+def _placed(view: Path, name: Path) -> Path:
+    path = view / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _stand_in(header: Path, path: Path) -> tuple[Path, int]:
+    data = header.read_bytes()
+    _ = path.write_bytes(data)
+    with path.open("r+b") as file:
+        _ = file.truncate(header_end(header, data))
+    return path, len(data)
+
+
+def _needs(tensor: Tensor, first: int, end: int, layers: int, generator: bool) -> bool:
+    of_head = tensor.file in HEAD_FILES or tensor.name.startswith("mtp.")
+    match = None if of_head else _LAYER.search(tensor.name)
+    layer = layers if match is None else int(match[1])
+    return first <= layer < end or (generator and layer >= layers)

@@ -1,0 +1,366 @@
+"""A model travels from node to node: whole or one stage's part, resumed, checked, from another."""
+
+import asyncio
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from copying import LAYERS, MODEL, Giver, Taker, giving, silent, stage, taking, write_model
+
+from exo_node.node.copies.folder import CopyFolder
+from exo_node.node.copies.sharing import SharedModels
+from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource, Range
+from exo_node.placement.errors import (
+    DownloadFailed,
+    InvalidCheckpoint,
+    ModelNotFound,
+)
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.stage_files import HEADERS, cut, stand_ins
+
+SECOND = "model-00002-of-00003.safetensors"
+WHOLE = stage(0, LAYERS)
+
+
+class Watched:
+    """A `FileSource` that notes what is read of it and may spoil or end it."""
+
+    def __init__(self, files: SharedModels) -> None:
+        self.files = files
+        self.reads: list[tuple[str, int]] = []
+        self.spoil = ""
+        self.chunks = 1 << 30
+
+    def offer(self, model: str) -> pb.ModelOffer:
+        return self.files.offer(model)
+
+    def digest(self, model: str, path: str) -> str:
+        return self.files.digest(model, path)
+
+    def open(self, asked: pb.FileRequest) -> Range:
+        self.reads.append((asked.path, asked.start))
+        return _Spoiled(self.files.open(asked), self, asked.path)
+
+
+class _Spoiled:
+    def __init__(self, inner: Range, owner: Watched, path: str) -> None:
+        self._inner = inner
+        self._owner = owner
+        self._path = path
+
+    def read(self) -> bytes:
+        if self._owner.chunks == 0:
+            raise OSError(5, "the disk is gone")
+        data = self._inner.read()
+        if data and self._path == SECOND:
+            self._owner.chunks -= 1
+        if self._path == self._owner.spoil:
+            return data[:-1] + bytes([data[-1] ^ 1]) if data else data
+        return data
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def giver(tmp_path: Path, name: str = "one", rows: int = 64) -> Giver:
+    made = Giver(tmp_path / name)
+    _ = write_model(made.root / "models" / MODEL, rows)
+    return made
+
+
+def watch(made: Giver) -> list[Watched]:
+    """What the giver's service will read from, once it runs."""
+    found: list[Watched] = []
+
+    def wrap(files: SharedModels) -> FileSource:
+        found.append(Watched(files))
+        return found[0]
+
+    made.wrap = wrap
+    return found
+
+
+def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            assert MODEL not in two.library.scan()
+            brought = await bringing.bring(
+                WHOLE, lambda s, p: two.progress.append((s, p.done_bytes, p.total_bytes))
+            )
+            assert not brought.partial
+            assert brought.fingerprint == read_checkpoint(brought.folder).fingerprint
+
+    asyncio.run(run())
+    for path in (one.root / "models" / MODEL).iterdir():
+        assert (two.models / MODEL / path.name).read_bytes() == path.read_bytes()
+    assert two.library.scan()[MODEL].folder == two.models / MODEL
+    assert two.told("copied") == [f"{MODEL} was copied from one"]
+    step, done, total = two.progress[-1]
+    assert step == "copying from one" and done == total > 0
+
+
+def test_a_stage_is_given_its_own_files_and_the_headers_of_the_others(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    read = watch(one)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            brought = await bringing.bring(stage(2, 4), silent)
+            assert brought.partial
+            whole = [p.name for p in brought.folder.glob("*.safetensors")]
+            assert whole == [SECOND]
+            card, fingerprint = await bringing.describe(MODEL)
+            assert (card.num_layers, fingerprint) == (LAYERS, brought.fingerprint)
+            with stand_ins(brought.folder) as (view, made):
+                assert read_checkpoint(view).fingerprint == brought.fingerprint
+                cut(made)
+                with pytest.raises(InvalidCheckpoint, match="truncated"):
+                    _ = read_checkpoint(view)
+            assert MODEL not in two.library.scan()  # no model, and nothing that is wrong
+            assert MODEL not in two.library.broken
+            count = len(read[0].reads)
+            again = stage(2, 4, checkpoint_sha256=brought.fingerprint)
+            assert await bringing.bring(again, silent) == brought
+            assert len(read[0].reads) == count  # nobody was asked
+            assert not (await bringing.bring(WHOLE, silent)).partial
+            assert [path for path, _ in read[0].reads].count(SECOND) == 3  # two for its header
+            assert not (brought.folder / HEADERS).exists()
+
+    asyncio.run(run())
+
+
+def test_a_copy_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
+    read = watch(one)
+
+    async def run() -> None:
+        async with giving(one) as source:
+            async with taking(two, source) as bringing:
+                read[0].chunks = 2
+                with pytest.raises(ModelNotFound, match="one: the file cannot be read"):
+                    _ = await bringing.bring(WHOLE, silent)
+            part = two.models / MODEL / f"{SECOND}.incomplete"
+            assert part.stat().st_size == 2 << 20
+            assert not (two.models / MODEL / SECOND).exists()
+            read[0].chunks, read[0].reads = 1 << 30, []
+            async with taking(two, source) as bringing:
+                fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
+                brought = await bringing.bring(stage(0, LAYERS, fingerprint), silent)
+            assert not brought.partial
+            assert (SECOND, 2 << 20) in read[0].reads
+            assert ("model-00001-of-00003.safetensors", 0) not in read[0].reads
+            given = one.root / "models" / MODEL / SECOND
+            assert (brought.folder / SECOND).read_bytes() == given.read_bytes()
+
+    asyncio.run(run())
+
+
+def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            _ = await bringing.describe(MODEL)
+            _ = (two.models / MODEL / f"{SECOND}.incomplete").write_bytes(b"other bytes")
+            brought = await bringing.bring(WHOLE, silent)
+            given = one.root / "models" / MODEL / SECOND
+            assert (brought.folder / SECOND).read_bytes() == given.read_bytes()
+            assert two.told("peer_left") == []
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_sends_wrong_bytes_is_named_and_left_for_another(tmp_path: Path) -> None:
+    bad, good, two = giver(tmp_path, "bad"), giver(tmp_path, "good"), Taker(tmp_path / "two")
+    read = watch(bad)
+
+    async def run() -> None:
+        async with (
+            giving(bad, "bad") as first,
+            giving(good, "good") as second,
+            taking(two, first, second) as bringing,
+        ):
+            read[0].spoil = SECOND
+            brought = await bringing.bring(WHOLE, silent)
+            given = good.root / "models" / MODEL / SECOND
+            assert (brought.folder / SECOND).read_bytes() == given.read_bytes()
+
+    asyncio.run(run())
+    [text] = two.told("peer_left")
+    assert "bad sent wrong bytes of model-00002" in text
+    assert two.told("copied") == [f"{MODEL} was copied from good"]
+
+
+def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            other = stage(0, LAYERS, checkpoint_sha256="0" * 64)
+            with pytest.raises(ModelNotFound, match="one has another revision"):
+                _ = await bringing.bring(other, silent)
+            _ = await bringing.bring(stage(2, 4), silent)
+            shutil.rmtree(one.root / "models")
+            _ = write_model(one.root / "models" / MODEL, rows=32)
+            brought = await bringing.bring(WHOLE, silent)
+            for path in (one.root / "models" / MODEL).iterdir():
+                assert (brought.folder / path.name).read_bytes() == path.read_bytes()
+
+    asyncio.run(run())
+
+
+def test_nobody_has_it(tmp_path: Path) -> None:
+    two = Taker(tmp_path / "two")
+
+    async def run() -> None:
+        async with taking(two) as bringing:
+            with pytest.raises(ModelNotFound, match="exo-node models pull maker/tiny"):
+                _ = await bringing.bring(WHOLE, silent)
+
+    asyncio.run(run())
+
+
+def test_a_folder_in_the_way_is_not_touched(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    own = two.models / MODEL / "notes.txt"
+    own.parent.mkdir(parents=True)
+    _ = own.write_text("mine")
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            with pytest.raises(DownloadFailed, match="in the way"):
+                _ = await bringing.bring(WHOLE, silent)
+
+    asyncio.run(run())
+    assert own.read_text() == "mine"
+
+
+def test_copies_are_slowed_while_answers_run(tmp_path: Path) -> None:
+    one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
+    one.busy = lambda: True
+    size = sum(path.stat().st_size for path in (one.root / "models" / MODEL).iterdir())
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            _ = await bringing.bring(WHOLE, silent)
+
+    asyncio.run(run())
+    assert sum(one.slept) == pytest.approx(size / BESIDE_ANSWERS)
+
+
+def _offer(change: Callable[[pb.ModelOffer], None]) -> Callable[[SharedModels], FileSource]:
+    class Lying(Watched):
+        def offer(self, model: str) -> pb.ModelOffer:
+            offer = self.files.offer(model)
+            change(offer)
+            return offer
+
+    return Lying
+
+
+def _add(path: str, size: int = 1, sha256: str = "0" * 64) -> Callable[[pb.ModelOffer], None]:
+    def change(offer: pb.ModelOffer) -> None:
+        offer.files.append(pb.OfferedFile(path=path, size=size, sha256=sha256))
+
+    return change
+
+
+def _no_files(offer: pb.ModelOffer) -> None:
+    offer.ClearField("files")
+
+
+def _no_fingerprint(offer: pb.ModelOffer) -> None:
+    offer.fingerprint = ""
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        _add("../../evil.json"),
+        _add("/etc/cron.d/x.json"),
+        _add("sub/x.json"),
+        _add("run.py"),
+        _add("model\n.json"),
+        _add("exo-copy.json"),
+        _add("x" * 300 + ".json"),
+        _add("config.json"),
+        _add("big.json", size=1 << 40),
+        _add("model-9.safetensors", size=1 << 50),
+        _add("a.json", sha256="../../x"),
+        _add("a.json", sha256=""),
+        _no_files,
+        _no_fingerprint,
+    ],
+)
+def test_a_hostile_offer_is_refused_and_writes_nothing(
+    tmp_path: Path, lie: Callable[[pb.ModelOffer], None]
+) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    one.wrap = _offer(lie)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            with pytest.raises(ModelNotFound, match="one offers"):
+                _ = await bringing.bring(WHOLE, silent)
+
+    asyncio.run(run())
+    assert not two.models.exists()
+    assert len(two.told("peer_left")) == 1
+
+
+@pytest.mark.parametrize("model", ["../up", "a/../b", "/etc", "a/b/c", ".hidden", "a\\b", "a\nb"])
+def test_an_id_that_is_no_folder_is_refused(tmp_path: Path, model: str) -> None:
+    two = Taker(tmp_path / "two")
+    one = giver(tmp_path)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            spec = pb.StageSpec(model=model, num_stages=1, num_layers=LAYERS, end_layer=LAYERS)
+            with pytest.raises(DownloadFailed, match="cannot be a folder"):
+                _ = await bringing.bring(spec, silent)
+
+    asyncio.run(run())
+
+
+def _much(_: CopyFolder) -> int:
+    return 1 << 40
+
+
+def test_a_full_disk_is_named_and_the_copy_goes_on_later(tmp_path: Path) -> None:
+    one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
+    two.models.mkdir(parents=True)
+    small = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(two.models)]
+    if shutil.which("mount") is None or subprocess.call(small, stderr=subprocess.DEVNULL):
+        pytest.skip("needs the right to mount")
+
+    async def run() -> None:
+        async with giving(one) as source:
+            async with taking(two, source) as bringing:
+                with pytest.raises(DownloadFailed, match=r"GB more in .* are free. Free some"):
+                    _ = await bringing.bring(WHOLE, silent)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CopyFolder, "free_bytes", _much)
+                async with taking(two, source) as bringing:
+                    with pytest.raises(DownloadFailed, match=r"No space left.*goes on where"):
+                        _ = await bringing.bring(WHOLE, silent)
+            assert list((two.models / MODEL).glob("*.incomplete"))
+            larger = ["mount", "-o", "remount,size=256m", str(two.models)]
+            subprocess.check_call(larger)
+            async with taking(two, source) as bringing:
+                brought = await bringing.bring(WHOLE, silent)
+            digests = [
+                hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in (brought.folder / SECOND, one.root / "models" / MODEL / SECOND)
+            ]
+            assert digests[0] == digests[1]
+
+    try:
+        asyncio.run(run())
+    finally:
+        subprocess.check_call(["umount", str(two.models)])

@@ -1,0 +1,74 @@
+"""Two offline nodes on a network that leads nowhere else: one's model answers on the other."""
+
+import shutil
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from listening import events
+from models import DEMO
+from namespaces import KEY, Network, is_whole, network
+from nodes import Node, eventually
+from test_cluster import STORY
+
+WITHIN_S = 400.0
+"""Long, so that a loaded machine fails no test."""
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture
+def net() -> Generator[Network]:
+    with network("one", "two") as found:
+        yield found
+
+
+def listed(running: Node) -> list[str]:
+    return [entry["id"] for entry in running.call("GET", "/v1/models").body["data"]]
+
+
+def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
+    net: Network, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    _ = key.write_text(KEY)
+    key.chmod(0o600)
+    given = tmp_path / "given" / "mini"
+    _ = shutil.copytree(DEMO, given, ignore=shutil.ignore_patterns("recipe"))
+    flags = ("--cluster-key-file", str(key), "--dtype", "float32", "--offline")
+    copied = tmp_path / "two" / "models" / "mini"
+    with net.node("one", tmp_path / "one", *flags, "--models-dir", str(given.parent)) as one:
+        with net.node("two", tmp_path / "two", *flags) as two:
+            eventually(lambda: is_whole({"one": one, "two": two}), WITHIN_S)
+            eventually(lambda: "mini" in listed(two), WITHIN_S)
+            _ = net.shape(delay_ms=20)
+            with ThreadPoolExecutor(1) as pool:
+                loading = pool.submit(two.call, "POST", "/v1/placements", placed(two))
+                eventually(lambda: begun(copied) > 1 << 20, WITHIN_S)
+                two.process.kill()
+                _ = two.process.wait()
+                assert loading.exception() is not None
+        left = begun(copied)
+        assert left > 1 << 20
+        _ = net.shape()
+        (tmp_path / "two" / "node.json").unlink()  # of the process that was killed
+        with net.node("two", tmp_path / "two", *flags) as two:
+            eventually(lambda: is_whole({"one": one, "two": two}), WITHIN_S)
+            eventually(lambda: "mini" in listed(two), WITHIN_S)
+            reply = two.call("POST", "/v1/placements", placed(two))
+            assert reply.status == 200, reply
+            [told] = [event for event in events(two) if event["kind"] == "copied"]
+            assert told["text"] == "mini was copied from one"
+            for path in given.glob("*.safetensors"):
+                assert (copied / path.name).read_bytes() == path.read_bytes()
+            body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
+            assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
+
+
+def placed(on: Node) -> dict[str, object]:
+    return {"model": "mini", "nodes": [on.itself()["id"]]}
+
+
+def begun(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.incomplete"))
