@@ -17,6 +17,9 @@ PINS := pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Where this is set, each process of the tests compiles all of them anew: 10 s each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: start test test-gpu check bench bench-families clean
 
 # A node in the foreground: make start ARGS="--name desk"

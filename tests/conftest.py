@@ -1,8 +1,9 @@
 """The nodes' timing; chance that is the same in every run; the longest files first; profiles."""
 
+import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -127,6 +128,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole files move; each file's tests keep their order."""
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """All that is imported and collected stays: the garbage collector is not to look at it, then or
+    later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """`exo-node start`: its flags, and how they become the settings of a node."""
 
+import gc
 import os
 import signal
 import time
@@ -169,8 +170,11 @@ def _run(flags: Mapping[str, object]) -> int:
     wanted = settings.load_settings(flags, environ, has_token)
     settings.quieten_grpc()
     settings.check_mlx_extras(settings.installed_distributions())
+    gc.disable()  # while it imports: what is made by then stays
     from ..run import run_node
 
+    gc.freeze()
+    gc.enable()
     return run_node(wanted, settings.unknown_variables(environ))
 
 

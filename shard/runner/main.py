@@ -4,6 +4,11 @@ Started as `python -P -m exo_node.shard.runner.main FD` with one inherited socke
 start message there, reports progress and readiness, and ends with the socket, whatever it is doing.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: what is made by then stays
+# isort: split
 import asyncio
 import logging
 import os
@@ -365,6 +370,8 @@ def _watch(parent: Parent, stop: Callable[[], None]) -> None:
 
 def main() -> NoReturn:
     """Entry point of the child process; argument 1 is the inherited socket's descriptor."""
+    gc.freeze()
+    gc.enable()
     # Levels come first so that the node can log the line as its own.
     logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
     # At the default of 5 ms a hop between threads waits that long while Python is busy.

@@ -6,6 +6,7 @@ out on stdout, each a kind and a length before its body. It ends with its stdin,
 request that takes more than its limits.
 """
 
+import gc
 import json
 import logging
 import os
@@ -50,9 +51,13 @@ def fault_body(fault: ExoNodeError) -> bytes:
 def main() -> NoReturn:
     """Entry point of the child process; argument 1 is what one request may add to its memory."""
     logging.disable()  # a library's warning may quote a prompt
+    gc.disable()  # while it imports: what is made by then stays
     bare_mlx_lm()
     bare_transformers()
     from .codec import TextCodec
+
+    gc.freeze()
+    gc.enable()
 
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, frames), daemon=True).start()
