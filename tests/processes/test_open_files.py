@@ -117,14 +117,14 @@ def test_surplus_connections_are_closed_at_once_and_hold_no_files() -> None:
 
 
 def test_a_connection_that_idles_gives_way_to_one_that_asks() -> None:
-    limits = ConnectionLimits(connections=8, spare_s=0.2, head_s=60.0)
-    with serving_fakes(limits=limits) as node, ExitStack() as stack:
-        for _ in range(8):
-            _ = stack.enter_context(node.raw(b""))
-        assert node.ask("GET", "/health/live").status == 503
-        time.sleep(0.3)
-        for _ in range(8):
-            assert node.ask("GET", "/health/live").status == 200
+    for spare_s, status in ((60.0, 503), (0.2, 200)):
+        limits = ConnectionLimits(connections=8, spare_s=spare_s, head_s=60.0)
+        with serving_fakes(limits=limits) as node, ExitStack() as stack:
+            for _ in range(8):
+                _ = stack.enter_context(node.raw(b""))
+            time.sleep(0.3)
+            for _ in range(8):
+                assert node.ask("GET", "/health/live").status == status
 
 
 def test_an_answer_in_progress_gives_way_to_nobody() -> None:
