@@ -8,7 +8,8 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -186,12 +187,24 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
+    """Seconds of imports: a request with a fault is told of at once."""
+    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    # isort: split
+    from ..model.fused_code import compiling_apart
+
+    return compiling_apart()
+
+
 def _run(line: bytes) -> int:
     try:
         request, spec = parse_bench_request(line)
         # From here on, as what comes before takes no time and its error must be read.
         threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-        results = run_bench(request, spec)
+        with _compiling_apart() as keep_compiled:
+            results = run_bench(request, spec)
+            keep_compiled()
         files, no_plot = write_results(results, Path(request.output))
     except ExoNodeError as error:
         _note(f"exo-node: {error.message}")

@@ -40,6 +40,7 @@ from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
+from ..model.fused_code import compiling_apart
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
@@ -62,6 +63,8 @@ from .worker_service import WorkerService
 log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20
+KEEP_EVERY_S = 30.0
+"""A request of another kind may need code that was not compiled yet."""
 
 
 class Parent:
@@ -138,7 +141,8 @@ class Runner:
         """Raises ExoNodeError when the stage cannot be loaded."""
         watched = asyncio.create_task(self._say_how_it_loads())
         try:
-            await self._run(watched)
+            with compiling_apart() as keep_compiled:
+                await self._run(watched, keep_compiled)
         finally:
             _ = watched.cancel()
 
@@ -151,7 +155,7 @@ class Runner:
             self._parent.send(pb.FromRunner(state=state))
             await asyncio.sleep(STATE_EVERY_S)
 
-    async def _run(self, watched: "asyncio.Task[None]") -> None:
+    async def _run(self, watched: "asyncio.Task[None]", keep_compiled: Callable[[], None]) -> None:
         if self._spec.stage == 0:
             self._prompts.start()  # its imports take as long as those of a small model
         loading = self._compute.submit(lambda: load(self._spec, self._report))
@@ -178,7 +182,7 @@ class Runner:
                 ready.layers.CopyFrom(times)
         _ = watched.cancel()
         self._parent.send(pb.FromRunner(ready=ready))
-        reporter = asyncio.create_task(self._report_state(watch))
+        reporter = asyncio.create_task(self._report_state(watch, keep_compiled))
         _ = await self._stop.wait()
         reporter.cancel()
         await follower.close()
@@ -296,13 +300,20 @@ class Runner:
             greedy_identity=identity,
         )
 
-    async def _report_state(self, watch: TextEngine | StageWorker) -> None:
+    async def _report_state(
+        self, watch: TextEngine | StageWorker, keep_compiled: Callable[[], None]
+    ) -> None:
         """Signs of life for the node's heartbeat; leases are enforced here as well.
 
         They come while the compute thread is busy too, with what it said last.
         """
+        kept_at = 0.0
 
         def look(asked_at: float) -> pb.RunnerState:
+            nonlocal kept_at
+            if asked_at - kept_at > KEEP_EVERY_S:
+                kept_at = asked_at
+                keep_compiled()
             # What renews a lease waits in the same queue, behind a long forward and this.
             waited = time.monotonic() - asked_at
             for request in watch.expire(self._spec.lease_s + waited):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -228,6 +229,16 @@ def _end_with_stdin() -> NoReturn:
     os._exit(1)
 
 
+def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
+    """Seconds of imports: a request with a fault is told of at once."""
+    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    # isort: split
+    from ..model.fused_code import compiling_apart
+
+    return compiling_apart()
+
+
 def main() -> int:
     """The exit status: 0 where the contract holds, 1 where it does not or the model cannot run."""
     line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
@@ -235,7 +246,9 @@ def main() -> int:
         request, spec = parse_request(line)
         # From here on, as what comes before takes no time and its error must be read.
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-        report = run_verify(request, spec, _note)
+        with _compiling_apart() as keep_compiled:
+            report = run_verify(request, spec, _note)
+            keep_compiled()
         write_report(report, request.json_file)
     except ExoNodeError as fault:
         _note(f"exo-node: {fault.message}")

@@ -109,7 +109,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 """Which files may import a library; none may import what runs code that data holds."""
 
-ENVIRONMENT = ("node/machine/settings.py", "shard/model/fusing.py")
+ENVIRONMENT = (
+    "node/machine/settings.py",
+    "shard/model/fused_code.py",
+    "shard/model/fusing.py",
+)
 """The second one has PATH only, by which MLX finds its compiler."""
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
