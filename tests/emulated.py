@@ -5,10 +5,10 @@ Outputs begin as NaN, so that what a kernel does not write shows.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import atexit
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,6 +22,8 @@ import pytest
 
 from exo_node.mtp.kernels.cuda import available
 
+# Fibers leave and take up stacks by longjmp, which a fortified build takes for a fault.
+_OPTIONS = ("-O1", "-std=c++17", "-w", "-U_FORTIFY_SOURCE")
 EMULATOR = Path(__file__).parent / "emulator" / "emulator.h"
 _TYPES = {
     mx.float32: "float",
@@ -135,12 +137,16 @@ def _program(
 
 @cache
 def _programs() -> Path:
-    """Where programs are built, once for all processes of a session: the emulator in advance."""
-    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    folder = Path(tempfile.gettempdir()) / f"exo-emulator-{os.getuid()}-{shared or os.getpid()}"
+    """Where programs are built, once for all sessions on a machine: the emulator in advance.
+
+    Another emulator, compiler or option has another folder; a program's name is its text's hash.
+    """
+    told = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
+    made_by = hashlib.sha256(told + repr(_OPTIONS).encode() + EMULATOR.read_bytes()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"exo-emulator-{os.getuid()}-{made_by[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    assert folder.stat().st_uid == os.getuid()
-    _ = atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    held = folder.lstat()
+    assert held.st_uid == os.getuid() and stat.S_ISDIR(held.st_mode)
     header = folder / EMULATOR.name
     if not header.with_suffix(".h.gch").exists():
         made = Path(tempfile.mkdtemp(dir=folder))
@@ -148,6 +154,7 @@ def _programs() -> Path:
         _compile(made, ["-x", "c++-header", EMULATOR.name, "-o", "emulator.h.gch"])
         for name in (EMULATOR.name, "emulator.h.gch"):
             _ = (made / name).rename(folder / name)
+        made.rmdir()
     return folder
 
 
@@ -158,13 +165,12 @@ def _built(text: str) -> Path:
         _ = (folder / "kernel.cpp").write_text(text)
         _compile(folder, ["-I", "..", "kernel.cpp", "-o", "kernel"])
         _ = (folder / "kernel").rename(program)
+        shutil.rmtree(folder)
     return program
 
 
 def _compile(folder: Path, arguments: Sequence[str]) -> None:
-    # Fibers leave and take up stacks by longjmp, which a fortified build takes for a fault.
-    options = ["-O1", "-std=c++17", "-w", "-U_FORTIFY_SOURCE"]
-    subprocess.run(["g++", *options, *arguments], cwd=folder, check=True)
+    subprocess.run(["g++", *_OPTIONS, *arguments], cwd=folder, check=True)
 
 
 def _ran(
