@@ -73,6 +73,10 @@ class SamplingDefaults(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
+Capability = Literal["thinking", "thinking_toggle", "tools"]
+"""`thinking_toggle`: a request may turn the thinking off."""
+
+
 class Variant(BaseModel):
     """A published quantisation of the model, in a repository of its own."""
 
@@ -130,6 +134,8 @@ class ModelCard(BaseModel):
     `dtype`. It changes the answers."""
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
+    capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
+    """What its chat format is known for; what is not named may be there all the same."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...placement.card import ModelCard
+from ...placement.cluster import layer_range
 from ...placement.errors import (
     DownloadFailed,
     ExoNodeError,
@@ -235,7 +236,7 @@ class Bringing:
             checkpoint = await asyncio.to_thread(self._library.checkpoint, folder)
             if checkpoint.fingerprint != copy.offer.fingerprint:
                 raise InvalidCheckpoint(f"{source.name} gave other files than it offered")
-        what = f"layers {spec.first_layer}-{spec.end_layer - 1} of {copy.model}"
+        what = f"{layer_range(spec.first_layer, spec.end_layer)} of {copy.model}"
         text = f"{what if partial else copy.model} was copied from {source.name}"
         _ = self._events.add("copied", text, model=copy.model, node=source.node, bytes=copy.total)
         return Brought(folder, copy.offer.fingerprint, partial)

@@ -14,6 +14,7 @@ def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
         "quantization": card.quantization,
         "format": format_of(card),
         "drafts": card.native_mtp is not None,
+        "capabilities": list(card.capabilities),
         "fits": {
             "nodes": fit.nodes,
             "needed_bytes": fit.needed_bytes,

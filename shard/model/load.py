@@ -16,6 +16,7 @@ from ...mtp.kernel_choice import install
 from ...mtp.kernels.trial import Choice
 from ...mtp.rollback import fixed_kinds
 from ...mtp.weights import HeadSource, HeadUnusable, load_head
+from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...proto import peer_pb2 as pb
@@ -70,7 +71,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
             return _load(spec, report, view, made)
         except RuntimeError as fault:
             raise LoadFailed(
-                f"{spec.model}: layers {spec.first_layer}-{spec.end_layer - 1} read a weight file "
+                f"{spec.model}: {layer_range(spec.first_layer, spec.end_layer)} read a weight file "
                 f"that was not copied here ({fault}); copy the whole model",
                 param=NOT_COPIED,
             ) from fault
