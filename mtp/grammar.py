@@ -58,14 +58,15 @@ class GrammarMask:
         ids = [] if drafts is None else as_ids(drafts)
         return masked(logits, self._grammar.masks(ids)[: logits.shape[0]])
 
-    def apply_first(self, logits: mx.array) -> mx.array:
-        """(1, V') logits of a round's first draft. Left alone where no id below V' is allowed.
+    def apply_draft(self, logits: mx.array, before: Sequence[mx.array] = ()) -> mx.array:
+        """(1, V') logits of the draft behind those `before` in its round, (1,) each.
 
-        Later drafts are not masked: each would have to be read before the next is begun.
+        Left alone where no id below V' is allowed. The drafts before it are read, which waits for
+        them: what the grammar does not allow would fall anyway, and all that is behind it.
         """
         mx.async_eval(logits)
         self._read()
-        (mask,) = self._grammar.masks([])
+        mask = self._grammar.masks([int(tokens.item()) for tokens in before])[-1]
         if mask is None or not any(mask[: logits.shape[1] // 8]):
             return logits
         return masked(logits, [mask])

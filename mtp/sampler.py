@@ -57,8 +57,8 @@ class Sampler:
         V' may be less than the vocabulary: the ids from V' on are then never drafted.
         """
         logits = self._processors.apply_after(logits, [draft.tokens for draft in before])
-        if self._grammar is not None and not before:
-            logits = self._grammar.apply_first(logits)
+        if self._grammar is not None:
+            logits = self._grammar.apply_draft(logits, [draft.tokens for draft in before])
         if self._sampling.greedy:
             ids, finite = greedy_choice(logits)
             return Drafts(ids.astype(mx.int32), None, None, finite)

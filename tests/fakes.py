@@ -112,7 +112,7 @@ class FakeChat:
             raise ModelNotFound(f"there is no model '{request.model}'", param="model")
         self.requests.append(request)
         if request.ids is not None:
-            return Encoded((), "".join(map(chr, request.ids)), 4096)
+            return Encoded((), "".join(chr(min(id, 0x10FFFF)) for id in request.ids), 4096)
         text = request.text or "".join(str(m["content"]) for m in request.messages)
         return Encoded(tuple(map(ord, text)), "", 4096)
 

@@ -82,6 +82,7 @@ def named(name: str, value: Any) -> bytes:
 
 
 def ignored_value(names: list[str]) -> str:
-    """The header's value; what a client named its fields is no header by itself."""
+    """The header's value; what a client named its fields is no header by itself, and a value
+    neither begins nor ends with a space."""
     text = ", ".join(json.dumps(name)[1:-1] for name in names)
-    return text.replace('\\"', "'")[:1024]
+    return text.replace('\\"', "'")[:1024].strip()

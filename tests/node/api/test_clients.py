@@ -539,6 +539,17 @@ def test_ollamas_paths_take_what_curl_sends(node: Node, media_type: str) -> None
     assert node.ask("POST", "/api/chat", body, page).status == 403
 
 
+@pytest.mark.parametrize("name", [" ", " x", "x ", "\t", "é" * 150 + " y", "a " * 50, '"', "\r\n"])
+def test_any_name_of_an_unknown_field_leaves_a_header_that_may_be_sent(
+    node: Node, name: str
+) -> None:
+    more = {f"{name}{number}" if number else name: 1 for number in range(40)}
+    body = {"model": "demo", "messages": ASK, "stream": False, **more}
+    reply = node.ask("POST", "/api/chat", body)
+    assert reply.status == 200
+    assert len(reply.headers["x-exo-node-ignored"]) <= 1024
+
+
 def test_unknown_fields_of_ollama_are_named(node: Node) -> None:
     body = {"model": "demo", "messages": ASK, "stream": False, "options": {"num_ctx": 5}, "x": 1}
     reply = node.ask("POST", "/api/chat", body)
