@@ -66,7 +66,8 @@ class GrammarMask:
         """
         mx.async_eval(logits)
         self._read()
-        mask = self._grammar.masks([int(tokens.item()) for tokens in before])[-1]
+        ids = [id for tokens in before for id in as_ids(tokens)]
+        mask = self._grammar.masks(ids)[-1]
         if mask is None or not any(mask[: logits.shape[1] // 8]):
             return logits
         return masked(logits, [mask])

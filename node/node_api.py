@@ -150,6 +150,7 @@ class NodeApi:
             self._trouble,
             self._peering.search.reach,
             self._bringing.layout,
+            lambda: self._tokens.trouble,
         )
 
     def _trouble(self) -> str:

@@ -44,9 +44,12 @@ class NodeOperations:
         trouble: Callable[[], str],
         reach: Callable[[], Awaitable[dict[str, Any]]],
         layout: Layout,
+        token_trouble: Callable[[], str] = str,
     ) -> None:
         """`trouble`: what this node itself cannot do now, and why; "" where there is nothing.
         `reach`: whether the others and this node reach each other. `layout`: a model's tensors.
+        `token_trouble`: why no API token is accepted. It is shown, and the node is ready all the
+        same: other keys work.
         """
         self._models = models
         self._placements = placements
@@ -60,6 +63,7 @@ class NodeOperations:
         self._trouble = trouble
         self._reach = reach
         self._layout = layout
+        self._token_trouble = token_trouble
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
@@ -70,7 +74,8 @@ class NodeOperations:
         return {"object": "list", "data": await self._models.catalogue()}
 
     async def cluster(self) -> dict[str, Any]:
-        return self._cluster.describe(self._version) | {"trouble": self._trouble() or None}
+        trouble = "; ".join(filter(None, (self._trouble(), self._token_trouble())))
+        return self._cluster.describe(self._version) | {"trouble": trouble or None}
 
     async def reach(self) -> dict[str, Any]:
         return await self._reach()

@@ -15,16 +15,37 @@ from ..chat.requests import (
     Event,
     Finished,
     GenerationRequest,
+    Loading,
+    PrefillProgress,
     Reasoned,
+    Resuming,
     Started,
     TextDelta,
     TokenLogprob,
 )
 from .errors import HttpFault, JsonResponse, fault_of
-from .sse import EventStream, attended
+from .sse import EventStream, attended, comment
 
 Events = AsyncGenerator[Event | None]
 """None is a spell of silence."""
+
+
+Quiet = Loading | Resuming | PrefillProgress | None
+"""What says no more than that the answer gets on."""
+
+
+def quiet(event: Quiet) -> bytes:
+    """A comment, which clients skip and a person may read: the same in every dialect that has
+    them."""
+    match event:
+        case None:
+            return comment("keep-alive")
+        case Loading(step):
+            return comment(step)
+        case Resuming(step):
+            return comment(f"resuming: {step}")
+        case PrefillProgress(done, total):
+            return comment(f"prefill {done}/{total}")
 
 
 @dataclass(slots=True)

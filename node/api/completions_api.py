@@ -21,7 +21,7 @@ from ..chat.requests import (
     Resuming,
     TextDelta,
 )
-from .answering import Answering, Said
+from .answering import Answering, Said, quiet
 from .body_schema import StrictBody, read_body
 from .dialects import fault_frame
 from .errors import HttpFault, JsonResponse
@@ -29,7 +29,7 @@ from .keep_alive import KeepAlive
 from .openai_api import statistics
 from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody
-from .sse import DONE, comment, data
+from .sse import DONE, data
 from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
 
 MAX_TOKENS: Final = 16
@@ -200,12 +200,8 @@ class _Completion:
 
     def of(self, event: Event | None) -> list[bytes]:
         match event:
-            case None:
-                return [comment("keep-alive")]
-            case Loading(step) | Resuming(step):
-                return [comment(step)]
-            case PrefillProgress(done, total):
-                return [comment(f"prefill {done}/{total}")]
+            case None | Loading() | Resuming() | PrefillProgress():
+                return [quiet(event)]
             case TextDelta() if event.text or (event.token_ids and self._with_ids):
                 return [self._chunk(self._choice(event.text, event.token_ids, None))]
             case Finished():

@@ -21,12 +21,11 @@ from ..chat.requests import (
     Started,
     TextDelta,
 )
-from .answering import Answering, Said
+from .answering import Answering, Said, quiet
 from .dialects import fault_frame, named
 from .errors import HttpFault, JsonResponse
 from .messages_schema import MessagesBody, as_json
 from .openai_api import call_id
-from .sse import comment
 from .tolerant_body import read_tolerant, told_of
 
 _SIGNATURE: Final = "exo-node"
@@ -113,10 +112,8 @@ class _Message:
         match event:
             case None:
                 return [named("ping", {"type": "ping"})]
-            case Loading(step) | Resuming(step):
-                return [comment(step)]
-            case PrefillProgress(done, total):
-                return [comment(f"prefill {done}/{total}")]
+            case Loading() | Resuming() | PrefillProgress():
+                return [quiet(event)]
             case Started(prompt_ids):
                 self._prompt_tokens = len(prompt_ids)
                 return self._beginning()

@@ -22,12 +22,12 @@ from ..chat.requests import (
     TextDelta,
     TokenLogprob,
 )
-from .answering import Answering, Said
+from .answering import Answering, Said, quiet
 from .body_schema import read_body
 from .dialects import fault_frame
 from .errors import HttpFault
 from .openai_schema import ChatBody
-from .sse import DONE, comment, data
+from .sse import DONE, data
 
 _LEAST_LOGPROB: Final = -9999.0
 """OpenAI's API reference has this for a token that is very unlikely; JSON has no infinity."""
@@ -114,14 +114,8 @@ class _Answer:
 
     def of(self, event: Event | None) -> list[bytes]:
         match event:
-            case None:
-                return [comment("keep-alive")]
-            case Loading(step):
-                return [comment(step)]
-            case Resuming(step):
-                return [comment(f"resuming: {step}")]
-            case PrefillProgress(done, total):
-                return [comment(f"prefill {done}/{total}")]
+            case None | Loading() | Resuming() | PrefillProgress():
+                return [quiet(event)]
             case Started(prompt_ids):
                 self._prompt_ids = prompt_ids
                 return self._beginning()

@@ -22,12 +22,11 @@ from ..chat.requests import (
     Started,
     TextDelta,
 )
-from .answering import Answering, Said
+from .answering import Answering, Said, quiet
 from .dialects import named
 from .errors import HttpFault
 from .openai_api import call_id, statistics
 from .responses_schema import NamedChoice, ResponsesBody, custom_input
-from .sse import comment
 from .tolerant_body import read_tolerant, told_of
 
 Kind = Literal["message", "reasoning"]
@@ -95,12 +94,8 @@ class _Response:
 
     def of(self, event: Event | None) -> list[bytes]:
         match event:
-            case None:
-                return [comment("keep-alive")]
-            case Loading(step) | Resuming(step):
-                return [comment(step)]
-            case PrefillProgress(done, total):
-                return [comment(f"prefill {done}/{total}")]
+            case None | Loading() | Resuming() | PrefillProgress():
+                return [quiet(event)]
             case Started():
                 return self._beginning()
             case TextDelta(text):

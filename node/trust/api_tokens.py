@@ -53,6 +53,12 @@ class ApiTokens:
         self._refresh()
         return self._wanted
 
+    @property
+    def trouble(self) -> str:
+        """Why no token is accepted, though there is a file of them; empty where that is well."""
+        self._refresh()
+        return self._trouble
+
     def is_shown(self, given: Iterable[bytes]) -> bool:
         """Whether one of them is a token. All are compared with all, in constant time each."""
         self._refresh()

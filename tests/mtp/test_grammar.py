@@ -121,6 +121,28 @@ def test_the_first_draft_is_masked_where_the_head_knows_an_allowed_id() -> None:
     assert drafts.tokens.tolist() == [best(narrow[0], range(40))]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1), Sampling(0.8)], ids=str)
+def test_every_draft_of_a_round_is_one_that_may_stand_there(sampling: Sampling) -> None:
+    sampler = Sampler(sampling, 3, grammar=Rising())
+    x, before, last = logits(3), list[Drafts](), 0
+    for depth in range(3):
+        before.append(sampler.draft(x[depth : depth + 1], depth, before))
+        (token,) = as_ids(before[-1].tokens)
+        assert token in (last + 1, last + 2)
+        last = token
+        q = before[-1].log_probabilities
+        if q is not None:
+            likely = mx.sum(q > -1e30).reshape(1)
+            assert as_ids(likely)[0] <= 2, "its own distribution is masked, too"
+
+
+def test_behind_a_draft_that_may_not_stand_nothing_is_masked() -> None:
+    x = logits(1)
+    wrong = Drafts(mx.array([60]), None)
+    drafts = Sampler(Sampling(), 0, grammar=Rising()).draft(x, 1, [wrong])
+    assert drafts.tokens.tolist() == [best(x[0], range(V))]
+
+
 def test_tokens_are_read_when_the_next_mask_is_wanted_and_in_order() -> None:
     grammar = Rising()
     mask = GrammarMask(grammar)

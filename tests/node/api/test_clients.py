@@ -11,7 +11,16 @@ from http_node import Node, serving_fakes
 from openai import OpenAI
 from pydantic import BaseModel
 
-from exo_node.node.chat.requests import Called, Event, Reasoned, Started, TextDelta
+from exo_node.node.chat.requests import (
+    Called,
+    Event,
+    Loading,
+    PrefillProgress,
+    Reasoned,
+    Resuming,
+    Started,
+    TextDelta,
+)
 from exo_node.placement.errors import PeerLost, QueueFull
 
 THOUGHT: tuple[Event, ...] = (
@@ -537,6 +546,32 @@ def test_ollamas_paths_take_what_curl_sends(node: Node, media_type: str) -> None
     assert node.ask("POST", "/v1/completions", body, headers).status == 415
     page = {**headers, "Origin": "http://evil.example"}
     assert node.ask("POST", "/api/chat", body, page).status == 403
+
+
+WAITS: tuple[Event, ...] = (
+    Loading("loading 3/5"),
+    Resuming("stage 1 is gone"),
+    PrefillProgress(2, 3),
+    *THOUGHT,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": ASK}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 9}),
+    ],
+)
+def test_what_an_answer_waits_for_is_the_same_comment_in_every_dialect(
+    node: Node, path: str, body: dict[str, Any]
+) -> None:
+    node.chat.scripts["waits"] = says(*WAITS)
+    reply = node.ask("POST", path, {"model": "waits", "stream": True, **body})
+    comments = [line for line in reply.body.decode().splitlines() if line.startswith(":")]
+    assert comments == [": loading 3/5", ": resuming: stage 1 is gone", ": prefill 2/3"]
 
 
 @pytest.mark.parametrize("name", [" ", " x", "x ", "\t", "é" * 150 + " y", "a " * 50, '"', "\r\n"])

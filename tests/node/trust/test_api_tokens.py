@@ -50,6 +50,19 @@ def test_a_token_is_random_and_only_its_digest_is_on_disk(tmp_path: Path) -> Non
         assert not any(each[4:].encode() in path.read_bytes() for each in made), path
 
 
+def test_what_is_wrong_with_the_file_is_told_until_it_is_put_right(tmp_path: Path) -> None:
+    tokens = ApiTokens(tmp_path)
+    assert tokens.trouble == ""
+    _ = create_token(tmp_path, "laptop")
+    assert tokens.trouble == ""
+    path = tmp_path / TOKENS_FILE
+    whole = path.read_bytes()
+    _ = path.write_bytes(whole[:-3])
+    assert f"{path} cannot be used: it is damaged" in tokens.trouble
+    _ = path.write_bytes(whole)
+    assert tokens.trouble == ""
+
+
 def test_only_whole_tokens_count_as_shown(tmp_path: Path) -> None:
     made = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
