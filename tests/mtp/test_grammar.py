@@ -132,7 +132,7 @@ def test_every_draft_of_a_round_is_one_that_may_stand_there(sampling: Sampling) 
         last = token
         q = before[-1].log_probabilities
         if q is not None:
-            likely = mx.sum(q > -1e30).reshape(1)
+            likely = mx.sum(q > -1e30)[None]
             assert as_ids(likely)[0] <= 2, "its own distribution is masked, too"
 
 
