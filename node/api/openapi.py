@@ -193,7 +193,7 @@ def _responses(path: str, body: type[StrictBody] | None) -> dict[str, Any]:
 
 
 def _whole(kind: str) -> dict[str, Any]:
-    return {"type": "object" if kind == "application/json" else "string"}
+    return {"type": "object"} if kind == "application/json" else {}
 
 
 def _settled(schema: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -614,3 +615,27 @@ def test_the_guard_speaks_each_dialect(path: str, told: tuple[str, ...]) -> None
         for name in told:
             found = found[name]
         assert "API key" in found
+
+
+def test_llm_answers_streams_calls_and_keeps_a_conversation(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    kinds = pytest.importorskip("llm.default_plugins.openai_models")  # it wants pip, so no pin
+    llm = module("llm")
+    base = f"http://127.0.0.1:{node.port}/v1"
+    told: dict[str, Any] = {"model_id": "exo", "api_base": base, "supports_tools": True}
+    demo = kinds.Chat(model_name="demo", **told)
+    demo.key = "any"
+    conversation = demo.conversation()
+    assert conversation.prompt("hi", stream=False).text() == "héllo"
+    assert "".join(conversation.prompt("again", temperature=0.5, max_tokens=9)) == "héllo"
+    asked = node.chat.requests[-1]
+    assert [message["content"] for message in asked.messages] == ["hi", "héllo", "again"]
+    assert (asked.sampling.temperature, asked.max_tokens) == (0.5, 9)
+    thinks = kinds.Chat(model_name="thinks", **told)
+    thinks.key = "any"
+    tool = llm.Tool(name="weather", description="", input_schema=PARAMETERS)
+    for stream in (False, True):
+        calls = thinks.prompt("hi", tools=[tool], stream=stream).tool_calls()
+        assert [call.arguments for call in calls] == [{"city": "Ulm"}, {"city": "Bonn"}]

@@ -7,17 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
 
 import pytest
-from fakes import hangs, repeats
-from http_node import PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+from fakes import hangs, repeats, says
+from http_node import PATIENCE_S, Node, Reply, chat_body, raw_chat, serving_fakes
+from many_clients import ask, at_once, never_reads, wrong
 from starlette.types import Receive, Scope, Send
 
 from exo_node.node.api.connection_limits import ConnectionLimits
 from exo_node.node.api.server import HttpServer
 from exo_node.node.chat.requests import Started, TextDelta
-from exo_node.placement.errors import InvalidSettings
+from exo_node.placement.errors import InvalidSettings, QueueFull
 
 PAGE = b"<!doctype html><p>exo-node"
 LARGE = b"let a = 1;\n" * 200
@@ -339,6 +342,21 @@ def test_a_client_that_never_reads_is_cut_off_and_its_backlog_is_bounded() -> No
         # What the kernel buffers on both sides, and uvicorn's own 64 KiB.
         assert node.chat.events * 65536 < 32 * 2**20
         assert node.chat_reply().status == 200
+
+
+def test_a_hundred_clients_are_served_or_refused_and_one_that_never_reads_is_in_nobodys_way() -> (
+    None
+):
+    with serving_fakes() as node:
+        node.chat.scripts["flood"] = repeats(TextDelta("x" * 65536, ()))
+        node.chat.scripts["busy"] = says(then=QueueFull("too many wait"))
+        headers = {"Content-Type": "application/json"}
+        path = "/v1/chat/completions"
+        bodies = [chat_body(model=("demo", "busy")[n % 2], stream=n % 4 == 0) for n in range(100)]
+        with never_reads(node.port, path, chat_body(model="flood")):
+            outcomes = at_once([partial(ask, node.port, path, body, headers) for body in bodies])
+    assert wrong(outcomes) == []
+    assert Counter(outcome.status for outcome in outcomes) == {200: 50, 429: 50}
 
 
 def test_one_connection_too_many_is_told_so() -> None:

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 from models import DEMO
 from random_schemas import random_schema
 
+from exo_node.mtp.finite import NO_TOKEN
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.codec import TextCodec
@@ -68,6 +69,33 @@ def test_behind_a_draft_that_falls_rows_are_free_and_the_grammar_goes_on() -> No
     grammar.take(ids("no"))
     assert grammar.masks([ENDS[0], *wrong])[1:] == [None] * (1 + len(wrong))
     assert not grammar.failed
+
+
+@pytest.mark.parametrize("right", [0, 1], ids=["at once", "behind a right one"])
+@pytest.mark.parametrize("wrong", [ids("maybe"), [10**6]], ids=["forbidden", "no token"])
+def test_a_draft_that_falls_leaves_the_grammar_where_it_was(right: int, wrong: list[int]) -> None:
+    grammar, good = compiled(), ids("no")[:right]
+    untouched = grammar.masks(good)
+    for _ in range(2):
+        rows = grammar.masks([*good, *wrong])
+        assert rows == [*untouched, *[None] * len(wrong)]
+        assert grammar.masks(good) == untouched and not grammar.failed
+
+
+def test_reasoning_that_several_ids_end_ends_with_all_of_them_in_a_row() -> None:
+    begun = compiled().masks([])
+    for tokens, over in (([SAID], False), ([SAID, 5, 7], False), ([SAID, SAID, 7], True)):
+        grammar = compiled(gate=Gate(opens=(SAID, 7)))
+        free = grammar.masks([])
+        assert grammar.masks(tokens)[-1:] == (begun if over else free)
+        grammar.take(tokens)
+        assert grammar.masks([]) == (begun if over else free)
+
+
+def test_behind_no_token_the_answer_is_over() -> None:
+    grammar = compiled()
+    grammar.take([NO_TOKEN])
+    assert grammar.masks([5]) == [None, None] and not grammar.failed
 
 
 def test_reasoning_is_free_and_cannot_end_the_answer() -> None:

@@ -1,0 +1,159 @@
+"""Structured output on the demo model: whether documents are whole and valid, and what masks cost.
+
+    python bench/structured.py documents [--schemas 200] [--k 2]
+    python bench/structured.py cost [--repeats 15] [--tokens 150]
+
+`documents` gives random schemas to a model that is no good at JSON, in batches, with drafts and
+without: every answer has to parse, fit its schema, and have the same ids both times. `cost` answers
+the same prompt under a grammar that allows everything and under none, in turns: the ids are the
+same, so the difference of their times is what masks cost. Ends with status 1 where an answer is not
+as it should be.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from engines import ORACLE, answer, request, whole_engine
+from jsonschema import Draft202012Validator
+from models import DEMO
+from random_schemas import random_schema
+from readers import Reader, together
+
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars import GrammarSpec
+
+TOGETHER = 16
+MOST_TOKENS = 1500
+PROMPT: list[int] = ORACLE[0]["prompt_ids"]
+ANYTHING = GrammarSpec("regex", r"(?s:.*)", "regex")
+
+
+def documents(schemas: int, k: int) -> int:
+    """How many answers are not as they should be."""
+    served, codec, wrong = whole_engine(batching=True), TextCodec.load(DEMO), 0
+    counts: dict[int, list[int]] = {0: [0, 0, 0], k: [0, 0, 0]}
+    for start in range(0, schemas, TOGETHER):
+        seeds = range(start, min(start + TOGETHER, schemas))
+        told = {each: _batch(served, seeds, each, counts[each]) for each in (0, k)}
+        for at, seed in enumerate(seeds):
+            if told[0][at] != told[k][at]:
+                wrong += 1
+                print(f"schema {seed}: other ids with drafts", flush=True)
+            if (why := _fault(codec, seed, told[k][at])) is not None:
+                wrong += 1
+                print(f"schema {seed}: {why}", flush=True)
+        print(f"{seeds.stop} schemas, {wrong} faults", flush=True)
+    for each, (tokens, proposed, accepted) in counts.items():
+        share = f", {accepted / proposed:.1%} of {proposed} drafts accepted" if proposed else ""
+        print(f"K={each}: {tokens} tokens{share}")
+    return wrong
+
+
+def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) -> list[list[int]]:
+    readers = [Reader(_asked(served, seed, k)) for seed in seeds]
+    together(served, readers)
+    for reader in readers:
+        if reader.fault is not None:
+            raise reader.fault
+        assert reader.done is not None
+        stats = reader.done.stats
+        counts[0] += len(reader.ids)
+        counts[1] += stats.proposed_draft_tokens
+        counts[2] += stats.accepted_draft_tokens
+    return [list(reader.ids) for reader in readers]
+
+
+def _asked(served: TextEngine, seed: int, k: int) -> EngineRequest:
+    spec = GrammarSpec("json_schema", json.dumps(random_schema(seed)), "schema")
+    grammar = served.grammars.compile(spec, Gate())
+    return request(PROMPT, k, MOST_TOKENS, grammar=grammar)
+
+
+def _fault(codec: TextCodec, seed: int, ids: Sequence[int]) -> str | None:
+    validator: Any = Draft202012Validator(random_schema(seed))
+    try:
+        document = json.loads(codec.decode(ids[:-1]))
+    except ValueError as fault:
+        return f"no document after {len(ids)} tokens: {fault}"
+    return next((str(fault.message) for fault in validator.iter_errors(document)), None)
+
+
+class Timed(TokenGrammar):
+    """Counts the seconds in which the grammar itself works."""
+
+    seconds = 0.0
+    rows = 0
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        begun = time.perf_counter()
+        found = super().masks(drafts)
+        Timed.seconds += time.perf_counter() - begun
+        Timed.rows += len(found)
+        return found
+
+
+def cost(repeats: int, tokens: int) -> int:
+    served, wrong = whole_engine(), 0
+    print("| | relative to no grammar | extra, microseconds a token |\n|---|---|---|")
+    for k in (0, 1, 2, 3):
+        free, bound = list[float](), list[float]()
+        for number in range(repeats + 1):
+            arms = {"free": free, "bound": bound}
+            ids = dict[str, Sequence[int]]()
+            for name in sorted(arms, reverse=bool(number % 2)):
+                ids[name], took = _timed(served, k, tokens, bound=name == "bound")
+                if number:  # the first one warms up
+                    arms[name].append(took / len(ids[name]))
+            wrong += list(ids["free"]) != list(ids["bound"])
+        ratio = statistics.median(f / b for f, b in zip(free, bound, strict=True))
+        extra = statistics.median(b - f for f, b in zip(free, bound, strict=True))
+        print(f"| K={k} | {ratio:.3f} | {1e6 * extra:.0f} |", flush=True)
+    _mask_alone(served)
+    return wrong
+
+
+def _timed(served: TextEngine, k: int, tokens: int, *, bound: bool) -> tuple[Sequence[int], float]:
+    grammar = served.grammars.compile(ANYTHING, Gate()) if bound else None
+    wanted = request(PROMPT, k, tokens, grammar=grammar)
+    begun = time.perf_counter()
+    told = answer(served, wanted)
+    return told.ids, time.perf_counter() - begun
+
+
+def _mask_alone(served: TextEngine) -> None:
+    """By what the grammar is."""
+    for seed in range(6):
+        grammar = _asked(served, seed, 0).grammar
+        assert isinstance(grammar, TokenGrammar)
+        grammar.__class__ = Timed
+        _ = answer(served, request(PROMPT, 0, MOST_TOKENS, grammar=grammar))
+    each = 1e6 * Timed.seconds / Timed.rows
+    print(f"\nThe grammar itself: {each:.0f} microseconds a mask (random schemas, 4096 ids).")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    _ = parser.add_argument("what", choices=("documents", "cost"))
+    _ = parser.add_argument("--schemas", type=int, default=200)
+    _ = parser.add_argument("--k", type=int, default=2)
+    _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--tokens", type=int, default=150)
+    asked = parser.parse_args()
+    if asked.what == "documents":
+        return int(documents(cast(int, asked.schemas), cast(int, asked.k)) > 0)
+    return int(cost(cast(int, asked.repeats), cast(int, asked.tokens)) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
