@@ -29,6 +29,7 @@ class Stub:
     port: int = 0
     replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    deleted: list[str] = field(default_factory=list[str])
     keys: list[str | None] = field(default_factory=list[str | None])
 
 
@@ -67,6 +68,10 @@ def serve_stub() -> Generator[Stub]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self._serve()
+
+        def do_DELETE(self) -> None:
+            served.deleted.append(self.path)
             self._serve()
 
         def do_POST(self) -> None:

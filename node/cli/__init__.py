@@ -23,5 +23,6 @@ start.py: `exo-node start` and `exo-node stop`
 token.py: `exo-node token`
 top.py: `exo-node top`
 top_view.py: a node's reading and the text of it
+unload.py: `exo-node models unload`
 verify.py: `exo-node verify`
 """

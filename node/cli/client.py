@@ -117,6 +117,12 @@ def call(
         return _as_object(answer.read(), endpoint)
 
 
+def delete(endpoint: Endpoint, path: str, *, timeout_s: float | None = None) -> None:
+    """DELETE `path`; without a limit by default, as running answers are waited for."""
+    with _answer(endpoint, path, None, timeout_s, "DELETE") as answer:
+        _ = answer.read()
+
+
 def read_text(endpoint: Endpoint, path: str) -> str:
     """GET `path`; the text that came back. Raises CallFailed."""
     with _answer(endpoint, path, None, _READ_TIMEOUT_S) as answer:
@@ -176,7 +182,11 @@ def parse_sse(lines: Iterable[bytes]) -> Iterator[Comment | Message]:
 
 @contextmanager
 def _answer(
-    endpoint: Endpoint, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    endpoint: Endpoint,
+    path: str,
+    body: Mapping[str, Any] | None,
+    timeout_s: float | None,
+    method: str = "",
 ) -> Generator["HTTPResponse"]:
     from http.client import HTTPConnection, HTTPException
 
@@ -187,7 +197,7 @@ def _answer(
         except OSError as error:
             raise no_node(f"no node answers at {endpoint}") from error
         connection.sock.settimeout(timeout_s)
-        method = "GET" if body is None else "POST"
+        method = method or ("GET" if body is None else "POST")
         content = None if body is None else json.dumps(body).encode()
         connection.request(method, path, content, _headers(endpoint))
         answer = connection.getresponse()

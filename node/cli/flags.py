@@ -50,6 +50,11 @@ def known_models(incomplete: str) -> list[str]:
     return _known("/v1/models", "id", incomplete)
 
 
+def known_placements(incomplete: str) -> list[str]:
+    """Models that are loaded, which names their placements."""
+    return _known("/v1/placements", "model", incomplete)
+
+
 def known_nodes(incomplete: str) -> list[str]:
     """Names in a list with commas of which the last is being typed."""
     before, comma, last = incomplete.rpartition(",")

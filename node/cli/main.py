@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 from ...placement.errors import ExoNodeError
 from . import flags
 from .bench import bench
-from .convert_models import models
 from .doctor import doctor
 from .failures import failure_of, unfinished, wants_json
 from .flags import AsJson, DataDir, LocalPort, client_settings
@@ -27,6 +26,7 @@ from .report import report
 from .service import service
 from .start import VARIABLES, start
 from .token import token
+from .unload import models
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,8 +5,9 @@ import plistlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from api_stub import exo_node
@@ -76,9 +77,37 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+VALUES = ("array", "data", "date", "dict", "real", "integer", "string", "true", "false")
+PLIST = {
+    ("plist", ("dict",)),
+    *((leaf, ()) for leaf in ("key", "data", "date", "real", "integer", "string", "true", "false")),
+    *(("dict pair", ("key", value)) for value in VALUES),
+    *(("array item", (value,)) for value in VALUES),
+}
+"""What Apple's PropertyList-1.0.dtd lets stand in what; of `plist` what a job is."""
+
+
+def outline(text: bytes) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each element with the kinds of its children; those of dicts in pairs."""
+    for element in ElementTree.fromstring(text).iter():
+        inside = [child.tag for child in element]
+        match element.tag:
+            case "dict":
+                yield from (("dict pair", tuple(pair)) for pair in batched(inside, 2))
+            case "array":
+                yield from (("array item", (child,)) for child in inside)
+            case other:
+                yield other, tuple(inside)
+
+
+def batched(kinds: list[str], size: int) -> Iterator[list[str]]:
+    return (kinds[at : at + size] for at in range(0, len(kinds), size))
+
+
 def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path) -> None:
     """Names and types of launchd.plist(5); it was run on no Mac."""
     agent = Launchd(tmp_path, 501)
+    assert b'"-//Apple//DTD PLIST 1.0//EN"' in agent.text([])
     told = plistlib.loads(agent.text(["/bin/exo-node", "start"]))
     types = {
         "Label": str,
@@ -94,4 +123,5 @@ def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path)
     assert {name: type(value) for name, value in told.items()} == types
     assert told["KeepAlive"] == {"SuccessfulExit": False}
     assert told["ProcessType"] in {"Background", "Standard", "Adaptive", "Interactive"}
+    assert set(outline(agent.text(["/bin/exo-node", "start"]))) <= PLIST
     assert agent.file.name == f"{told['Label']}.plist" and told["Label"] == LABEL

@@ -198,6 +198,9 @@ def test_the_shell_completes_models_and_nodes_of_the_running_node(
     monkeypatch.setenv("EXO_PORT", str(stub.port))
     assert flags.known_models("d") == ["demo"]
     assert flags.known_models("x") == []
+    stub.replies["/v1/placements"] = as_json({"data": [{"id": "p0", "model": "owner/large"}]})
+    assert flags.known_placements("own") == ["owner/large"]
+    assert flags.known_placements("p0") == []
     assert flags.known_nodes("linux,mac") == ["linux,mac-1", "linux,mac-2"]
     monkeypatch.setenv("EXO_PORT", "1")
     assert flags.known_models("d") == []
