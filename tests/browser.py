@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ PHONE: dict[str, Any] = {
     "is_mobile": True,
 }
 DARK: dict[str, Any] = {**DESK, "color_scheme": "dark"}
+PATIENCE_S = 60.0
 SHOTS = os.environ.get("EXO_SCREENSHOTS", "")
 """A folder in which the tests leave what they saw, for a person to look at."""
 
@@ -62,6 +64,13 @@ class Visit:
     def asked(self, path: str) -> int:
         """How often the page has asked for `path`."""
         return sum(request.url.startswith(self.base + path) for request in self.requests)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Lets the page go on until `holds`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline
+            self.page.wait_for_timeout(20)
 
     def shot(self, name: str) -> None:
         if SHOTS:

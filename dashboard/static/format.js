@@ -19,6 +19,13 @@ export const percent = (part, all) => (all > 0 ? `${Math.round((100 * part) / al
 export const seconds = (value) =>
   !Number.isFinite(value) ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${trimmed(value, 2)} s`;
 
+/** What takes long, in one unit or two: "40 s", "12 min", "3 h 20 min". */
+export function duration(value) {
+  if (value < 90) return `${Math.max(1, Math.round(value))} s`;
+  const minutes = Math.round(value / 60);
+  return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
 export const rate = (value) => (Number.isFinite(value) ? trimmed(value, value < 100 ? 1 : 0) : "–");
 
 /** The half-open range [a, b) as "layers 0-15" or "layer 3", as in a placement's reason. */

@@ -1,7 +1,7 @@
 /** Before a model is loaded: where it would go, why, what else there is, and what a loss would mean. */
 
 import { call } from "./api.js";
-import { bytes, layerRange, naturally, plural, rate } from "./format.js";
+import { bytes, duration, layerRange, naturally, plural, rate } from "./format.js";
 import { fits } from "./models.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -64,7 +64,7 @@ export function LoadDialog({ model, nodes, onClose }) {
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
           <button type="button" onClick=${onClose}>Cancel</button>
-          <button class="primary" disabled=${!preview || preview.refusal || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
+          <button class="primary" disabled=${!preview || Boolean(preview.refusal) || busy || (model.downloaded === false && !agreed)}>${busy ? "Loading…" : "Load"}</button>
         </div>
       </form>
     </dialog>`;
@@ -101,16 +101,8 @@ function Way({ name, title, plan, nodes, way, onPick }) {
         <span class="muted"> · about ${rate(1 / plan.seconds_per_token)} tok/s</span><br />
         ${plan.stages.length > 1 && html`<span class="small">${stages.join(" → ")}</span><br />`}
         <span class="muted small">${plan.reason}</span>
-        ${(plan.to_bring ?? []).map((each) => html`<br /><span class="small">${bringing(each)}</span>`)}
       </span>
     </label>`;
-}
-
-/** What one node has to copy or download before the load. */
-function bringing({ name, bytes: size, from, seconds: time }) {
-  if (from === null) return `${name} downloads ${bytes(size)}`;
-  const about = time === null ? "" : `, about ${seconds(Math.max(1, Math.round(time)))}`;
-  return `${name} copies up to ${bytes(size)} from ${from}${about}`;
 }
 
 const named = (nodes, { node, name }) => name ?? nodes.find(({ id }) => id === node)?.name ?? node;
@@ -136,12 +128,23 @@ function Before({ model, plan, nodes }) {
         const name = named(nodes, stage);
         return html`
           <dt key=${stage.node}>${name}</dt>
-          <dd>${bytes(stage.memory_bytes)} of the ${bytes(stage.memory_left_bytes)} that are left of its memory;
-            ${onDisk.has(name) ? " on its disk" : " its files are fetched first"}${
+          <dd><span class="track" aria-hidden="true"><span style=${{ width: `${Math.min(100, (100 * stage.memory_bytes) / stage.memory_left_bytes)}%` }}></span></span>
+            ${bytes(stage.memory_bytes)} of the ${bytes(stage.memory_left_bytes)} that are left of its memory;
+            ${" "}${broughtTo(stage.node, plan) ?? (onDisk.has(name) ? "its files are on its disk" : "its files are fetched first")}${
             without[stage.node] ? `; if it leaves: ${without[stage.node]}` : ""}</dd>`;
       })}
       <dt>Context</dt><dd>${plan.context_length.toLocaleString("en")} tokens</dd>
     </dl>`;
+}
+
+/** What has to be copied or downloaded for a node, and how long that takes where the link was measured. */
+function broughtTo(node, { to_bring: all = [] }) {
+  const one = all.find((each) => each.node === node);
+  if (!one) return null;
+  const time = Number.isFinite(one.seconds) ? `, about ${duration(one.seconds)}` : "";
+  return one.from
+    ? `up to ${bytes(one.bytes)} are copied from ${one.from}${time}`
+    : `${bytes(one.bytes)} are downloaded${time || ", as fast as the hub gives them"}`;
 }
 
 function Spread({ nodes, minNodes, plan, split, onMinNodes, onSplit }) {

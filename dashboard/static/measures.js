@@ -9,24 +9,31 @@ const LINE = /^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})? (\S+)/;
 const samples = [];
 /** Of this page, oldest first: going elsewhere and back does not lose them. */
 
-/** The samples so far, one more every two seconds while the page is visible. */
+/**
+ * The samples so far, and one more every two seconds while they are looked at: nobody elsewhere on
+ * the page and no hidden tab asks. Events do not tell of tokens, and an event for each would cost
+ * every page more than this costs the one that is looked at.
+ */
 export function useSamples() {
   const [state, setState] = useState({ samples, error: "" });
   useEffect(() => {
     let timer = 0;
     let stopped = false;
     async function sample() {
-      if (!document.hidden) {
-        const error = await taken();
-        if (stopped) return;
-        setState({ samples: samples.slice(), error });
-      }
+      clearTimeout(timer);
+      if (document.hidden) return; // its return begins anew
+      const error = await taken();
+      if (stopped) return;
+      setState({ samples: samples.slice(), error });
+      clearTimeout(timer);
       timer = setTimeout(sample, EVERY_MS);
     }
+    document.addEventListener("visibilitychange", sample);
     sample();
     return () => {
       stopped = true;
       clearTimeout(timer);
+      document.removeEventListener("visibilitychange", sample);
     };
   }, []);
   return state;

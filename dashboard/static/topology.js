@@ -20,11 +20,23 @@ export function Topology({ nodes, placements, links }) {
           aria-label=${described(nodes, placements)}>
         ${drawn.map((link) => html`<${Link} key=${link.nodes.join()} link=${link} places=${places} labelled=${few} />`)}
         ${hops.map((hop) => html`<${Hop} key=${hop.key} hop=${hop} />`)}
+        ${!narrow && nodes.length > 8 && html`<${Sum} nodes=${nodes} x=${width / 2} y=${height / 2} />`}
         ${nodes.map((node) => html`
           <${Card} key=${node.id} node=${node} place=${places.get(node.id)} width=${nodes.length > MANY ? 124 : 144} />`)}
       </svg>
     </figure>`;
 }
+
+/** What all nodes have together, in the middle of the ring. */
+function Sum({ nodes, x, y }) {
+  const alive = nodes.filter(({ status }) => status === "alive");
+  const all = alive.reduce((sum, node) => sum + (node.memory_bytes ?? 0), 0);
+  return html`
+    <text class="sum first" x=${x} y=${y - 4}>${bytes(all)} of memory</text>
+    <text class="sum" x=${x} y=${y + 17}>${bytes(alive.reduce((sum, node) => sum + held(node), 0))} in use by models</text>`;
+}
+
+const held = (node) => (node.stages ?? []).reduce((sum, s) => sum + (s.weight_bytes ?? 0) + (s.cache_bytes ?? 0), 0);
 
 function useMedia(query) {
   const [matches, setMatches] = useState(() => matchMedia(query).matches);
@@ -92,7 +104,7 @@ const adjacent = (from, to) => Math.hypot(from.x - to.x, from.y - to.y) < 300 &&
 const milliseconds = (s) => (s >= 0.001 ? `${(s * 1000).toFixed(1)} ms` : `${Math.round(s * 1e6)} µs`);
 
 function Card({ node, place: { x, y }, width }) {
-  const used = (node.stages ?? []).reduce((sum, s) => sum + (s.weight_bytes ?? 0) + (s.cache_bytes ?? 0), 0);
+  const used = held(node);
   const share = node.memory_bytes > 0 ? Math.min(1, used / node.memory_bytes) : 0;
   const layers = (node.stages ?? []).map((stage) => layerRange(stage.layers)).join(", ");
   const inner = width - 24;

@@ -106,6 +106,24 @@ def test_no_state_is_asked_for_while_nothing_happens(seen: Visit, events: EventL
     assert len(seen.requests) == before
 
 
+def test_figures_are_asked_for_only_where_somebody_looks_at_them(seen: Visit) -> None:
+    seen.page.clock.install()
+    page = seen.go("#/insight")
+    expect(page.get_by_text("Tokens per second")).to_be_visible()
+    seen.until(lambda: seen.asked("/metrics") == 1)
+    page.clock.run_for(2_100)
+    seen.until(lambda: seen.asked("/metrics") == 2)
+    hide(seen, hidden=True)
+    page.clock.run_for(20_000)
+    assert seen.asked("/metrics") == 2
+    hide(seen, hidden=False)
+    seen.until(lambda: seen.asked("/metrics") == 3)
+    page.get_by_role("navigation").get_by_role("link", name="Settings").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Settings")
+    page.clock.run_for(20_000)
+    assert seen.asked("/metrics") == 3
+
+
 def test_a_conversation_outlives_the_page(seen: Visit) -> None:
     page = seen.go()
     say(seen, "Who are you?")
@@ -402,21 +420,23 @@ def test_with_a_key_the_page_asks_for_it_and_refuses_a_wrong_one(browser: Browse
             expect(answers(seen)).to_contain_text("héllo")
 
 
+def hide(seen: Visit, *, hidden: bool) -> None:
+    """As if another tab were looked at, or this one again."""
+    _ = seen.page.evaluate(
+        """hidden => {
+          Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
 def test_a_node_that_is_gone_is_told_and_its_return_noticed(seen: Visit) -> None:
     page = seen.go()
     expect(page.get_by_label("Message")).to_be_enabled()
     page.route("**/v1/**", lambda route: route.abort())
-    page.evaluate(HIDE)
+    hide(seen, hidden=True)
+    hide(seen, hidden=False)
     expect(page.locator(".banner")).to_contain_text("Connection lost")
     page.unroute("**/v1/**")
     expect(page.locator(".banner")).to_have_count(0)
-
-
-HIDE = """() => {
-  const told = () => document.dispatchEvent(new Event("visibilitychange"));
-  Object.defineProperty(document, "hidden", { value: true, configurable: true });
-  told();
-  Object.defineProperty(document, "hidden", { value: false, configurable: true });
-  told();
-}"""
-"""As if another tab had been looked at."""
