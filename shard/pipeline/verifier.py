@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import Block, Wait, Want, as_ids
+from ...placement.cluster import layer_range
 from ...placement.errors import InvalidFrame
 from ...proto import peer_pb2 as pb
 from ..model.numeric import require_finite
@@ -125,7 +126,7 @@ class PipelineVerifier:
         begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
         data = to_bytes(hidden)
-        stage = f"stage 0 (layers [0, {self._model.end}))"
+        stage = f"stage 0 ({layer_range(0, self._model.end)})"
         require_finite(data, self._dtype, self.position, rows, stage)
         self._model.meter.add(self.position, rows, begun)
         answer = self._send(tokens, data, _REPLIES[want], ())
