@@ -1,6 +1,7 @@
 """Which of mlx-lm's model classes run here: on one node, as two stages at every border, drafting.
 
     python bench/families.py [CLASS ...] [--json FILE] [--markdown FILE]
+    python bench/families.py --docs       docs/models.md's table of families anew, from the last run
 
 Each is a tiny model of random weights (`tests/zoo.py`). The ids must be those of `generate_step`,
 in chunks of two sizes; a border is good where both stages' own check passes
@@ -14,7 +15,7 @@ import json
 import multiprocessing
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
 CHUNKS = (8, 256)
 LIMIT_S = 300
+RESULTS = Path(__file__).parent / "results" / "families.json"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- families -->", "<!-- end of families -->"
+FAMILIES = {
+    "Qwen3.5, 3.6": ("qwen3_5", "qwen3_5_moe"),
+    "Qwen3-Next": ("qwen3_next",),
+    "Qwen3": ("qwen3", "qwen3_moe"),
+    "Llama": ("llama", "llama4"),
+    "Gemma": ("gemma3_text", "gemma4_text", "gemma3n"),
+    "gpt-oss": ("gpt_oss",),
+    "GLM": ("glm4", "glm4_moe", "glm4_moe_lite"),
+    "DeepSeek": ("deepseek_v3", "deepseek_v32"),
+    "Mistral": ("mistral3", "ministral3"),
+    "MiniMax": ("minimax",),
+    "Kimi": ("kimi_k25", "kimi_linear"),
+}
+"""What docs/models.md lists; `results/families.md` has every class."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,35 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def families(rows: Sequence[Mapping[str, str]]) -> str:
+    """The table in docs/models.md: one row for each family of `FAMILIES`, by its worst class."""
+    found = {row["name"]: row for row in rows}
+    lines = [
+        "| family | class in mlx-lm | one node | two nodes | native MTP |",
+        "|---|---|---|---|---|",
+    ]
+    for family, classes in FAMILIES.items():
+        for name in classes:
+            row = found[name]
+            same = set(row["one_node"].split(" / ")) == {"same"}
+            good, _, borders = row["borders"].partition(" of ")
+            split = good.count(",") + 1 == int(borders) and good != "none"
+            told = [
+                "same" if same else row["one_node"],
+                "same" if split else f"at {row['borders']}",
+            ]
+            told.append("yes" if row["drafts"] == "can draft" else "no")
+            lines.append(f"| {family} | {name} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
+def documented(page: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """The page with its table made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{families(rows)}\n{END}{after}"
+
+
 def main() -> None:
     from zoo import classes
 
@@ -144,7 +191,12 @@ def main() -> None:
     _ = parser.add_argument("classes", nargs="*")
     _ = parser.add_argument("--json", type=Path)
     _ = parser.add_argument("--markdown", type=Path)
+    _ = parser.add_argument("--docs", action="store_true")
     asked = parser.parse_args()
+    if asked.docs:
+        rows_of_last = json.loads(RESULTS.read_text())["rows"]
+        _ = PAGE.write_text(documented(PAGE.read_text(), rows_of_last))
+        return
     rows: list[Row] = []
     for name in asked.classes or classes():
         rows.append(alone(name))
