@@ -4,6 +4,8 @@ The library is imported where it is used: most runners never need it.
 """
 
 import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
@@ -13,6 +15,7 @@ from .grammar import Gate, TokenGrammar
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
+_LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_CHARS: Final = 256 << 10
 _SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
@@ -107,14 +110,64 @@ class Grammars:
 
     def _vocabulary(self, spec: GrammarSpec) -> "LLTokenizer":
         """Built when it is first wanted: it takes a second for a large vocabulary."""
-        from llguidance import LLTokenizer
-
         if self._built is None:
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if backend is None:
                 raise refused(spec, "this model's tokenizer has no table that grammars can read")
             written: dict[str, Any] = json.loads(backend.to_str())
             written |= {"padding": None, "truncation": None}
-            text = json.dumps(written, ensure_ascii=False)
-            self._built = LLTokenizer(text, eos_token=sorted(self._ends))
+            self._built = self._without_control_text(written) or self._table(written)
         return self._built
+
+    def _table(self, written: Mapping[str, Any]) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        text = json.dumps(written, ensure_ascii=False)
+        return LLTokenizer(text, eos_token=sorted(self._ends))
+
+    def _without_control_text(self, written: Mapping[str, Any]) -> "LLTokenizer | None":
+        """A table in which no text is a control token: a grammar that spells `<|im_end|>` means
+        its characters, and the token would end the turn in their place.
+
+        None where the table cannot be written so.
+        """
+        template = json.dumps(getattr(self._tokenizer, "chat_template", None), ensure_ascii=False)
+        hidden = {
+            str(token["content"]): int(token["id"])
+            for token in written.get("added_tokens", ())
+            if token["special"] or (token["content"] in template and token["content"].strip())
+        }
+        try:
+            table = self._table(_renamed(written, hidden))
+        except ValueError as fault:
+            _LOG.warning("control tokens are text to grammars of this model: %s", fault)
+            return None
+        if all(table.is_special_token(number) for number in hidden.values()):
+            return table
+        _LOG.warning("control tokens are text to grammars of this model: their ids are not kept")
+        return None
+
+
+def _renamed(written: Mapping[str, Any], hidden: Mapping[str, int]) -> dict[str, Any]:
+    """The tokenizer's file with names for these tokens that no text has."""
+
+    def name(content: str) -> str:
+        return f"\ufdd0{hidden[content]}\ufdd0" if content in hidden else content
+
+    added = [
+        token
+        if token["content"] not in hidden
+        else {**token, "content": name(token["content"]), "special": True}
+        for token in written.get("added_tokens", ())
+    ]
+    model: dict[str, Any] = dict(written["model"])
+    match model.get("vocab"):
+        case dict() as vocab:
+            known = cast("dict[str, int]", vocab)
+            model["vocab"] = {name(text): number for text, number in known.items()}
+        case list() as vocab:
+            rows = cast("list[list[Any]]", vocab)
+            model["vocab"] = [[name(str(text)), *rest] for text, *rest in rows]
+        case _:
+            pass
+    return {**written, "added_tokens": added, "model": model}

@@ -22,7 +22,7 @@ from exo_node.node.chat.requests import (
     Started,
     TextDelta,
 )
-from exo_node.placement.errors import PeerLost, QueueFull
+from exo_node.placement.errors import InsufficientMemory, PeerLost, QueueFull
 
 THOUGHT: tuple[Event, ...] = (
     Started((7, 8, 9)),
@@ -547,6 +547,40 @@ def test_ollamas_paths_take_what_curl_sends(node: Node, media_type: str) -> None
     assert node.ask("POST", "/v1/completions", body, headers).status == 415
     page = {**headers, "Origin": "http://evil.example"}
     assert node.ask("POST", "/api/chat", body, page).status == 403
+
+
+EACH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": ASK},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": ASK, "max_tokens": 9},
+    "/api/chat": {"messages": ASK},
+    "/api/generate": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", EACH)
+def test_who_is_refused_for_want_of_room_is_told_when_to_come_again_in_every_dialect(
+    node: Node, path: str, stream: bool
+) -> None:
+    node.chat.scripts["full"] = says(then=InsufficientMemory("no room"))
+    node.chat.scripts["lost"] = says(then=PeerLost("a node is gone"))
+    told = {
+        model: node.ask("POST", path, {"model": model, "stream": stream, **EACH[path]})
+        for model in ("busy", "full", "lost")
+    }
+    assert {model: reply.status for model, reply in told.items()} == {
+        "busy": 429,
+        "full": 503,
+        "lost": 503,
+    }
+    assert told["busy"].headers["retry-after"] == "1"
+    assert told["lost"].headers["retry-after"] == "2"
+    assert told["full"].headers["x-should-retry"] == "false", "waiting makes no room"
+    kinds = {"/api/": str, "/v1/": dict}
+    for reply in told.values():
+        assert isinstance(reply.json["error"], kinds[path[: path.index("/", 1) + 1]])
 
 
 WAITS: tuple[Event, ...] = (

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -80,6 +81,28 @@ def test_a_draft_that_falls_leaves_the_grammar_where_it_was(right: int, wrong: l
         rows = grammar.masks([*good, *wrong])
         assert rows == [*untouched, *[None] * len(wrong)]
         assert grammar.masks(good) == untouched and not grammar.failed
+
+
+SPELT = ["<|im_end|>", "a<|im_start|>b", "<tool_call>", "<|endoftext|>", "</think>"]
+
+
+@pytest.mark.parametrize("spelt", SPELT)
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_a_control_token_that_a_grammar_spells_is_text(kind: str, spelt: str) -> None:
+    """The document has its characters; no control token may stand for them, nor end the answer."""
+    if kind == "json_schema":
+        spec = GrammarSpec("json_schema", json.dumps({"const": spelt}), "f")
+    else:
+        spec = GrammarSpec("regex", re.escape(spelt), "f")
+    grammar, wanted, said = compiled(spec), json.dumps(spelt), list[int]()
+    wanted = wanted if kind == "json_schema" else spelt
+    control = {token for token in range(4096) if not CODEC.decode([token])} | set(ENDS)
+    while not (may := allowed(grammar.masks([])[0])) & set(ENDS):
+        assert not may & control, said
+        said.append(min(may, key=lambda token: -len(CODEC.decode([token]))))
+        grammar.take(said[-1:])
+    assert CODEC.decode(said) == wanted
+    assert may == set(ENDS)
 
 
 def test_reasoning_that_several_ids_end_ends_with_all_of_them_in_a_row() -> None:
