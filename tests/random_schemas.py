@@ -37,7 +37,9 @@ def _value(r: random.Random, depth: int) -> dict[str, Any]:
             low = r.randint(-50, 50)
             return {"type": "integer", "minimum": low, "maximum": low + r.randint(0, 500)}
         case "number":
-            return {"type": "number", "minimum": 0, "maximum": r.randint(1, 9)}
+            # A range by itself bounds no decimals.
+            whole = {"type": "integer", "minimum": 0, "maximum": r.randint(1, 9)}
+            return {"anyOf": [whole, {"enum": r.sample((0.5, -2.25, 1e-3, 12.75), 2)}]}
         case "boolean":
             return {"type": "boolean"}
         case "enum":
