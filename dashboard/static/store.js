@@ -1,5 +1,7 @@
 /** Conversations in the browser's IndexedDB: the latest LIMIT, on this machine and nowhere else. */
 
+import { parsed } from "./api.js";
+
 const DATABASE = "exo-node";
 const TABLE = "conversations";
 export const LIMIT = 500;
@@ -24,9 +26,9 @@ export function leave(conversation, message, change) {
 /** What pages left that went: [{conversation, message, change}]. It is not kept any longer. */
 export function takeLeft() {
   const names = Object.keys(localStorage).filter((name) => name.startsWith(LEFT));
-  const left = names.map((name) => JSON.parse(localStorage.getItem(name)));
+  const left = names.map((name) => parsed(localStorage.getItem(name)));
   for (const name of names) localStorage.removeItem(name);
-  return left;
+  return left.filter(Boolean);
 }
 
 function opened() {
