@@ -3,11 +3,9 @@
 import json
 import platform
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -83,6 +81,8 @@ def versions() -> Finding:
 
 
 def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(name)
     except PackageNotFoundError:
@@ -129,6 +129,8 @@ def disk(what: str, folder: Path) -> Finding:
 
 def ports() -> Iterator[Finding]:
     """Whether a node could have its default ports; only where none runs."""
+    import socket
+
     for number, use in ((52415, "HTTP"), (52416, "nodes"), (52417, "joining")):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,6 +234,8 @@ def _multicast(member: Mapping[str, Any]) -> Finding:
 
 
 def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
+    import socket
+
     name, status = str(member.get("name")), str(member.get("status"))
     where = f"{member.get('host')}:{member.get('port')}"
     if member.get("version") != me.get("version"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import plistlib
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Protocol
 
-import platformdirs
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidSettings
@@ -101,6 +99,8 @@ class Launchd:
         return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def text(self, command: list[str]) -> bytes:
+        import plistlib
+
         log = str(self.home / "Library" / "Logs" / "exo-node.log")
         return plistlib.dumps(
             {
@@ -134,6 +134,8 @@ def manager_of(platform: str) -> Manager:
         raise ExoNodeError(
             "this system has no systemctl; run `exo-node start` by what starts services here"
         )
+    import platformdirs
+
     return Systemd(platformdirs.user_config_path())
 
 

@@ -6,14 +6,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ...placement.errors import ExoNodeError
-from ..machine.data_dir_lock import Running, find_running
-from .client import no_node
 from .flags import DataDir, ModelsDir
+
+if TYPE_CHECKING:
+    from ..machine.data_dir_lock import Running
 
 VARIABLES: Final = (
     "By variable only: EXO_API_KEY (clients must show it, or a token of `exo-node token`), "
@@ -191,6 +192,9 @@ def stop_node(folder: Path, say: Callable[[str], None]) -> int:
     `say` gets a sentence if that takes a while. Raises CallFailed where none runs, and ExoNodeError
     where it neither ends nor answers.
     """
+    from ..machine.data_dir_lock import find_running
+    from .client import no_node
+
     running = find_running(folder)
     if running is None:
         raise no_node(f"no node runs with the data folder {folder}")
@@ -199,6 +203,8 @@ def stop_node(folder: Path, say: Callable[[str], None]) -> int:
 
 
 def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
+    from ..machine.data_dir_lock import find_running
+
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -223,7 +229,7 @@ def _end(pid: int, folder: Path, say: Callable[[str], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def _lives(node: Running) -> bool:
+def _lives(node: "Running") -> bool:
     """Whether its API answers."""
     import http
     import http.client

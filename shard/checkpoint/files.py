@@ -1,7 +1,6 @@
 """The one writer of files that are replaced: whole or not at all, whatever happens meanwhile."""
 
 import os
-import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = Fal
 @contextmanager
 def draft(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> Generator[Path]:
     """A file beside `path`, of that mode from its first byte on; gone at the end unless renamed."""
-    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    written = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
