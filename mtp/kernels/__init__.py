@@ -6,6 +6,7 @@ compiler.py: compiles kernels and keeps their code on disk
 cuda.py: runs a kernel
 fused.py: parts of decoder layers in fewer launches
 gated_delta.py: the recurrence of a gated delta layer, and the layer around it
+kept_code.py: machine code on disk
 layers.py: decoder layers that are traced once for each number of rows
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own

@@ -6,7 +6,6 @@ fraction of that, since a text includes only what it needs, and nothing the seco
 
 import ctypes
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-import platformdirs
+
+from .kept_code import keep, kept, private_folder
 
 _LIBRARIES: Final = ("libnvrtc.so.13", "libnvrtc.so.12")
-_SUM: Final = hashlib.sha256().digest_size
 
 
 class CannotCompile(RuntimeError):
@@ -39,11 +38,11 @@ class Compiler:
         """Raises CannotCompile with NVRTC's first complaint."""
         key = "\n".join((self.version, self.architecture, text))
         path = self.folder and self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-        if path and (kept := _kept(path)):
-            return kept
+        if path and (held := kept(path)):
+            return held
         code = self._compile(text)
         if path:
-            _keep(path, code)
+            keep(path, code)
         return code
 
     def _compile(self, text: str) -> bytes:
@@ -111,44 +110,6 @@ def includes() -> tuple[Path, ...]:
             "cuda_bf16.h is neither in this environment's NVIDIA packages nor in /usr/local/cuda"
         )
     return Path(mx.__file__).parent / "include" / "cccl", found[0], found[0] / "cccl"
-
-
-def private_folder() -> Path | None:
-    """Ours alone, since machine code is loaded from it; None where there can be none."""
-    folder = platformdirs.user_cache_path("exo-node", appauthor=False) / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = folder.stat()
-    except OSError:
-        return None
-    return (
-        folder
-        if held.st_uid == Path("/proc/self").stat().st_uid and not held.st_mode & 0o022
-        else None
-    )
-
-
-def _kept(path: Path) -> bytes | None:
-    """None for what is not there or is not whole."""
-    try:
-        held = path.read_bytes()
-    except OSError:
-        return None
-    code = held[_SUM:]
-    return code if hashlib.sha256(code).digest() == held[:_SUM] else None
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """A full disk keeps nothing, and nothing else happens."""
-    held: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            held = Path(file.name)
-            _ = file.write(hashlib.sha256(code).digest() + code)
-        _ = held.replace(path)
-    except OSError:
-        if held is not None:
-            held.unlink(missing_ok=True)
 
 
 def text_of(file: str, folder: Path) -> str:

@@ -23,6 +23,7 @@ from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
+from .cpu_products import choose_products
 from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
@@ -54,7 +55,7 @@ class Loaded:
     fingerprint: str
     """Of config.json and the safetensors headers."""
     kernels: tuple[Choice, ...] = ()
-    """What computes the layers where MLX runs on CUDA, and why; empty elsewhere."""
+    """What computes the layers where MLX runs on CUDA or on a CPU, and why; else empty."""
 
 
 def load(spec: pb.StageSpec, report: Report) -> Loaded:
@@ -150,6 +151,8 @@ def _choose_kernels(
     family = family_of(stage.model) if spec.stage == 0 else None
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
+    if mx.default_device() == mx.Device(mx.cpu):
+        return (choose_products(mode, time.perf_counter),)
     return install(parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step)))
 
 

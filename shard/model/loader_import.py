@@ -1,6 +1,7 @@
 """Imports mlx-lm's loader, `mlx_lm.utils`, as a runner needs it.
 
-To be imported before anything else that imports mlx-lm, because the module does two things then:
+To be imported before anything else that imports MLX or mlx-lm, because the latter does two things
+then, and products of our own (`cpu_products.py`) can only take their place before MLX is loaded:
 
 - It sets a hard limit of 4096 open files. A process may lower its hard limit and not raise it, so
   where it is below 4096 already the import fails, and with it every load.
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 from ...placement.errors import LoadFailed
 from ..text.bare_mlx_lm import bare_mlx_lm
 from ..text.bare_transformers import bare_transformers
+from .cpu_products import stand_in
 
 
 def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:
@@ -60,6 +62,7 @@ def _imported_later() -> Generator[None]:
             del sys.modules[name]
 
 
+stand_in()
 _SET = resource.setrlimit
 resource.setrlimit = _keeps_what_there_is
 bare_mlx_lm()

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# What it does has to come before MLX is imported.
+# isort: split
 import grpc
 import grpc.aio
 import mlx.core as mx
 
-from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-# The limit has to be right before mlx-lm is imported, which mtp does.
-# isort: split
 from ...mtp.kernel_choice import used
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb

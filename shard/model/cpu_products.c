@@ -1,0 +1,159 @@
+// Products of float32 matrices on a CPU, in place of the reference BLAS that MLX brings on Linux.
+//
+// Every element of C is summed in one order, whatever the numbers of rows and columns: a request
+// computes alone what it computes among others, and a verify what single steps do.
+#include <stdint.h>
+#include <stdlib.h>
+
+typedef float lanes __attribute__((vector_size(32)));
+typedef float unaligned_lanes __attribute__((vector_size(32), aligned(4)));
+enum { LANES = 8, ROW_MAJOR = 101, TRANSPOSED = 112 };
+
+typedef void (*product)(int, int, int, int, int, int, float, const float *, int, const float *, int,
+                        float, float *, int);
+
+static product other;
+static long computed;
+
+static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
+
+static inline float total(lanes v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+static inline void put(float *c, float sum, float alpha, float beta) {
+  *c = beta == 0.0f ? alpha * sum : alpha * sum + beta * *c;
+}
+
+// R rows of A with S rows of B: sums along both, eight lanes each.
+#define TILE(NAME, R, S)                                                                          \
+  static inline void NAME(int depth, float alpha, const float *a, int64_t lda, const float *b,    \
+                          int64_t ldb, float beta, float *c, int64_t ldc) {                       \
+    lanes sums[R][S] = {0};                                                                       \
+    int k = 0;                                                                                    \
+    for (; k + LANES <= depth; k += LANES) {                                                      \
+      lanes right[S];                                                                             \
+      _Pragma("GCC unroll 8") for (int s = 0; s < S; s++) right[s] = load(b + s * ldb + k);       \
+      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                       \
+        lanes left = load(a + r * lda + k);                                                       \
+        _Pragma("GCC unroll 8") for (int s = 0; s < S; s++) sums[r][s] += left * right[s];        \
+      }                                                                                           \
+    }                                                                                             \
+    for (int r = 0; r < R; r++)                                                                   \
+      for (int s = 0; s < S; s++) {                                                               \
+        float sum = total(sums[r][s]);                                                            \
+        for (int t = k; t < depth; t++)                                                           \
+          sum = __builtin_fmaf(a[r * lda + t], b[s * ldb + t], sum);                              \
+        put(c + r * ldc + s, sum, alpha, beta);                                                   \
+      }                                                                                           \
+  }
+TILE(tile_3x4, 3, 4)
+TILE(tile_2x4, 2, 4)
+TILE(tile_1x4, 1, 4)
+TILE(tile_1x8, 1, 8)
+TILE(tile_1x1, 1, 1)
+
+// C = A B^T, both with their rows along the sum: a linear layer.
+static void rows_by_rows(int m, int n, int depth, float alpha, const float *a, int64_t lda,
+                         const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+  enum { BLOCK = 48 };
+  for (int first = 0; first < m; first += BLOCK) {
+    int rows = m - first < BLOCK ? m - first : BLOCK;
+    const float *left = a + first * lda;
+    float *out = c + first * ldc;
+    int j = 0;
+    if (rows == 1)
+      for (; j + 8 <= n; j += 8)
+        tile_1x8(depth, alpha, left, lda, b + j * ldb, ldb, beta, out + j, ldc);
+    for (; j + 4 <= n; j += 4) {
+      const float *right = b + j * ldb;
+      int i = 0;
+      for (; i + 3 <= rows; i += 3)
+        tile_3x4(depth, alpha, left + i * lda, lda, right, ldb, beta, out + i * ldc + j, ldc);
+      if (rows - i == 2)
+        tile_2x4(depth, alpha, left + i * lda, lda, right, ldb, beta, out + i * ldc + j, ldc);
+      if (rows - i == 1)
+        tile_1x4(depth, alpha, left + i * lda, lda, right, ldb, beta, out + i * ldc + j, ldc);
+    }
+    for (; j < n; j++)
+      for (int i = 0; i < rows; i++)
+        tile_1x1(depth, alpha, left + i * lda, lda, b + j * ldb, ldb, beta, out + i * ldc + j, ldc);
+  }
+}
+
+// C = A B, the columns of B side by side in the lanes; each sum goes along the depth.
+#define STRIP(NAME, R, V)                                                                         \
+  static inline void NAME(int depth, float alpha, const float *a, int64_t lda, const float *b,    \
+                          int64_t ldb, float beta, float *c, int64_t ldc) {                       \
+    lanes sums[R][V] = {0};                                                                       \
+    for (int k = 0; k < depth; k++) {                                                             \
+      lanes right[V];                                                                             \
+      _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) right[v] = load(b + k * ldb + v * LANES);  \
+      _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                       \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) sums[r][v] += a[r * lda + k] * right[v];  \
+      }                                                                                           \
+    }                                                                                             \
+    for (int r = 0; r < R; r++)                                                                   \
+      for (int v = 0; v < V; v++)                                                                 \
+        for (int l = 0; l < LANES; l++)                                                           \
+          put(c + r * ldc + v * LANES + l, sums[r][v][l], alpha, beta);                           \
+  }
+STRIP(strip_4x2, 4, 2)
+STRIP(strip_1x4, 1, 4)
+STRIP(strip_1x2, 1, 2)
+STRIP(strip_1x1, 1, 1)
+
+static void rows_by_columns(int m, int n, int depth, float alpha, const float *a, int64_t lda,
+                            const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+  int i = 0;
+  for (; i + 4 <= m; i += 4)
+    for (int j = 0; j + 16 <= n; j += 16)
+      strip_4x2(depth, alpha, a + i * lda, lda, b + j, ldb, beta, c + i * ldc + j, ldc);
+  for (int r = 0; r < m; r++) {
+    int j = r < i ? n / 16 * 16 : 0;
+    for (; j + 32 <= n; j += 32)
+      strip_1x4(depth, alpha, a + r * lda, lda, b + j, ldb, beta, c + r * ldc + j, ldc);
+    for (; j + 16 <= n; j += 16)
+      strip_1x2(depth, alpha, a + r * lda, lda, b + j, ldb, beta, c + r * ldc + j, ldc);
+    for (; j + LANES <= n; j += LANES)
+      strip_1x1(depth, alpha, a + r * lda, lda, b + j, ldb, beta, c + r * ldc + j, ldc);
+    for (; j < n; j++) {
+      float sum = 0.0f;
+      for (int k = 0; k < depth; k++)
+        sum = __builtin_fmaf(a[r * lda + k], b[k * ldb + j], sum);
+      put(c + r * ldc + j, sum, alpha, beta);
+    }
+  }
+}
+
+// What computes while it is set; NULL: this file.
+void exo_products_by(product given) { other = given; }
+
+long exo_products_computed(void) { return computed; }
+
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int depth, float alpha, const float *a,
+                 int lda, const float *b, int ldb, float beta, float *c, int ldc) {
+  if (other) {
+    other(order, ta, tb, m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+    return;
+  }
+  computed++;
+  if (order != ROW_MAJOR) {  // the same product, seen the other way round
+    cblas_sgemm(ROW_MAJOR, tb, ta, n, m, depth, alpha, b, ldb, a, lda, beta, c, ldc);
+    return;
+  }
+  float *turned = NULL;
+  if (ta == TRANSPOSED && m > 0 && depth > 0) {
+    turned = malloc(sizeof(float) * (size_t)m * (size_t)depth);
+    if (!turned) abort();
+    for (int k = 0; k < depth; k++)
+      for (int i = 0; i < m; i++) turned[(size_t)i * depth + k] = a[(size_t)k * lda + i];
+    a = turned;
+    lda = depth;
+  }
+  if (tb == TRANSPOSED)
+    rows_by_rows(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+  else
+    rows_by_columns(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+  free(turned);
+}
