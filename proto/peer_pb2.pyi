@@ -1936,6 +1936,7 @@ class LoadReady(_message.Message):
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -1956,6 +1957,10 @@ class LoadReady(_message.Message):
     def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]:
         """every address that the runner listens on"""
 
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of those of our own under the layers"""
+
     def __init__(
         self,
         *,
@@ -1970,10 +1975,11 @@ class LoadReady(_message.Message):
         greedy_identity: _builtins.str = ...,
         layers: Global___LayerTimes | None = ...,
         addresses: _abc.Iterable[Global___Address] | None = ...,
+        kernels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

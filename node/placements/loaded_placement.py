@@ -64,7 +64,7 @@ class LoadedPlacement:
     spares_missing: str = ""
     """Why there are fewer spares than were asked for."""
     chips: dict[NodeId, str] = field(default_factory=dict[NodeId, str])
-    """Backend and chip of the nodes that were seen: kernels, and so numbers, follow from them."""
+    """Backend and chip of the nodes that were seen: MLX's numbers follow from them."""
     head_asked_for: bool = False
     head: HeadState = field(default_factory=lambda: HeadState(False, "not loaded"))
     identity: str = "off"
@@ -128,8 +128,8 @@ class LoadedPlacement:
         """What computes each layer, and the dtype: where it is equal, the same forwards give the
         same numbers."""
         layers = [
-            self.chips.get(stage.node, stage.node)
-            for stage in self.stages
+            " ".join((self.chips.get(stage.node, stage.node), *endpoint.ready.kernels))
+            for stage, endpoint in zip(self.stages, self.endpoints, strict=True)
             for _ in range(stage.first_layer, stage.end_layer)
         ]
         return (self.specs[0].dtype, *layers)

@@ -298,6 +298,7 @@ class Runner:
             end_layer=self._spec.end_layer,
             mtp_head=head_state,
             greedy_identity=identity,
+            kernels=used(loaded.kernels),
         )
 
     async def _report_state(

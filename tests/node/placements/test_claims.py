@@ -305,6 +305,8 @@ async def test_the_next_head_goes_on_with_the_same_runners_and_spares() -> None:
     assert [e.node for e in adopted.endpoints] == [e.node for e in record.endpoints]
     assert {(s.stage, s.node) for s in adopted.spares} == {(s.stage, s.node) for s in record.spares}
     assert adopted.kernels() == record.kernels()
+    record.endpoints[1].ready.kernels.append("cpu_product")
+    assert adopted.kernels() != record.kernels(), "where other kernels compute, so do other numbers"
     assert (adopted.options, adopted.spares_wanted) == (options, 1)
     await new.close()
 
