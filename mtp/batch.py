@@ -6,9 +6,10 @@ computed yet computes one for all: nobody waits for another's turn.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -93,8 +94,11 @@ class _Flight(NamedTuple):
     starts: list[int]
 
 
+SHARED: Final = "a forward that several requests shared failed"
+
+
 class BatchBroken(Exception):
-    """A round of the batch did not end, so that nobody knows what its caches hold."""
+    """A round of the batch did not end: nobody knows what its caches hold."""
 
 
 class Batch:
@@ -131,10 +135,8 @@ class Batch:
             self._broken = False
 
     def take(self, member: Member) -> Round:
-        """Its next round, computed with those of all members if it was not yet.
-
-        Raises NotFinite where its logits were no distribution, BatchBroken.
-        """
+        """Its next round, computed with those of all if it was not yet. Raises NotFinite where its
+        logits were no distribution, BatchBroken."""
         while not member.rounds:
             if member.fault is not None:
                 raise member.fault
@@ -144,17 +146,12 @@ class Batch:
     def settle(self) -> None:
         """Lands what is being computed: `leave` may follow once a member took its rounds."""
         if self._flight is not None:
-            self._check()
-            self._broken = True
-            self._land(self._flight, goes_on=False)
-            self._broken = False
+            with self._shared():
+                self._land(self._flight, goes_on=False)
         self._drafts = None
 
     def leave(self, member: Member) -> Held:
-        """Its state, and it is no member any more. All that it was told must be taken.
-
-        Raises BatchBroken.
-        """
+        """Its state; it is no member any more. What it was told is taken. Raises BatchBroken."""
         if (held := self._waiting.pop(member, None)) is not None:
             return held
         self._check()
@@ -164,15 +161,11 @@ class Batch:
         return held
 
     def state_of(self, member: Member) -> Held:
-        """Its state as it is, in views: the row of a plain token under way is in it.
-
-        Raises BatchBroken.
-        """
+        """Its state as it is, in views: the row of a plain token under way is in it. As `leave`."""
         if member in self._waiting:
             return self._waiting[member]
         self._check()
-        index = self._members.index(member)
-        return self._viewed(index)
+        return self._viewed(self._members.index(member))
 
     @property
     def size(self) -> int:
@@ -191,26 +184,35 @@ class Batch:
     def arrays(self) -> list[mx.array]:
         """What it holds in memory."""
         waiting = [cache_arrays(held.caches) for held in self._waiting.values()]
-        own = [a for c in self._caches for a in _arrays(c)]
         drafter = self._drafter.arrays() if self._drafter else []
-        return [*own, *drafter, *(a for each in waiting for a in each)]
+        here = [*(a for c in self._caches for a in _arrays(c)), *drafter]
+        return [*here, *(a for each in waiting for a in each)]
 
     def _advance(self) -> None:
         """One round of all members."""
+        with self._shared():
+            changes = self._changes
+            if self._flight is not None:
+                self._land(self._flight, goes_on=not changes)
+            else:
+                if changes:
+                    self._reform()
+                self._round()
+
+    @contextmanager
+    def _shared(self) -> Generator[None]:
+        """What does not come to its end leaves the batch broken. MLX's faults are RuntimeErrors."""
         self._check()
         self._broken = True
-        changes = self._changes
-        if self._flight is not None:
-            self._land(self._flight, goes_on=not changes)
-        else:
-            if changes:
-                self._reform()
-            self._round()
+        try:
+            yield
+        except RuntimeError as fault:
+            raise BatchBroken(SHARED) from fault
         self._broken = False
 
     def _check(self) -> None:
         if self._broken:
-            raise BatchBroken("a forward that several requests shared failed; ask again")
+            raise BatchBroken(SHARED)
 
     @property
     def _changes(self) -> bool:

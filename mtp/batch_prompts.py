@@ -3,7 +3,7 @@
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
@@ -26,6 +26,9 @@ class PromptTarget(Protocol):
     def logits_of(self, hidden: mx.array) -> mx.array:
         """(1, n, H) -> (n, V)."""
         ...
+
+
+SHARED: Final = "a forward that several prompts shared failed"
 
 
 class PromptsBroken(Exception):
@@ -70,7 +73,7 @@ class PromptBatch:
                 if ask.block is None and not ask.broken:
                     yield Wait.a_turn(reads=True)  # it leads the next forward, which is a chunk
             if ask.broken:
-                raise PromptsBroken("a forward that several prompts shared failed; ask again")
+                raise PromptsBroken(SHARED)
             if ask.block is None:
                 self._run(ask)
             assert ask.block is not None
@@ -88,6 +91,10 @@ class PromptBatch:
                 first.block = self._target.forward(first.tokens, first.caches, want=first.want)
             else:
                 self._read(group)
+        except RuntimeError as fault:
+            if len(group) > 1:
+                raise PromptsBroken(SHARED) from fault
+            raise
         finally:
             for ask in group[1:]:
                 ask.broken = ask.block is None

@@ -1,5 +1,6 @@
 """The engine of a generator: drives one answer from ids to text and its final stats."""
 
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ...mtp.seams import Drafter, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
-from ...placement.errors import ExoNodeError, InvalidRequest, PeerLost
+from ...placement.errors import InvalidRequest, PeerLost, StateLost
 from ..model.numeric import numeric_error
 from ..model.stage_model import StageModel
 from ..pipeline.request_state import RequestState
@@ -45,6 +46,8 @@ from .request_limits import RequestLimits
 
 if TYPE_CHECKING:
     from ..text.codec import TextCodec
+
+log = logging.getLogger(__name__)
 
 NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
 
@@ -244,7 +247,10 @@ class TextEngine:
             self._earlier.prefixes.clear()
             raise numeric_error(fault.position, self._options.dtype, alone=self._alone) from fault
         except (BatchBroken, PromptsBroken) as fault:
-            raise ExoNodeError(str(fault)) from fault
+            if fault.__cause__ is not None:  # the others hear of it as well
+                log.error("%s", fault, exc_info=fault)
+            # Its entry node has all that it was told: the next attempt computes it alone.
+            raise StateLost(str(fault)) from fault
         finally:
             self._live.end(request, lost=lost)
             if request.adaptive:

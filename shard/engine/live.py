@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import mlx.core as mx
 
@@ -21,6 +22,8 @@ from .drafting import Drafting
 from .earlier import Earlier
 from .local import LocalVerifier
 from .request import EngineRequest
+
+ANEW: Final = "begun anew after a fault, it shares no forward that may fail again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class LiveAttempts:
             request.prompt,
             request.grammar,
         )
-        verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, measured.prompts)
+        prompts = None if _anew(request) else measured.prompts
+        verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, prompts)
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
         if state is not None and isinstance(drafter, NativeDrafter):
             drafter.take_up(state, request.ids)
@@ -142,7 +146,7 @@ class LiveAttempts:
     ) -> WholeAttempt:
         task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
         depth = self._drafting.depth(request)
-        if alone := self._batching.why_alone(verifier.state.caches):
+        if alone := ANEW if _anew(request) else self._batching.why_alone(verifier.state.caches):
             padded = fixed_rows and verifier.takes_back  # padding goes by being taken back
             rows = FixedRows(verifier, fixed_rows) if padded else verifier
             generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
@@ -185,3 +189,8 @@ class LiveAttempts:
         """Any thread: the attempt is about to be cancelled, and another one follows."""
         if (request, attempt) in self._live:
             self._parked.add((request, attempt))
+
+
+def _anew(request: EngineRequest) -> bool:
+    """Whether something failed so that nothing of the attempt before is gone on with."""
+    return request.rebuild_all and request.attempt > 1
