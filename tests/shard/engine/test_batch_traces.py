@@ -1,0 +1,16 @@
+"""Answers beside others and behind others' prefixes; `bench/traces.py` takes a thousand traces."""
+
+from batch_traces import Told, follow, warm_engine
+from budget import seeds
+
+ROOM = 600_000
+"""Bytes: about what two of its conversations leave."""
+FIRST = 10
+"""From here on soon one finds a prefix, one is beside others, and one is cancelled."""
+
+
+def test_answers_together_from_a_small_prefix_cache_are_those_of_cold_engines() -> None:
+    warm, told = warm_engine(ROOM), Told()
+    for seed in seeds(2, 30):
+        told += follow(warm, FIRST + seed, ROOM)
+    assert told.cached and told.batched and told.cancelled
