@@ -334,7 +334,8 @@ def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
         _ = child.until("ready")
         child.stop()
         assert child.process.wait(WITHIN_S) == 0
-        assert child.stderr == ""
+        # On a Linux CPU it says by what it multiplies.
+        assert [line for line in child.stderr.splitlines() if ":kernels: " not in line] == []
 
 
 def test_an_end_that_was_asked_for_is_no_failure(loop: asyncio.Runner) -> None:
