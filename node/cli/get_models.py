@@ -58,7 +58,8 @@ def pull(
     if as_json:
         print(json.dumps({"id": name, "folder": str(folder)}, indent=2))
         return
-    _note(f"{name} is here; `exo-node chat --model {name} PROMPT` asks it")
+    _note(f"{name} is here; with a node running (`exo-node start`),")
+    _note(f"`exo-node chat --model {name} PROMPT` asks it")
 
 
 @models.command()

@@ -1,8 +1,11 @@
 """Downloads, against a hub on loopback that refuses, breaks off and lies."""
 
 import hashlib
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
@@ -231,6 +234,34 @@ def test_offline_names_what_to_unset_and_sends_nothing(hub: FakeHub, tmp_path: P
             REPOSITORY, None, ignore, offline=True, endpoint=hub.url, cache_dir=tmp_path / "cache"
         )
     assert hub.requests == []
+
+
+def _roomy(_: object) -> SimpleNamespace:
+    return SimpleNamespace(free=1 << 40)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="needs `mount`")
+def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_goes_on_later(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files[MODEL] += bytes(2 << 20)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(cache)]
+    if subprocess.call(small, stderr=subprocess.DEVNULL):
+        pytest.skip("needs the right to mount")
+    try:
+        # Somebody else takes the space after the check.
+        monkeypatch.setattr(shutil, "disk_usage", _roomy)
+        with pytest.raises(DownloadFailed, match=r"could not be written.*No space left.*Check"):
+            get(hub, cache)
+        begun = sum(path.stat().st_size for path in cache.rglob("*.incomplete"))
+        assert begun > 0
+        subprocess.check_call(["mount", "-o", "remount,size=64m", str(cache)])
+        assert (get(hub, cache) / MODEL).read_bytes() == hub.files[MODEL]
+        assert hub.ranges(MODEL)[-1] == f"bytes={begun}-"
+    finally:
+        subprocess.check_call(["umount", str(cache)])
 
 
 def test_a_model_over_the_free_space_is_refused_before_a_byte_of_it(
