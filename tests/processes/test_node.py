@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,7 @@ def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
         ids, stats = signalled(demo, pid, sign)
         assert ids == STORY["greedy_ids"]
         assert stats["drafter_kind"] == "native_mtp"
-        return (pid, stats) if stats["resumes"] else None
+        return (pid, stats) if stats["resumes"] == 1 else None
 
     pid, stats = struck(resumed)
     assert (stats["resumes"], stats["resume_exact"]) == (1, True)
@@ -292,7 +293,9 @@ def signalled(demo: Node, pid: int, sign: signal.Signals) -> tuple[list[int], An
             stats = event.get("generation_stats", stats)
             ids += [i for choice in event["choices"] for i in choice.get("token_ids", [])]
             if len(ids) > 10 and not sent:
-                os.kill(pid, sign)
+                # Where the machine stood still it is lost already.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sign)
                 sent = True
     assert stats is not None
     return ids, stats
