@@ -129,7 +129,7 @@ def test_leave_asks_or_needs_yes(tmp_path: Path) -> None:
     assert KeyFolder(tmp_path).load().text != before
 
 
-NOT_TOLD = re.compile(r"\b[KMGT]iB\b|\blayers? \[")
+NOT_TOLD = re.compile(r"[KMGT]iB\b|\blayers? \[")
 """Binary units, and half-open ranges of layers: people read GB, and "layers 0-15"."""
 
 

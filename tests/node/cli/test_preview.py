@@ -13,7 +13,7 @@ from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, Nod
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.plan import plan, preview
+from exo_node.placement.plan import plan, planned_bytes, preview
 from exo_node.placement.split_refusal import SplitRefusal, refusal_in
 from exo_node.shard.checkpoint.headers import Tensor
 
@@ -305,6 +305,24 @@ def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
     nobody = cluster(400)
     [all_of_it] = to_bring(card(), preview(card(), nobody).best.stages, nobody, None)
     assert (all_of_it.nbytes, all_of_it.source, all_of_it.seconds) == (120_000_000, None, None)
+
+
+@pytest.mark.parametrize("head", [None, MTP])
+def test_the_memory_that_a_preview_names_is_just_what_the_planner_needs(head: object) -> None:
+    large = card(vocab_size=100_000, **({} if head is None else {"native_mtp": head}))
+    needed = planned_bytes(large, plan(large, cluster(1000)), 0)
+
+    def holding(memory: int) -> ClusterView:
+        return ClusterView((NodeFacts(A, "node-a", memory, 1e9),))
+
+    least = plan(large, holding(needed))
+    assert planned_bytes(large, least, 0) == needed
+    assert least.mtp_off_reason == ""
+    if head is not None:  # a byte less costs the head first
+        assert plan(large, holding(needed - 1)).mtp_off_reason
+        return
+    with pytest.raises(InsufficientMemory):
+        _ = plan(large, holding(needed - 1))
 
 
 def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
