@@ -82,12 +82,13 @@ function Model({ model, placement, live, refresh, nodes, onLoad }) {
         ${status && html`<span class=${`state ${tone(status)}`}>${placement.progress || status}</span>`}
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
-      ${!model.error && html`<div class="actions">${placement
+      ${!model.error && !model.profile_of && html`<div class="actions">${placement
         ? html`<${Unload} live=${live} busy=${busy} name=${model.id} onUnload=${unload} />`
         : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${model.fits?.nodes === 0}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
       ${placement?.status === "loading" && html`<${Progress} placement=${placement} model=${model} nodes=${nodes} />`}
+      ${model.profile_of && html`<p class="small wide">A profile of ${model.profile_of}</p>`}
       ${model.error && html`<p class="notice bad small">${model.error}</p>`}
       ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}

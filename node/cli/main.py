@@ -300,7 +300,8 @@ def _pick_model(endpoint: "Endpoint") -> str:
     for entry in entries:
         if entry.get("loaded"):
             return str(entry["id"])
-    fitting = [e for e in entries if e.get("fits") and e["fits"]["nodes"] and not e.get("error")]
+    own = [e for e in entries if not (e.get("error") or e.get("profile_of"))]
+    fitting = [e for e in own if e.get("fits") and e["fits"]["nodes"]]
     if others := [entry for entry in fitting if entry["id"] != _DEMO]:
         chosen = max(others, key=lambda entry: (entry.get("size_bytes") or 0, str(entry["id"])))
         _note(f"no model is loaded: using {chosen['id']}, the largest on disk that fits")

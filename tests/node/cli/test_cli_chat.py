@@ -92,8 +92,9 @@ def test_chat_passes_its_options_on_and_reads_stdin(stub: Stub) -> None:
 
 
 def test_chat_falls_back_to_the_demo_and_says_how_to_get_a_real_model(stub: Stub) -> None:
+    profile = {**DEMO, "id": "z", "profile_of": "demo", "fits": {"nodes": 1}, "size_bytes": 5}
     stub.replies = {
-        "/v1/models": as_json({"object": "list", "data": [DEMO]}),
+        "/v1/models": as_json({"object": "list", "data": [DEMO, profile]}),
         _CHAT: as_events(delta("ok"), "data: [DONE]"),
     }
     done = chat(stub, "hi")
