@@ -11,13 +11,14 @@ from exo_node.shard.checkpoint.files import write_atomic
 
 ROOT = Path(__file__).parents[3]
 WRITERS = {
+    "node/copies/folder.py",
     "shard/checkpoint/files.py",
     "shard/checkpoint/fetch.py",
     "shard/convert/graft.py",
     "shard/convert/main.py",
 }
-"""The one writer; the downloader, whose partial file outlives its process; and those of weights,
-which MLX writes, and which do not fit into memory as bytes."""
+"""The one writer; the downloader and copies from other nodes, whose partial files outlive their
+processes; and those of weights, which MLX writes, and which do not fit into memory as bytes."""
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path: Path) -> None:
