@@ -25,7 +25,7 @@ from exo_node.node.trust.keys import ClusterKey, Identity, load_or_create_identi
 from exo_node.proto import peer_pb2 as pb
 
 KEY = ClusterKey(bytes(range(20)))
-SERVICES = ("Membership", "Control", "Link")
+SERVICES = ("Membership", "Control", "Link", "ModelFiles")
 DESCRIBED = cast(Any, pb.DESCRIPTOR).services_by_name
 METHODS = [
     pytest.param(f"/exo.{service}/{method.name}", method, id=f"{service}.{method.name}")
