@@ -302,7 +302,7 @@ def test_rekey_puts_a_lost_machine_out_for_good_and_one_that_is_away_when_told_s
         assert nobody.returncode == 1 and "means no other node" in nobody.stderr
         done = exo_node(two, "rekey", "--yes", "--without", "c")
         assert done.returncode == 0, done.stderr
-        assert "and a start anew" in done.stderr
+        assert "and a restart with the new cluster key" in done.stderr
         eventually(lambda: together([one, two]), WITHIN_S)
         assert key_of(one) == key_of(two) != old_key == key_of(lost)
         # It comes back with all that it had, and is told nothing.

@@ -343,7 +343,13 @@ def test_a_stopped_stage_is_lost_in_time_and_its_state_freed_when_it_wakes(
             os.kill(stopped, signal.SIGCONT)
         _ = await eventually(lambda: two.live_requests(1) == 0, LEASE_S + WITHIN_S)
         await two.connect()
-        assert await good(two)
+        try:
+            assert await good(two)
+        except PeerLost:
+            # It woke to connections whose pings were not answered, and may give them up only now.
+            # An answer goes on by its next attempt then.
+            await two.connect()
+            assert await good(two)
 
     loop.run(play())
 
