@@ -94,12 +94,24 @@ def compiling_apart() -> Generator[Callable[[], None]]:
     if mx.metal.is_available():
         yield lambda: None
         return
-    code = FusedCode(private_folder())
+    if (code := _begun()) is None:
+        yield lambda: None
+        return
     code.use()
     try:
         yield code.keep
     finally:
         code.remove()
+
+
+def _begun() -> FusedCode | None:
+    """None where no folder can be made at all: MLX will say so if it has to compile."""
+    for kept in (private_folder(), None):
+        try:
+            return FusedCode(kept)
+        except OSError as fault:
+            log.warning("what MLX compiles is not kept: %s", fault)
+    return None
 
 
 def private_folder() -> Path | None:

@@ -135,6 +135,30 @@ def test_a_cache_that_others_can_write_to_is_not_used(
     assert "chmod go-w" in caplog.text
 
 
+def test_a_full_disk_costs_what_would_be_kept_and_not_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = set[str]()
+
+    def mkdtemp(prefix: str, dir: Path | None) -> str:
+        if dir is None and "all" not in full:
+            (tmp_path / "elsewhere").mkdir()
+            return str(tmp_path / "elsewhere")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fused_code.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fused_code, "private_folder", lambda: tmp_path)
+    before = os.environ.get("TMPDIR")
+    with fused_code.compiling_apart() as keep:
+        assert os.environ["TMPDIR"] == str(tmp_path / "elsewhere")
+        keep()
+    full.add("all")
+    with fused_code.compiling_apart() as keep:
+        assert os.environ.get("TMPDIR") == before
+        keep()
+    assert caplog.text.count("No space left") == 3
+
+
 def test_pythons_own_temporary_files_stay_where_they_were(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
