@@ -47,7 +47,7 @@ def first_load(browser: Browser, node: str) -> tuple[float, int, int]:
     """Seconds until the field takes a message, requests, and their bytes on the wire."""
     page = browser.new_page()
     requests: list[Request] = []
-    page.on("request", requests.append)
+    page.on("request", lambda request: requests.append(request))
     begun = time.perf_counter()
     _ = page.goto(node)
     _ = page.wait_for_selector("textarea:not([disabled])", timeout=WITHIN_MS)
