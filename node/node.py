@@ -66,36 +66,19 @@ class Node:
         )
         self._bringing = self._build_bringing()
         self._stages = LocalStages(settings, self._bringing, local.profiling, self._supervisor)
-        cluster, facts, stages = (
-            self._peering.cluster,
-            self._planner_facts(),
-            self._cluster_stages(),
-        )
+        cluster, facts = self._peering.cluster, self._planner_facts()
+        stages, rhythm, speak_up = self._cluster_stages(), timing.placements, cluster.speak_up
         self._placements = Placements(
-            stages,
-            facts,
-            timing.placements,
-            events,
-            desired,
-            cluster.speak_up,
-            settings.keep_alive,
+            stages, facts, rhythm, events, desired, speak_up, settings.keep_alive
         )
         facts.elsewhere = self._bringing.describe
         facts.promised = lambda: promised(self._placements.records)
         held.own = lambda: held_of(self._placements.records)
-        self._claims = Claims(self._placements, facts, events, timing.placements)
+        self._claims = claims = Claims(self._placements, facts, events, rhythm)
         self._watch = StageReconciler(
-            cluster,
-            self._placements,
-            self._claims,
-            held,
-            desired,
-            facts,
-            events,
-            stages.near,
-            timing.placements,
+            cluster, self._placements, claims, held, desired, facts, events, stages.near, rhythm
         )
-        head = ClusterHead(cluster, self._peering.client, self._claims)
+        head = ClusterHead(cluster, self._peering.client, claims)
         self._api = NodeApi(
             settings,
             local,
