@@ -30,13 +30,13 @@ RESULTS = Path(__file__).parent / "results" / "families.json"
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FAMILIES = {
-    "Qwen3.5, 3.6": ("qwen3_5", "qwen3_5_moe"),
+    "Qwen3.5, 3.6, 3.8": ("qwen3_5", "qwen3_5_moe"),
     "Qwen3-Next": ("qwen3_next",),
     "Qwen3": ("qwen3", "qwen3_moe"),
     "Llama": ("llama", "llama4"),
-    "Gemma": ("gemma3_text", "gemma4_text", "gemma3n"),
+    "Gemma": ("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma3n"),
     "gpt-oss": ("gpt_oss",),
-    "GLM": ("glm4", "glm4_moe", "glm4_moe_lite"),
+    "GLM": ("glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     "DeepSeek": ("deepseek_v3", "deepseek_v32"),
     "Mistral": ("mistral3", "ministral3"),
     "MiniMax": ("minimax",),

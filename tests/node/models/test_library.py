@@ -14,22 +14,21 @@ DEMO = ROOT / "shard" / "models" / "demo"
 KNOWN = [ModelId(name) for name in ("demo", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "llama")]
 
 
-def test_nine_cards_ship_and_each_declares_its_head() -> None:
+def test_cards_with_a_head_draft_once_and_the_dense_27b_twice() -> None:
     drafts = {
         card.id: (card.native_mtp.default_k, card.native_mtp.max_k)
         for card in packaged_cards().values()
         if card.native_mtp is not None
     }
-    others = {
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        "Qwen/Qwen3.5-35B-A3B",
+    twice = {"demo", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"}
+    once = {
+        *(f"Qwen/Qwen3-Next-80B-A3B-{kind}" for kind in ("Instruct", "Thinking")),
+        *(f"Qwen/Qwen3.5-{size}" for size in ("4B", "9B", "35B-A3B")),
         "Qwen/Qwen3.6-35B-A3B",
-        "deepseek-ai/DeepSeek-V3",
-        "mlx-community/Qwen3.5-9B-OptiQ-4bit",
-        "zai-org/GLM-4.5-Air",
-        "zai-org/GLM-4.6",
+        *(f"deepseek-ai/DeepSeek-{name}" for name in ("R1", "V3", "V3.1")),
+        *(f"zai-org/GLM-{name}" for name in ("4.5", "4.5-Air", "4.6", "4.7")),
     }
-    assert drafts == {"demo": (2, 3), "Qwen/Qwen3.6-27B": (2, 3)} | dict.fromkeys(others, (1, 3))
+    assert drafts == dict.fromkeys(twice, (2, 3)) | dict.fromkeys(once, (1, 3))
 
 
 def test_a_card_is_keyed_by_its_id_and_filed_under_it() -> None:

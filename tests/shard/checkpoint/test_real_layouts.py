@@ -1,6 +1,7 @@
 """Heads in the layouts that people really have: found whole, or refused by name with a remedy."""
 
 import dataclasses
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 
+CARD_CONFIGS = Path(__file__).parents[2] / "card_configs.json"
 _REMEDY = re.compile(r"\. (Use a repository whose head|Use the original repository)")
 
 
@@ -45,6 +47,8 @@ EXPECTED = {
     "qwen3.6-27b": Expected(
         15, ("model-00013-of-00015.safetensors", "model-00015-of-00015.safetensors"), shares=True
     ),
+    "qwen3.5-4b": Expected(15, ("model.safetensors-00002-of-00002.safetensors",), shares=True),
+    "qwen3.5-9b": Expected(15, ("model.safetensors-00004-of-00004.safetensors",), shares=True),
     "qwen3.6-35b-a3b": Expected(
         19, ("model-00025-of-00026.safetensors", "model-00026-of-00026.safetensors"), shares=True
     ),
@@ -91,7 +95,13 @@ EXPECTED = {
     ),
 }
 
-DENSE = ("qwen3.6-27b", "qwen3.5-9b-optiq-4bit", "qwen3.5-4b-optiq-4bit")
+DENSE = (
+    "qwen3.6-27b",
+    "qwen3.5-4b",
+    "qwen3.5-9b",
+    "qwen3.5-9b-optiq-4bit",
+    "qwen3.5-4b-optiq-4bit",
+)
 MIXTURES = [name for name in EXPECTED if name not in DENSE]
 
 
@@ -140,6 +150,8 @@ def figure(name: str, key: str) -> int:
     "name",
     [
         "qwen3.6-27b",
+        "qwen3.5-4b",
+        "qwen3.5-9b",
         "qwen3.6-35b-a3b",
         "qwen3.5-35b-a3b",
         "qwen3-next-80b-a3b",
@@ -289,49 +301,51 @@ def test_a_mixtures_card_reads_few_of_its_bytes(name: str) -> None:
 
 
 PACKAGED = {
-    "qwen3.6-27b": "Qwen/Qwen3.6-27B",
-    "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
-    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
-    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "glm-4.5-air": "zai-org/GLM-4.5-Air",
-    "glm-4.6": "zai-org/GLM-4.6",
+    "Qwen/Qwen3.6-27B": "qwen3.6-27b",
+    "Qwen/Qwen3.5-27B": "qwen3.6-27b",
+    "Qwen/Qwen3.8-27B": "qwen3.6-27b",
+    "Qwen/Qwen3.5-4B": "qwen3.5-4b",
+    "Qwen/Qwen3.5-9B": "qwen3.5-9b",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": "qwen3-next-80b-a3b",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3.1": "deepseek-v3",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
+    "zai-org/GLM-4.6": "glm-4.6",
+    "zai-org/GLM-4.7": "glm-4.6",
 }
+"""The fixture of each card's shape; some models share theirs."""
+FIRST = {name: model for model, name in reversed(PACKAGED.items())}.values()
+"""One model of each fixture."""
 
 
-WITHOUT = {
-    "mlx-community/Llama-3.3-70B-Instruct-4bit",
-    "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
-    "mlx-community/MiniMax-M2.5-4bit",
-    "mlx-community/Qwen3-0.6B-4bit",
-    "mlx-community/Qwen3-30B-A3B-4bit",
-    "mlx-community/Qwen3.5-27B-4bit",
-    "mlx-community/Qwen3.5-9B-OptiQ-4bit",
-    "mlx-community/gpt-oss-120b-MXFP4-Q8",
-    "mlx-community/gpt-oss-20b-MXFP4-Q8",
-}
-"""Their headers were not read: the card has what the sources say that it names."""
+OTHER_CONTEXT = {"zai-org/GLM-4.5": "glm-4.6"}
 
 
 def test_every_packaged_card_has_its_fixture() -> None:
-    assert set(PACKAGED.values()) | {"demo"} | WITHOUT == set(packaged_cards())
+    fixtures = {*PACKAGED, *OTHER_CONTEXT, *json.loads(CARD_CONFIGS.read_text())}
+    assert fixtures | {"demo"} == set(packaged_cards())
 
 
 FREE = ("id", "repository", "native_mtp", "sampling", "variants", "capabilities")
 """What the headers do not tell."""
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_the_packaged_cards_say_what_the_checkpoint_says(name: str) -> None:
-    packaged = packaged_cards()[ModelId(PACKAGED[name])]
-    given = {key: getattr(packaged, key) for key in FREE}
+@pytest.mark.parametrize(("model", "name"), [*PACKAGED.items(), *OTHER_CONTEXT.items()])
+def test_the_packaged_cards_say_what_the_checkpoint_says(model: str, name: str) -> None:
+    packaged = packaged_cards()[ModelId(model)]
+    free = (*FREE, "context_length") if model in OTHER_CONTEXT else FREE
+    given = {key: getattr(packaged, key) for key in free}
     assert card_of(name).model_copy(update=given) == packaged
     assert packaged.repository == packaged.id
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_a_packaged_cards_head_is_in_the_checkpoint(name: str) -> None:
-    declared = packaged_cards()[ModelId(PACKAGED[name])].native_mtp
+@pytest.mark.parametrize(("model", "name"), [*PACKAGED.items(), *OTHER_CONTEXT.items()])
+def test_a_packaged_cards_head_is_in_the_checkpoint(model: str, name: str) -> None:
+    declared = packaged_cards()[ModelId(model)].native_mtp
     head = found(checkpoint_of(name))
     assert declared is not None
     layer = re.compile(r"mtp\.layers\.(\d+)\." if head.layout == "qwen" else r"layers\.(\d+)\.")
@@ -341,9 +355,9 @@ def test_a_packaged_cards_head_is_in_the_checkpoint(name: str) -> None:
     assert declared.hidden == "post_norm"
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_a_packaged_card_weighs_what_is_loaded(name: str) -> None:
-    card, fixture = packaged_cards()[ModelId(PACKAGED[name])], headers(name)
+@pytest.mark.parametrize("model", FIRST)
+def test_a_packaged_card_weighs_what_is_loaded(model: str) -> None:
+    card, fixture = packaged_cards()[ModelId(model)], headers(PACKAGED[model])
     tensors = [e for e in [*fixture.entries, *fixture.unwritten] if "_scale_inv" not in e.name]
     loaded = sum(e.nbytes * (2 if e.dtype == "F8_E4M3" else 1) for e in tensors)
     counted = card.endpoint_bytes + card.num_layers * card.mean_layer_bytes + card.mtp_bytes
