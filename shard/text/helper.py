@@ -70,6 +70,7 @@ def main() -> NoReturn:
         _say(frame(FAULT, fault_body(fault)))
         os._exit(1)
     _limit_memory(int(sys.argv[1]))
+    _hush()
     _say(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
         kind, body = frames.get()
@@ -135,6 +136,13 @@ def _read(source: IO[bytes], frames: "queue.SimpleQueue[Frame]") -> None:
 def _say(data: bytes) -> None:
     _ = sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
+
+
+def _hush() -> None:
+    """No word more on stderr: prompts come from here on, and a crash may quote one."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    _ = os.dup2(nowhere, sys.stderr.fileno())
+    os.close(nowhere)
 
 
 def _limit_memory(more: int) -> None:

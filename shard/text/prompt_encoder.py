@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 from array import array
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,8 +236,9 @@ async def _started(folder: "asyncio.Future[Path]", limits: HelperLimits) -> "_Ch
         *(sys.executable, "-P", "-m", "exo_node.shard.text.helper", str(limits.memory_bytes)),
         stdin=PIPE,
         stdout=PIPE,
-        stderr=DEVNULL,  # where a crash may quote a prompt
-        env=_ENVIRONMENT,
+        stderr=PIPE,  # until it has opened the tokenizer: from then on a crash may quote a prompt
+        # The parent's modules may have come by PYTHONPATH, which a child does not see otherwise.
+        env=_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))},
     )
     child = _Child(process, limits)
     try:
@@ -246,7 +247,7 @@ async def _started(folder: "asyncio.Future[Path]", limits: HelperLimits) -> "_Ch
             child.send(frame(OPEN, os.fsencode(await asyncio.shield(folder))))
             kind, body = await child.receive()
     except EOFError as fault:
-        raise LoadFailed(f"the tokenizer's process {await child.ending()}") from fault
+        raise LoadFailed(f"the tokenizer's process {await child.first_ending()}") from fault
     except TimeoutError as fault:
         await child.end()
         why = f"did not start within {limits.start_s:g} s"
@@ -354,6 +355,13 @@ class _Child:
         """How it ended; waits until it has."""
         code = await self.process.wait()
         return f"ended by signal {-code}" if code < 0 else f"exited with status {code}"
+
+    async def first_ending(self) -> str:
+        """As `ending`, and why, of a process that has opened nothing yet."""
+        assert self.process.stderr is not None
+        said = (await self.process.stderr.read()).decode(errors="replace").strip()
+        ending = await self.ending()
+        return f"{ending}: {said.splitlines()[-1][:500]}" if said else ending
 
     async def end(self) -> None:
         if self.process.returncode is None:

@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from exo_node.placement.errors import (
     ExoNodeError,
     InvalidCheckpoint,
     InvalidRequest,
+    LoadFailed,
 )
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.prompt_encoder import LONG_BYTES, HelperLimits, PromptEncoder
@@ -91,6 +93,28 @@ async def refusal(work: Awaitable[Any]) -> ExoNodeError:
 
 
 TEXTS = ["hi", "naïve 🙂 日本語", "<|im_end|>\n<|im_start|>system", "x" * (2 * LONG_BYTES)]
+
+
+def test_a_helper_finds_modules_where_this_process_does_and_says_why_it_did_not_start(
+    loop: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "this module came by a path of the parent's"
+    _ = (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.exit({told!r})")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    async def story(encoder: PromptEncoder) -> None:
+        fault = await refusal(encoder.encode(chat("hi"), CONTEXT))
+        assert isinstance(fault, LoadFailed)
+        assert fault.message.startswith("the tokenizer's process exited with status 1: ")
+        assert fault.message.endswith(told)
+
+    play(loop, story)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc to look into")
+def test_a_helper_that_may_see_prompts_says_nothing_on_stderr(calm: PromptEncoder) -> None:
+    for pid in calm.pids:
+        assert Path(f"/proc/{pid}/fd/2").readlink() == Path(os.devnull)
 
 
 def test_ids_are_those_of_the_codec_in_this_process_and_helpers_end_with_the_encoder(
