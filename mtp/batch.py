@@ -16,7 +16,6 @@ import mlx.core as mx
 from .answer import Answer, check_finite, round_of
 from .batch_caches import (
     BatchCache,
-    BatchKVCache,
     Positions,
     batched,
     own,
@@ -185,7 +184,7 @@ class Batch:
         """What it holds in memory."""
         waiting = [cache_arrays(held.caches) for held in self._waiting.values()]
         drafter = self._drafter.arrays() if self._drafter else []
-        here = [*(a for c in self._caches for a in _arrays(c)), *drafter]
+        here = [*cache_arrays(self._caches), *drafter]
         return [*here, *(a for each in waiting for a in each)]
 
     def _advance(self) -> None:
@@ -392,9 +391,3 @@ class Batch:
 
     def _last_tokens(self) -> mx.array:
         return as_row([member.token for member in self._members])
-
-
-def _arrays(cache: BatchCache) -> list[mx.array]:
-    if isinstance(cache, BatchKVCache):
-        return [a for a in (cache.keys, cache.values) if a is not None]
-    return cache_arrays([cache])

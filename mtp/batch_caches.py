@@ -6,12 +6,12 @@ batch caches are right-aligned, so there every request drops as many rows as any
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from .rollback import TapedCache
+from .rollback import TapedCache, cache_arrays
 
 ROOM: Final = KVCache.step
 """Rows by which the room grows."""
@@ -25,6 +25,7 @@ class Positions:
         self._array: mx.array | None = None
         self._masks: dict[tuple[int, int, int | None], mx.array] = {}
         self._places: dict[int, mx.array] = {}
+        self._rings: dict[tuple[object, ...], mx.array] = {}
 
     @property
     def array(self) -> mx.array:
@@ -39,6 +40,7 @@ class Positions:
         self._array = None
         self._masks.clear()
         self._places.clear()
+        self._rings.clear()
 
     def places(self, rows: int) -> mx.array:
         """(B, 1, rows, 1): where a forward of so many rows writes."""
@@ -63,6 +65,23 @@ class Positions:
         """Rows of the caches that a forward of `rows` rows reads."""
         return max(self.rows) + rows
 
+    def ring_places(self, turned: tuple[int, ...], size: int) -> mx.array:
+        """(B, 1, 1, 1): where one row goes in rings of `size`; see `BatchRotatingKVCache`."""
+        key = (turned, size)
+        if key not in self._rings:
+            at = (self.array - mx.array(turned, dtype=mx.int32)) % size
+            self._rings[key] = at[:, None, None, None]
+        return self._rings[key]
+
+    def ring_mask(self, turned: tuple[int, ...], size: int, window: int) -> mx.array:
+        """(B, 1, 1, rows read): the last `window` rows of each request, the new one among them."""
+        key = (turned, size, window)
+        if key not in self._rings:
+            slots = mx.arange(min(self.extent(1), size), dtype=mx.int32)
+            age = (self.ring_places(turned, size) - slots) % size
+            self._rings[key] = (age < window) & (age <= self.array[:, None, None, None])
+        return self._rings[key]
+
 
 class BatchKVCache:
     """What a layer of attention sees of a batch. Who runs the forward moves the positions."""
@@ -77,23 +96,22 @@ class BatchKVCache:
         self.keys = keys
         self.values = values
         self._positions = positions
+        self._extent = 0
 
     @property
     def offset(self) -> mx.array:
         return self._positions.array
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        rows = keys.shape[2]
-        extent = self._positions.extent(rows)
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (_with_room(a[:, :, :0], extent) for a in (keys, values))
-        elif extent > self.keys.shape[2]:
-            self.keys, self.values = (_with_room(a, extent) for a in (self.keys, self.values))
-        at = self._positions.places(rows)
-        self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(at, keys.shape), keys, axis=2)
-        at = mx.broadcast_to(at, values.shape)
-        self.values = mx.put_along_axis(self.values, at, values, axis=2)
-        return self.keys[..., :extent, :], self.values[..., :extent, :]
+        self.keys = _appended(self.keys, keys, self._positions)
+        self.values = _appended(self.values, values, self._positions)
+        self._extent = self._positions.extent(keys.shape[2])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As the last rows found them: for layers that attend to those of another one."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[..., : self._extent, :], self.values[..., : self._extent, :]
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -117,6 +135,124 @@ class BatchKVCache:
         return cache
 
 
+class BatchQuantizedKVCache:
+    """As `BatchKVCache`, for rows that are quantised, each by itself."""
+
+    def __init__(
+        self, of: QuantizedKVCache, held: Sequence[mx.array], positions: Positions
+    ) -> None:
+        """`of`: one request's; `held`: keys and values, three arrays each, or none yet."""
+        self.group_size: int = of.group_size
+        self.bits: int = of.bits
+        self._held: list[mx.array | None] = list(held) or [None] * 6
+        self._positions = positions
+
+    @property
+    def offset(self) -> mx.array:
+        return self._positions.array
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        new = [a for each in (keys, values) for a in mx.quantize(each, self.group_size, self.bits)]
+        pairs = zip(self._held, new, strict=True)
+        held = [_appended(array, rows, self._positions) for array, rows in pairs]
+        self._held = list(held)
+        extent = self._positions.extent(keys.shape[2])
+        read = tuple(array[..., :extent, :] for array in held)
+        return read[:3], read[3:]
+
+    def make_mask(
+        self, rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """As `BatchKVCache.make_mask`."""
+        del return_array
+        return self._positions.mask(rows, window_size)
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def of(self, index: int) -> QuantizedKVCache:
+        """One request's, alone; views of these."""
+        cache = QuantizedKVCache(self.group_size, self.bits)
+        cache.offset = self._positions.rows[index]
+        room = _rooms(cache.offset) * ROOM
+        held = tuple(cast("mx.array", a)[index : index + 1, :, :room] for a in self._held)
+        cache.keys, cache.values = held[:3], held[3:]
+        return cache
+
+
+class BatchRotatingKVCache:
+    """A layer that attends to a window: each request's ring of rows, turned as it is alone.
+
+    Attention sums over a ring in the order of its places, so those are kept. A ring forgets what
+    it overwrites: requests write one row at a time, and none is taken back.
+    """
+
+    def __init__(self, rings: Sequence[RotatingKVCache], positions: Positions) -> None:
+        """`rings`: by request, behind a prompt."""
+        size = self._size = int(rings[0].max_size)
+        self._positions = positions
+        parts = [_ring_of(ring) for ring in rings]
+        self._turned = tuple(
+            0 if ring.offset < size else (ring.offset - next_place) % size
+            for ring, (_, next_place) in zip(rings, parts, strict=True)
+        )
+        """By request: the row that lies at place 0, of every `size` rows."""
+        room = min(size, _rooms(max(arrays[0].shape[2] for arrays, _ in parts) + 1) * ROOM)
+        self.keys, self.values = (
+            mx.concatenate([_padded(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
+        )
+
+    @property
+    def offset(self) -> mx.array:
+        return self._positions.array
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if keys.shape[2] != 1:
+            raise ValueError("a window in a batch takes one row at a time")
+        extent = min(self._positions.extent(1), self._size)
+        if extent > self.keys.shape[2]:
+            room = min(self._size, _rooms(extent) * ROOM)
+            self.keys, self.values = (_padded(a, room) for a in (self.keys, self.values))
+        at = self._positions.ring_places(self._turned, self._size)
+        self.keys, self.values = (
+            mx.put_along_axis(held, mx.broadcast_to(at, rows.shape), rows, axis=2)
+            for held, rows in ((self.keys, keys), (self.values, values))
+        )
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As `BatchKVCache.keys_and_values`."""
+        extent = min(self._positions.extent(1), self._size)
+        return self.keys[..., :extent, :], self.values[..., :extent, :]
+
+    def make_mask(
+        self, rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """As `BatchKVCache.make_mask`, for one row."""
+        del return_array
+        if rows != 1:
+            raise ValueError("a window in a batch takes one row at a time")
+        window = self._size if window_size is None else window_size
+        return self._positions.ring_mask(self._turned, self._size, window)
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def of(self, index: int) -> RotatingKVCache:
+        """One request's, alone; views of these."""
+        cache = RotatingKVCache(self._size)
+        rows = cache.offset = self._positions.rows[index]
+        room = min(self._size, _rooms(rows) * ROOM)
+        cache.keys, cache.values = (
+            a[index : index + 1, :, :room] for a in (self.keys, self.values)
+        )
+        last = (rows - 1 - self._turned[index]) % self._size
+        cache._idx = last + 1  # pyright: ignore[reportPrivateUsage]
+        return cache
+
+
 class BatchTapedCache(TapedCache):
     """Recurrent states (B, …), of which every request may take back rows of its own number."""
 
@@ -132,12 +268,24 @@ class BatchTapedCache(TapedCache):
         return cache
 
 
-BatchCache = BatchKVCache | BatchTapedCache
+BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
+LoneCache = KVCache | QuantizedKVCache | RotatingKVCache | ArraysCache
 
 
 def can_batch(caches: Sequence[object]) -> bool:
     """Whether every layer's cache is of a kind that has a batch's counterpart here."""
-    return all(type(c) is KVCache or type(c) in (TapedCache, ArraysCache) for c in caches)
+    return all(
+        (isinstance(c, RotatingKVCache) and not c.keep) or _reads_together(c) for c in caches
+    )
+
+
+def can_read_together(caches: Sequence[object]) -> bool:
+    """The same for prompts: a window's rows are in another order then."""
+    return all(_reads_together(c) for c in caches)
+
+
+def _reads_together(cache: object) -> bool:
+    return type(cache) in (KVCache, QuantizedKVCache, TapedCache, ArraysCache)
 
 
 def batched(requests: Sequence[Sequence[Any]], positions: Positions) -> list[BatchCache]:
@@ -165,15 +313,22 @@ def _batched(layer: list[Any], positions: Positions) -> BatchCache:
             _stacked(list(parts)) for parts in zip(*(c.cache for c in layer), strict=True)
         ]
         return joined
-    if all(cache.keys is None for cache in layer):
-        return BatchKVCache(None, None, positions)
-    room = (_rooms(max(positions.rows)) + 1) * ROOM
-    keys, values = (
+    if isinstance(layer[0], RotatingKVCache):
+        return BatchRotatingKVCache(layer, positions)
+    room = _rooms(max(positions.rows) + ROOM) * ROOM
+    each = [cache_arrays([cache]) for cache in layer]
+    held = [
         mx.concatenate(
-            [_rows(held, count, room) for held, count in zip(parts, positions.rows, strict=True)]
+            [
+                _padded(a[..., :rows, :], room)
+                for a, rows in zip(arrays, positions.rows, strict=True)
+            ]
         )
-        for parts in ([c.keys for c in layer], [c.values for c in layer])
-    )
+        for arrays in zip(*each, strict=True)
+    ]
+    if isinstance(layer[0], QuantizedKVCache):
+        return BatchQuantizedKVCache(layer[0], held, positions)
+    keys, values = held or (None, None)
     return BatchKVCache(keys, values, positions)
 
 
@@ -182,23 +337,44 @@ def _stacked(parts: list[mx.array | None]) -> mx.array | None:
     return mx.concatenate(arrays) if arrays else None
 
 
-def _rows(held: mx.array | None, count: int, room: int) -> mx.array:
-    assert held is not None, "a request joins a batch behind its prompt"
-    return _with_room(held[..., :count, :], room)
+def _ring_of(ring: RotatingKVCache) -> tuple[tuple[mx.array, mx.array], int]:
+    """Its rows as its next single row finds them, and the place of that."""
+    assert ring.keys is not None and ring.values is not None, "it joins a batch behind its prompt"
+    size, held = ring.max_size, (ring.keys, ring.values)
+    over = held[0].shape[2] - size
+    if over > 0:  # behind a chunk it keeps more: mlx-lm drops them before the next row
+        return (held[0][..., over:, :], held[1][..., over:, :]), 0
+    rows = min(ring.offset, size)
+    keys, values = (a[..., :rows, :] for a in held)
+    return (keys, values), ring._idx % size  # pyright: ignore[reportPrivateUsage]
 
 
-def _with_room(held: mx.array, rows: int) -> mx.array:
-    room = _rooms(rows) * ROOM
+def _appended(held: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
+    """(B, heads, room, size) with each request's `rows` behind its own."""
+    count = rows.shape[2]
+    extent = positions.extent(count)
+    if held is None or extent > held.shape[2]:
+        held = _padded(rows[:, :, :0] if held is None else held, _rooms(extent) * ROOM)
+    at = mx.broadcast_to(positions.places(count), rows.shape)
+    return mx.put_along_axis(held, at, rows, axis=2)
+
+
+def _padded(held: mx.array, room: int) -> mx.array:
     return mx.pad(held, [(0, 0), (0, 0), (0, room - held.shape[2]), (0, 0)])
 
 
-def own(cache: KVCache | ArraysCache) -> None:
+def own(cache: LoneCache) -> None:
     """Replaces views of a batch's arrays by copies, so that those can go."""
-    if isinstance(cache, KVCache):
+    if isinstance(cache, ArraysCache):
+        cache.cache = [None if a is None else mx.contiguous(a) for a in cache.cache]
+    elif isinstance(cache, QuantizedKVCache):
+        cache.keys, cache.values = (
+            tuple(mx.contiguous(a) for a in cast("tuple[mx.array, ...]", held))
+            for held in (cache.keys, cache.values)
+        )
+    else:
         assert cache.keys is not None and cache.values is not None
         cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
-    else:
-        cache.cache = [None if a is None else mx.contiguous(a) for a in cache.cache]
 
 
 def _rooms(rows: int) -> int:

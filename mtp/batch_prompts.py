@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache
 
-from .batch_caches import BatchTapedCache, Positions, batched, can_batch, own
+from .batch_caches import BatchTapedCache, LoneCache, Positions, batched, can_read_together, own
 from .seams import Block, Wait, Want
 
 
@@ -109,7 +109,7 @@ class PromptBatch:
             if ask is not first and alike and wide * (len(group) + 1) <= self._rows:
                 group.append(ask)
                 widest = wide
-        return group if can_batch(first.caches) else [first]
+        return group if can_read_together(first.caches) else [first]
 
     def _read(self, group: Sequence[_Ask]) -> None:
         hidden = read_together(
@@ -154,9 +154,9 @@ def read_together(
     return [hidden[index : index + 1, :count] for index, count in enumerate(counts)]
 
 
-def _fill(mine: Any, read: KVCache | ArraysCache) -> None:
+def _fill(mine: Any, read: LoneCache) -> None:
     own(read)
-    if isinstance(read, KVCache):
-        mine.keys, mine.values, mine.offset = read.keys, read.values, read.offset
-    else:
+    if isinstance(read, ArraysCache):
         mine.cache = read.cache
+    else:
+        mine.keys, mine.values, mine.offset = read.keys, read.values, read.offset

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .fixed_rows import PADDING_ID
 from .rollback import cache_arrays, holds_rows, rollback
@@ -111,6 +111,8 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
     """
     room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
     for number, cache in enumerate(caches):
+        if isinstance(cache, RotatingKVCache):
+            _lengthen_ring(cache, rows, 2 * number)
         if not holds_rows(cache):
             continue
         long = cast("KVCache | QuantizedKVCache", cache)
@@ -127,6 +129,20 @@ def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
             long.keys, long.values = (mx.pad(each, room) for each in past)
         long.offset = rows
         mx.eval(cache_arrays([long]))
+
+
+def _lengthen_ring(ring: RotatingKVCache, rows: int, number: int) -> None:
+    """As single rows would have left it."""
+    if ring.offset >= rows:
+        return
+    held = min(rows, ring.max_size)
+    ring.keys, ring.values = (
+        _noise(like, held, number + i)
+        for i, like in enumerate(cast("tuple[mx.array, mx.array]", (ring.keys, ring.values)))
+    )
+    ring.offset = rows
+    ring._idx = held  # pyright: ignore[reportPrivateUsage]
+    mx.eval(cache_arrays([ring]))
 
 
 def _keys_and_values(cache: KVCache | QuantizedKVCache) -> list[mx.array]:
@@ -192,6 +208,8 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     for cache in caches:
         if isinstance(cache, ArraysCache):
             arrays += cache_arrays([cache])
+        elif isinstance(cache, RotatingKVCache):
+            arrays += cast("tuple[mx.array, mx.array]", cache.keys_and_values())
         elif holds_rows(cache):
             offset = cast("KVCache | QuantizedKVCache", cache).offset
             arrays += [held[..., :offset, :] for held in cache_arrays([cache])]

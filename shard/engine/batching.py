@@ -49,6 +49,10 @@ class Batching:
         self._reason = reason
         self._seats: list[Seat] = []
 
+    def refuse(self, reason: str) -> None:
+        """Before the first answer: each is decoded alone."""
+        self._batch, self._reason = None, reason
+
     def why_alone(self, caches: Sequence[object]) -> str:
         """Why a request with these caches never joins others; empty where it may."""
         if self._batch is None:

@@ -18,7 +18,7 @@ from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
 from ...placement.errors import InvalidRequest, PeerLost, StateLost
 from ..model.numeric import numeric_error
-from ..model.stage_model import StageModel
+from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
@@ -146,8 +146,8 @@ class TextEngine:
 
     def _new_prompts(self) -> PromptBatch | None:
         """Only used where a batch changes no bit: states behind prompts are kept for others."""
-        target = self._target
-        if self._batching.why_alone(self._stage.make_caches()) or isinstance(target, WholeTarget):
+        target, caches = self._target, self._stage.make_caches()
+        if isinstance(target, WholeTarget) or self._batching.why_alone(caches):
             return None
         assert isinstance(target, FamilyTarget)
         return PromptBatch(target, self._options.prefill_chunk)
@@ -162,8 +162,7 @@ class TextEngine:
         """
         subject, k = self._subject(), self.drafting.max_k
         if not self._batching.why_alone(self._stage.make_caches()):
-            self.batch_identity = probe_batch_identity(subject, k, self._profile)
-            self._profile.save(at_once=True)
+            self._probe_batch(subject, k)
         if not k:
             return
         if self._fixed_rows:
@@ -175,6 +174,17 @@ class TextEngine:
         else:
             self.identity = probe_identity(subject, k, self._profile)
         probe_costs(subject, k, self._fixed_rows, self._profile)
+        self._profile.save(at_once=True)
+
+    def _probe_batch(self, subject: Subject, k: int) -> None:
+        try:
+            self.batch_identity = probe_batch_identity(subject, k, self._profile)
+        except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
+            why = f"this model cannot be computed in batches ({said(fault)})"
+            log.warning("%s: its requests take turns", why)
+            self._batching.refuse(why)
+            self._prompts = None
+            return
         self._profile.save(at_once=True)
 
     def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:

@@ -299,6 +299,45 @@ def test_other_families_compute_the_same_together(family: str) -> None:
     assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in asked]
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n"])
+def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
+    """Windows of 8 rows: prompts shorter and longer than one, joins, one that goes on alone.
+
+    gpt_oss has sinks; layers of gemma3n attend to the keys of others.
+    """
+    model = small(tiny_config(family))
+    sizes = [(3, 30), (8, 44), (21, 17), (37, 25)]
+    asked = [
+        request([(7 * i + j) % VOCABULARY for j in range(rows)], 0, tokens, ignore_end=True)
+        for i, (rows, tokens) in enumerate(sizes)
+    ]
+    served, solo = (zoo_engine(model, batching=on) for on in (True, False))
+    readers = [Reader(each, begins=(0, 0, 7, 3)[i]) for i, each in enumerate(asked)]
+    together(served, readers)
+    assert all(max(r.forward.batch for r in each.rounds) >= 3 for each in readers)
+    assert readers[1].rounds[-1].forward.batch == 1
+    served.probe()
+    assert served.batch_identity == "bitwise"
+    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in asked]
+
+
+def test_a_model_whose_probe_fails_is_decoded_alone_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_batch(*_: object) -> object:
+        raise TypeError("offset must be an int\nSignatures: ...")
+
+    served = engine()
+    monkeypatch.setattr("exo_node.shard.engine.local.FamilyTarget.forward_batch", no_batch)
+    served.probe()
+    readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]
+    together(served, readers)
+    wanted = "this model cannot be computed in batches (TypeError: offset must be an int)"
+    for reader in readers:
+        assert reader.done is not None and reader.done.stats.batching_reason == wanted
+        assert tuple(reader.ids) == alone(reader.asked).ids
+
+
 def zoo_engine(model: Any, *, batching: bool) -> TextEngine:
     options = EngineOptions("float32", 4096, prefill_chunk=160, batching=batching)
     return TextEngine(

@@ -7,12 +7,13 @@
 import functools
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from engines import Answer, answer, engine_of, load_quietly, request, spec, split_engine
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from readers import Reader, together
 from shims import by_rows, perturb
 from small import LAYERS, PROMPT, small_checkpoint
 from zoo import tiny_config
@@ -21,7 +22,6 @@ from zoo_runs import small
 from exo_node.mtp.probe import live_arrays
 from exo_node.mtp.rollback import rollback
 from exo_node.placement.errors import LoadFailed
-from exo_node.shard.engine.batching import Batching
 from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.model.kv_quantisation import KvQuantisation
@@ -169,11 +169,17 @@ def same(some: Sequence[mx.array], others: Sequence[mx.array]) -> None:
     assert all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
 
 
-def test_they_are_decoded_alone_and_the_reason_names_them() -> None:
-    batching = Batching(cast("Any", object()))
-    whole, quantised = (batching.why_alone(loaded(bits).model.make_caches()) for bits in (0, 8))
-    assert whole == ""
-    assert "(QuantizedKVCache) are not computed in batches" in quantised
+def test_answers_that_share_forwards_are_those_that_they_are_alone() -> None:
+    """With drafts and without, of prompts read together, joined later and gone on alone."""
+    served = engine(8)
+    served.batch_identity = "bitwise"
+    asked = [request(PROMPT[: 12 - 2 * i], i, TOKENS - 6 * (i % 2)) for i in range(4)]
+    readers = [Reader(each, begins=3 * (i > 1)) for i, each in enumerate(asked)]
+    together(served, readers)
+    assert max(r.forward.batch for each in readers for r in each.rounds) == 4
+    assert {r.forward.batch for r in readers[0].rounds} > {1}
+    lone = engine(8, batching=False)
+    assert [tuple(r.ids) for r in readers] == [answer(lone, each).ids for each in asked]
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 2, 4, 6)])

@@ -1,0 +1,80 @@
+"""A window in a batch holds, row by row and place by place, what it holds alone."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import RotatingKVCache
+
+from exo_node.mtp.batch_caches import BatchRotatingKVCache, Positions, batched
+
+SIZE = 8
+BEHIND = [(3,), (8,), (7, 1), (5, 1, 1, 1, 1), (20,), (20, 1, 1, 1), (30, 5)]
+"""Rows of the forwards before the batch, by request."""
+
+
+def rows(count: int, seed: int) -> tuple[mx.array, mx.array]:
+    keys, values = (mx.random.normal((1, 2, count, 4), key=mx.random.key(seed + i)) for i in (0, 7))
+    return keys, values
+
+
+def windows() -> list[Any]:
+    made = list[Any]()
+    for number, forwards in enumerate(BEHIND):
+        ring: Any = RotatingKVCache(SIZE)
+        for i, count in enumerate(forwards):
+            _ = ring.update_and_fetch(*rows(count, 100 * number + 10 * i))
+        made.append(ring)
+    return made
+
+
+def stepped(rings: list[Any], steps: int, window: int) -> BatchRotatingKVCache:
+    """The batch of copies, after as many steps as the rings here make alone."""
+    positions = Positions([ring.offset for ring in rings])
+    (together,) = batched([[each] for each in copy.deepcopy(rings)], positions)
+    assert isinstance(together, BatchRotatingKVCache)
+    for step in range(steps):
+        new = [rows(1, 5000 + 50 * step + i) for i in range(len(rings))]
+        mask = together.make_mask(1, window_size=window)
+        masks = [ring.make_mask(1, window_size=window) for ring in rings]
+        keys, values = (mx.concatenate([each[part] for each in new]) for part in (0, 1))
+        read = together.update_and_fetch(keys, values)
+        positions.moved([1] * len(rings))
+        for index, ring in enumerate(rings):
+            wanted = ring.update_and_fetch(*new[index])
+            count = wanted[0].shape[2]
+            for mine, theirs in zip(read, wanted, strict=True):
+                assert mx.array_equal(mine[index : index + 1, :, :count], theirs).item()
+            seen = mx.ones((count,), mx.bool_) if masks[index] is None else masks[index]
+            assert mx.array_equal(mask[index, 0, 0, :count], seen).item()
+            assert not mx.any(mask[index, 0, 0, count:]).item()
+    return together
+
+
+@pytest.mark.parametrize("window", [SIZE, 5])
+def test_each_step_reads_the_same_rows_at_the_same_places(window: int) -> None:
+    _ = stepped(windows(), 19, window)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 11])
+def test_who_leaves_goes_on_as_if_alone_all_along(steps: int) -> None:
+    rings = windows()
+    together = stepped(rings, steps, SIZE)
+    for index, ring in enumerate(rings):
+        left: Any = together.of(index)
+        assert left.offset == ring.offset
+        for step in range(SIZE + 2):
+            wanted = ring.update_and_fetch(*rows(1, step))
+            got = left.update_and_fetch(*rows(1, step))
+            assert all(mx.array_equal(a, b).item() for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_window_takes_one_row_at_a_time() -> None:
+    together = stepped(windows(), 1, SIZE)
+    with pytest.raises(ValueError, match="one row at a time"):
+        _ = together.update_and_fetch(*rows(2, 0))
