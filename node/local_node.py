@@ -77,6 +77,7 @@ class LocalNode:
             http_host=self._settings.host,
             http_port=self.http_port,
             dtype=self._settings.dtype,
+            float32_products=self._hardware.products_with(self._settings.kernels),
             native_mtp_variable="" if given is None else str(int(given)),
             async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self.switches.value("native_mtp_adaptive"),

@@ -202,6 +202,8 @@ class NodeOperations:
             "runner_up": record.plan.runner_up,
             "error": record.load.error or None,
             "context_length": record.plan.context_length,
+            "dtype": record.plan.dtype,
+            "dtype_reason": record.plan.dtype_reason,
             "stages": stages,
             "spares": [_spare(spare) for spare in record.spares],
             "spares_missing": record.spares_missing or None,
@@ -214,7 +216,7 @@ class NodeOperations:
             return {**nothing, "reason": "not loaded"}
         switch = self._facts.mtp_switch(record.generator.node)
         stages = len(record.stages)
-        settings = self._facts.stage_settings(record.generator.node, record.card)
+        settings = self._facts.stage_settings(record.generator.node)
         drafting = choose_drafting(
             record.card,
             stages,
@@ -284,6 +286,8 @@ def _placed_stages(
         ],
         "seconds_per_token": placement.score,
         "context_length": placement.context_length,
+        "dtype": placement.dtype,
+        "dtype_reason": placement.dtype_reason,
         "reason": placement.reason,
         "to_bring": [
             {

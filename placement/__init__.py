@@ -8,7 +8,7 @@ context.py: how long a context is that nobody asked for
 correction.py: probed layer times, corrected by those at work
 cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, and why not
-dtype.py: the dtype that a node computes a model in
+dtype.py: the dtype that a placement computes in
 errors.py: the error tree, drawn in its docstring
 fitting.py: whether a model fits, in short
 ids.py: names that several processes use
@@ -21,4 +21,5 @@ spares.py: which nodes hold warm spares
 split.py: how many layers each stage gets
 split_refusal.py: at which layers a model may be split
 tour.py: the cheapest way round every set of nodes
+weighing.py: the placements that come into question, in every dtype
 """

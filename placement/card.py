@@ -26,10 +26,10 @@ MAX_K = 8
 SHIPPED_MAX_K = 3
 """Drafts a round that a card of this package may ask for."""
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of one number, by dtype."""
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-# A quantised group of 64 weights carries a 16-bit scale and a 16-bit bias: half a bit a weight.
 _SIXTEENTHS_PER_BYTE = 16
 
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -187,7 +187,7 @@ class ModelCard(BaseModel):
     @property
     def hidden_bytes(self) -> int:
         """One row of the hidden state, as a stage sends it to the next."""
-        return self.hidden_size * _BYTES[self.dtype]
+        return self.hidden_size * BYTES[self.dtype]
 
     @property
     def kv_bytes_per_layer_token(self) -> int:
@@ -197,13 +197,13 @@ class ModelCard(BaseModel):
         # Of each group a scale and a bias in `dtype` beside the numbers.
         row = 2 * self.num_key_value_heads * self.head_dim
         groups = row // self.kv_group_size
-        return row * self.kv_bits // 8 + groups * 2 * _BYTES[self.dtype]
+        return row * self.kv_bits // 8 + groups * 2 * BYTES[self.dtype]
 
     @property
     def kv_bytes_per_head_token(self) -> int:
         """As `kv_bytes_per_layer_token`, of the draft head, whose cache is never quantised."""
         row = self.kv_row_width or 2 * self.num_key_value_heads * self.head_dim
-        return row * _BYTES[self.dtype]
+        return row * BYTES[self.dtype]
 
     @property
     def memory_bytes(self) -> int:
@@ -214,7 +214,7 @@ class ModelCard(BaseModel):
         if not self.fp8:
             return self.weight_bytes
         ends = min(self.endpoint_bytes, self.weight_bytes)  # no publisher stores these in FP8
-        return ends + (self.weight_bytes - ends) * _BYTES[self.dtype]
+        return ends + (self.weight_bytes - ends) * BYTES[self.dtype]
 
     @property
     def embedding_bytes(self) -> int:
@@ -283,6 +283,21 @@ class ModelCard(BaseModel):
         }
         return self.model_copy(update=changes)
 
+    def computed_in(self, dtype: str) -> "ModelCard":
+        """The card of what is in memory where the model is computed in `dtype`: weights, caches and
+        hidden states take its bytes. Its `weight_bytes` are no download's."""
+        if dtype == self.dtype:
+            return self
+        facts = {"dtype": dtype, "fp8": False}
+        new, old = BYTES[dtype], BYTES[self.dtype]
+        if self.quantization is None:
+            return self.model_copy(update={**facts, "weight_bytes": self.memory_bytes * new // old})
+        # Scales and the head change, the quantised numbers do not.
+        stored, head = self._sixteenths[1], self.mtp_bytes
+        grown = stored - old // 2 + new // 2
+        size = -(-max(0, self.weight_bytes - head) * grown // stored) + head * new // old
+        return self.model_copy(update={**facts, "weight_bytes": size})
+
     def attention_layers(self, first: int, end: int) -> int:
         """How many of layers [first, end) hold a KV cache, if those are spread evenly.
 
@@ -297,8 +312,10 @@ class ModelCard(BaseModel):
     @property
     def _sixteenths(self) -> tuple[int, int]:
         """Sixteenths of a byte that one weight takes: (in `dtype`, as stored)."""
-        plain = _SIXTEENTHS_PER_BYTE * _BYTES[self.dtype]
-        return plain, plain if self.quantization is None else 2 * self.quantization + 1
+        plain = _SIXTEENTHS_PER_BYTE * BYTES[self.dtype]
+        # A quantised group of 64 weights has a scale and a bias in `dtype`.
+        scales = BYTES[self.dtype] // 2
+        return plain, plain if self.quantization is None else 2 * self.quantization + scales
 
     @property
     def _fusion_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .card import BYTES
 from .ids import ModelId, NodeId
 
 
@@ -40,6 +41,16 @@ class NodeFacts:
     """On this node's disk, whole."""
     profile: LayerProfile | None = None
     """Of the model that is being placed; None: bytes over bandwidth stand for it."""
+    profile_dtype: str = ""
+    """That it was measured in; empty: not told."""
+    dtype: str = "auto"
+    """What its operator asked for."""
+    float32_products: str = ""
+    """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
+
+
+OWN = "cpu_product"
+"""`NodeFacts.float32_products` where they are in use: that kernel's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,10 @@ class ClusterView:
             if facts.id == node:
                 return facts
         raise KeyError(node)
+
+    def measured_in(self, dtype: str) -> "ClusterView":
+        """The view less times that were measured in a dtype of another size."""
+        return replace(self, nodes=tuple(_measured_in(node, dtype) for node in self.nodes))
 
     def between(self, a: NodeId, b: NodeId) -> list[LinkFacts]:
         """Every measured link of the two."""
@@ -118,6 +133,11 @@ def evened(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
         else node
         for node in nodes
     )
+
+
+def _measured_in(node: NodeFacts, dtype: str) -> NodeFacts:
+    measured = BYTES.get(node.profile_dtype)
+    return node if measured in (None, BYTES[dtype]) else replace(node, profile=None)
 
 
 def _layer_seconds(node: NodeFacts) -> float:

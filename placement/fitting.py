@@ -21,14 +21,22 @@ class Fit:
     """A token, predicted; 0 where it does not fit."""
     context: int
     reason: str = ""
+    dtype: str = ""
+    """That it would compute in; empty where it does not fit."""
+    dtype_reason: str = ""
 
 
 def fit(card: ModelCard, view: ClusterView) -> Fit:
     """Where the model would run if nothing else did; the view's memory decides."""
-    sizes = ModelSizes.of(card, min(card.context_length, DEFAULT_CONTEXT))
-    needed = sizes.need(0, card.num_layers, generator=True)
     try:
         best = plan(card, view)
     except InsufficientMemory as fault:
-        return Fit(0, needed, 0.0, 0, fault.message)
-    return Fit(len(best.stages), needed, best.score, best.context_length)
+        return Fit(0, _needed(card), 0.0, 0, fault.message)
+    needed = _needed(card.computed_in(best.dtype))
+    why = (best.dtype, best.dtype_reason)
+    return Fit(len(best.stages), needed, best.score, best.context_length, "", *why)
+
+
+def _needed(card: ModelCard) -> int:
+    sizes = ModelSizes.of(card, min(card.context_length, DEFAULT_CONTEXT))
+    return sizes.need(0, card.num_layers, generator=True)

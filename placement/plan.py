@@ -1,18 +1,19 @@
 """Chooses the nodes of a model, and tells a person why."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import Candidate, Task, assigned, pipelines, seconds_of, singles
+from .candidates import Task, assigned
 from .card import ModelCard
 from .cluster import ClusterView, StageAssignment
 from .context import context_reason, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token, stage_bytes
+from .dtype import CHECKPOINTS
 from .ids import ModelId
 from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
-from .reasons import drafting_reason, insufficient, mtp_off_reason, split_by_hand, why
+from .reasons import drafting_reason, insufficient, mtp_off_reason, why
 from .split_refusal import MAY_BE_SPLIT, SplitRefusal
+from .weighing import Choice, Request, weigh, weigh_by_hand
 
 __all__ = [
     "ASSUMED_MTP_SPEEDUP",
@@ -44,6 +45,10 @@ class Placement:
     """Tokens of KV that there is room for."""
     mtp_off_reason: str
     """Why the generator must not load a head that the card declares; empty where it may."""
+    dtype: str
+    """That every stage computes in."""
+    dtype_reason: str
+    """Why that one, for a person."""
     bound: float = 0.0
     """Seconds a token that no allowed placement can beat; `score` itself where that is proven."""
 
@@ -87,15 +92,18 @@ def plan(
 def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
     """What stage `number` takes of its node, with its context and the planner's headroom."""
     stage, context = placement.stages[number], placement.context_length
-    mtp = not placement.mtp_off_reason
+    mtp, card = not placement.mtp_off_reason, card.computed_in(placement.dtype)
     return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
 
 
-def seconds_now(card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment]) -> float:
+def seconds_now(
+    card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment], dtype: str
+) -> float:
     """Seconds a token of stages that are loaded, as in `Placement.score`.
 
     Raises KeyError for a node that is not in the view.
     """
+    card, view = card.computed_in(dtype), view.measured_in(dtype)
     if len(stages) > 1:
         return seconds_per_token(card, stages, view)
     task = Task(card, view, allowed(card, view, ANY, MAY_BE_SPLIT), card.native_mtp is not None)
@@ -111,43 +119,45 @@ def preview(
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Preview:
     """As `plan`, with the next best choice beside it."""
-    bounds = allowed(card, view, options, pipeline_refusal)
-    task = Task(card, view, bounds, native_mtp and card.native_mtp is not None)
-    ranked, weighed, floor = _ranked(task)
-    if options.layers:
-        by_hand = split_by_hand(task, [count for _, count in options.layers])
-        free = Task(card, view, allowed(card, view, _free(options), pipeline_refusal), task.mtp)
-        ranked, weighed, floor = _ranked(free)
-        ranked = [by_hand, *(other for other in ranked if other.stages != by_hand.stages)]
+    mtp = native_mtp and card.native_mtp is not None
+    asked = Request(card, view, options, pipeline_refusal, mtp)
+    by_hand = weigh_by_hand(asked) if options.layers else None
+    weighed = weigh(asked if by_hand is None else replace(asked, options=_free(options)))
+    ranked = [*weighed.choices]
+    if by_hand is not None:
+        stages = by_hand.candidate.stages
+        ranked = [by_hand, *(other for other in ranked if other.candidate.stages != stages)]
     if not ranked:
-        raise insufficient(task, options, pipeline_refusal)
+        raise insufficient(weighed.task, options, pipeline_refusal)
     best, *others = ranked
-    bound = min(floor, *(candidate.seconds for candidate in ranked))
-    words = why(task, best, ranked, bound, options, pipeline_refusal)
-    if context := context_reason(task, best, options):
-        words += f"; {context}"
+    bound = min(weighed.floor, *(choice.candidate.seconds for choice in ranked))
     runner_up = None
     if others:
-        runner_up = _placement(task, options, others[0], str(others[0]), None, bound)
+        runner_up = _placement(options, others[0], str(others[0].candidate), None, bound)
+    words = _words(best, ranked, bound, options, pipeline_refusal)
     return Preview(
-        best=_placement(task, options, best, words, runner_up and runner_up.reason, bound),
+        best=_placement(options, best, words, runner_up and runner_up.reason, bound),
         runner_up=runner_up,
         bound_s=bound,
-        candidates_considered=weighed,
-        drafting=drafting_reason(task, best, native_mtp=native_mtp),
+        candidates_considered=weighed.sets,
+        drafting=drafting_reason(best.task, best.candidate, native_mtp=native_mtp),
     )
 
 
-def _ranked(task: Task) -> tuple[list[Candidate], int, float]:
-    """The candidates, the best first; how many were weighed; what the others cost at least."""
-    bounds = task.allowed
-    found = singles(task) if bounds.least == 1 else []
-    weighed, floor = len(found), math.inf
-    if bounds.most > 1:
-        split, outcome = pipelines(task, found)
-        found += split
-        weighed, floor = weighed + outcome.sets, seconds_of(outcome.floor)
-    return sorted(found, key=lambda candidate: candidate.rank), weighed, floor
+def _words(
+    best: Choice,
+    ranked: Sequence[Choice],
+    bound: float,
+    options: PlanOptions,
+    refusal: SplitRefusal,
+) -> str:
+    candidates = [choice.candidate for choice in ranked]
+    words = why(best.task, best.candidate, candidates, bound, options, refusal)
+    if context := context_reason(best.task, best.candidate, options):
+        words += f"; {context}"
+    if best.dtype.reason != CHECKPOINTS:
+        words += f"; computes in {best.dtype.name}: {best.dtype.reason}"
+    return words
 
 
 def _free(options: PlanOptions) -> PlanOptions:
@@ -156,13 +166,9 @@ def _free(options: PlanOptions) -> PlanOptions:
 
 
 def _placement(
-    task: Task,
-    options: PlanOptions,
-    candidate: Candidate,
-    reason: str,
-    runner_up: str | None,
-    bound: float,
+    options: PlanOptions, choice: Choice, reason: str, runner_up: str | None, bound: float
 ) -> Placement:
+    task, candidate = choice.task, choice.candidate
     return Placement(
         model=task.card.id,
         stages=candidate.stages,
@@ -171,5 +177,7 @@ def _placement(
         runner_up=runner_up,
         context_length=longest_context(task, candidate, options),
         mtp_off_reason=mtp_off_reason(task, candidate),
+        dtype=choice.dtype.name,
+        dtype_reason=choice.dtype.reason,
         bound=bound,
     )

@@ -103,6 +103,19 @@ def mtp_off_reason(task: Task, best: Candidate) -> str:
     )
 
 
+def too_wide(task: Task, chosen: Candidate) -> str:
+    """Why the nodes of `chosen` do not compute in the dtype of `task`, which would be faster."""
+    dtype, has = task.card.dtype, sum(node.memory_bytes for node in chosen.nodes)
+    need = task.sizes.need(0, task.card.num_layers, generator=True)
+    where = chosen.nodes[0].name if len(chosen.nodes) == 1 else "the nodes together"
+    if len(chosen.nodes) > 1 and need <= has:
+        return f"{dtype}, which is faster there, does not fit this split"
+    return (
+        f"{dtype}, which is faster there, needs {_gigabytes_up(need)}, and {where} "
+        f"{'has' if len(chosen.nodes) == 1 else 'have'} {_gigabytes_down(has)}"
+    )
+
+
 def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
     """The split that was asked for: `counts` layers on each allowed node, in their order.
 

@@ -452,6 +452,7 @@ class NodeFacts(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     SPLIT_REFUSALS_FIELD_NUMBER: _builtins.int
     HELD_MODELS_FIELD_NUMBER: _builtins.int
+    FLOAT32_PRODUCTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -478,6 +479,8 @@ class NodeFacts(_message.Message):
     """EXO_NATIVE_MTP_STRICT: 0 off, 1 as many as the card needs, or a number"""
     uptime_ms: _builtins.int
     """of its process: of two that claim one id, the younger is refused"""
+    float32_products: _builtins.str
+    """"own", or why its CPU has none; empty: no CPU, or not told"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -533,10 +536,11 @@ class NodeFacts(_message.Message):
         links: _abc.Iterable[Global___LinkReport] | None = ...,
         split_refusals: _abc.Iterable[Global___SplitRefusal] | None = ...,
         held_models: _abc.Iterable[Global___HeldModel] | None = ...,
+        float32_products: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "strict_rows", b"strict_rows", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1760,6 +1764,7 @@ class StageSpec(_message.Message):
     PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    DTYPE_REASON_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -1818,6 +1823,8 @@ class StageSpec(_message.Message):
     """where those are. As `path`"""
     partial: _builtins.bool
     """of the other stages' weight files `path` has headers only. As `path`"""
+    dtype_reason: _builtins.str
+    """why `dtype`, for the final stats"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -1859,10 +1866,11 @@ class StageSpec(_message.Message):
         prefix_disk_bytes: _builtins.int = ...,
         prefix_folder: _builtins.str = ...,
         partial: _builtins.bool = ...,
+        dtype_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3452,6 +3460,8 @@ class Stats(_message.Message):
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     BATCH_IDENTITY_FIELD_NUMBER: _builtins.int
     KV_BITS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    DTYPE_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "none" """
     num_draft_tokens: _builtins.int
@@ -3483,6 +3493,9 @@ class Stats(_message.Message):
     batch_identity: _builtins.str
     kv_bits: _builtins.int
     """0: attention's caches are not quantised"""
+    dtype: _builtins.str
+    """as in StageSpec"""
+    dtype_reason: _builtins.str
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3524,10 +3537,12 @@ class Stats(_message.Message):
         greedy_identity: _builtins.str = ...,
         batch_identity: _builtins.str = ...,
         kv_bits: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        dtype_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

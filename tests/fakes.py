@@ -232,8 +232,8 @@ class FakeFacts:
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
-        return StageSettings("float32", adaptive_draft=self.adaptive)
+    def stage_settings(self, generator: NodeId) -> StageSettings:
+        return StageSettings(adaptive_draft=self.adaptive)
 
 
 @dataclass

@@ -40,4 +40,6 @@ def stats_to_json(stats: pb.Stats) -> dict[str, Any]:
         "greedy_identity": stats.greedy_identity,
         "batch_identity": stats.batch_identity,
         "kv_bits": stats.kv_bits or None,
+        "dtype": stats.dtype,
+        "dtype_reason": stats.dtype_reason,
     }

@@ -53,6 +53,7 @@ def one(entry: Mapping[str, Any]) -> str:
         "size": f"{size(entry.get('size_bytes'))}, {text_of(entry.get('format'))}",
         "context": f"{text_of(entry.get('context_length'))} tokens",
         "fits": fits(entry) + (f", about {speed:g} tokens a second" if speed else ""),
+        "computes in": _dtype(fit),
         "native MTP": text_of(entry.get("mtp")),
         "folder": text_of(entry.get("folder") or "not on this machine"),
     }
@@ -60,6 +61,12 @@ def one(entry: Mapping[str, Any]) -> str:
     if others:
         lines["quantised"] = ", ".join(others)
     return _joined([f"{name:<11} {text}" for name, text in lines.items()])
+
+
+def _dtype(fit: Mapping[str, Any]) -> str:
+    if not fit.get("dtype"):
+        return "-"
+    return f"{text_of(fit['dtype'])}: {text_of(fit.get('dtype_reason'))}"
 
 
 def checked(found: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def this_machine(
     library = ModelLibrary(
         settings.models_folders(wanted), offline=wanted.offline, cards=wanted.cards_dir
     )
-    return wanted, library, view_of(hardware)
+    return wanted, library, view_of(hardware, wanted)
 
 
 def _note(text: str) -> None:

@@ -26,7 +26,7 @@ def told(preview: Mapping[str, Any]) -> str:
         _placement("best", best),
         *_stages(best),
         *_to_bring(best),
-        f"  {best['context_length']} tokens of context",
+        f"  {best['context_length']} tokens of context, in {best['dtype']}",
         _placement("runner-up", runner_up) if runner_up else "runner-up: none",
         *(_stages(runner_up) if runner_up else ()),
         *(_to_bring(runner_up) if runner_up else ()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ...placement.cluster import OWN
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...placement.ids import NodeId
 from ...placement.split_refusal import SplitRefusal, refusal_in
@@ -59,6 +60,7 @@ class Profiling:
         self._client = client
         self._working: dict[tuple[str, int], _Working] = {}
         self._refusals: dict[str, SplitRefusal] = {}
+        self._products_refused = False
         self._members: Members = lambda: ()
         self._reports: Reports = lambda: ()
         self._timing = timing
@@ -96,6 +98,8 @@ class Profiling:
         facts.profiles.extend(self._profiles.times())
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
+        if self._products_refused and facts.float32_products == OWN:
+            facts.float32_products = "a load found them wrong or slower here; see the log"
         refused = self._refusals.items()
         facts.split_refusals.extend(
             pb.SplitRefusal(model=m, reason=r.reason, borders=sorted(r.borders)) for m, r in refused
@@ -146,6 +150,8 @@ class Profiling:
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
         spec.listen.extend(self._addresses[1:])
         ready = await self.heeding(spec.model, load())
+        if spec.dtype == "float32":
+            self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
             await asyncio.to_thread(self._profiles.keep, checkpoint, ready.layers)
         self._working[spec.placement, spec.stage] = _Working(checkpoint)

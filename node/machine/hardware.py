@@ -15,6 +15,8 @@ from typing import Final, Literal
 
 import psutil
 
+from ...shard.model.cpu_code import own_products
+
 Backend = Literal["metal", "cuda", "cpu"]
 
 _GB: Final = 10**9
@@ -79,6 +81,13 @@ class Hardware:
     available_bytes: int
     usable_bytes: int
     bandwidth: float
+    float32_products: str = ""
+    """As in `placement.cluster.NodeFacts`; of EXO_KERNELS it knows nothing."""
+
+    def products_with(self, kernels: str) -> str:
+        """`float32_products` under EXO_KERNELS = `kernels`."""
+        off = kernels == "mlx" and self.float32_products
+        return "EXO_KERNELS is mlx" if off else self.float32_products
 
 
 def detect_hardware(
@@ -86,7 +95,8 @@ def detect_hardware(
     memory_limit: int | None = None,
     visible_gpus: str | None = None,
 ) -> Hardware:
-    """This machine. `distributions` are the installed ones; blocks for up to some seconds.
+    """This machine. `distributions` are the installed ones; blocks for up to some seconds, and for
+    one more the first time on a CPU, for which it compiles.
 
     `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed; None: unset.
     """
@@ -105,6 +115,7 @@ def detect_hardware(
         available_bytes=available,
         usable_bytes=usable_memory(backend, total, available, memory_limit),
         bandwidth=estimate_bandwidth(chip, backend, psutil.cpu_count(logical=False)),
+        float32_products=own_products() if backend == "cpu" else "",
     )
 
 

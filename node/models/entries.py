@@ -20,6 +20,8 @@ def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
             "needed_bytes": fit.needed_bytes,
             "tokens_per_second": round(1 / fit.seconds, 1) if fit.seconds else None,
             "reason": fit.reason or None,
+            "dtype": fit.dtype or None,
+            "dtype_reason": fit.dtype_reason or None,
         },
     }
 

@@ -191,7 +191,7 @@ class Claims:
         )
 
     def _placed(self, record: LoadedPlacement, asked: pb.AcquireRequest) -> pb.Placed:
-        settings = self._facts.stage_settings(record.generator.node, record.card)
+        settings = self._facts.stage_settings(record.generator.node)
         drafting = self._drafting(record.card, record, asked, adaptive=settings.adaptive_draft)
         placed = placed_of(record)
         placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive

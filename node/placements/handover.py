@@ -41,6 +41,8 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
         runner_up=held.runner_up or None,
         context_length=held.stages[0].spec.context_length,
         mtp_off_reason=held.mtp_off_reason,
+        dtype=held.stages[0].spec.dtype,
+        dtype_reason=held.stages[0].spec.dtype_reason,
     )
     desired = desired_from_wire(held.desired)
     record = LoadedPlacement(

@@ -92,6 +92,11 @@ class LoadedPlacement:
         return self.load.status
 
     @property
+    def in_memory(self) -> ModelCard:
+        """The card of what its stages hold, in the dtype that they compute in."""
+        return self.card.computed_in(self.plan.dtype)
+
+    @property
     def desired(self) -> DesiredPlacement:
         """What is asked of a placement that takes its place."""
         return DesiredPlacement(self.options, self.spares_wanted, flexible=True)

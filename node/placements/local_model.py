@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, NodeFacts
-from ...placement.dtype import resolve_dtype
 from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
@@ -94,9 +93,8 @@ def _spec(
     [spec] = build_specs(
         PlacementId("local"),
         card,
-        _plan(card, hardware),
+        _plan(card, hardware, settings),
         StageSettings(
-            resolve_dtype(settings.dtype, card, hardware.backend, hardware.chip),
             switches.value("native_mtp_async_draft_eval"),
             switches.value("native_mtp_adaptive"),
             settings.native_mtp_strict,
@@ -108,7 +106,7 @@ def _spec(
     return spec
 
 
-def view_of(hardware: Hardware) -> ClusterView:
+def view_of(hardware: Hardware, settings: Settings) -> ClusterView:
     """A cluster of this machine alone."""
     here = NodeFacts(
         id=_HERE,
@@ -117,9 +115,11 @@ def view_of(hardware: Hardware) -> ClusterView:
         memory_bandwidth=hardware.bandwidth,
         backend=hardware.backend,
         chip=hardware.chip,
+        dtype=settings.dtype,
+        float32_products=hardware.products_with(settings.kernels),
     )
     return ClusterView(nodes=(here,), head=_HERE)
 
 
-def _plan(card: ModelCard, hardware: Hardware) -> Placement:
-    return plan(card, view_of(hardware), PlanOptions(max_nodes=1))
+def _plan(card: ModelCard, hardware: Hardware, settings: Settings) -> Placement:
+    return plan(card, view_of(hardware, settings), PlanOptions(max_nodes=1))

@@ -172,7 +172,7 @@ def settles(record: LoadedPlacement, planned: Placement, view: ClusterView) -> s
     wanted = len({stage.node for stage in planned.stages})
     if used < record.options.min_nodes and used < wanted:
         return f"{wanted} nodes can hold it again, as was asked for"
-    present = seconds_now(record.card, view, record.stages)
+    present = seconds_now(record.card, view, record.stages, record.plan.dtype)
     if planned.score > WORTHWHILE * present:
         return ""
     return f"{1000 * planned.score:.3g} ms a token are expected there, {1000 * present:.3g} here"

@@ -44,5 +44,5 @@ def _holders(record: LoadedPlacement) -> list[tuple[NodeId, int]]:
 def _bytes(record: LoadedPlacement, number: int) -> int:
     stage = record.stages[number]
     mtp = record.specs[0].native_mtp if record.specs else not record.plan.mtp_off_reason
-    context = record.plan.context_length
-    return stage_bytes(record.card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
+    context, card = record.plan.context_length, record.in_memory
+    return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)

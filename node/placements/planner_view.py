@@ -1,14 +1,13 @@
-"""This node's facts, and what placing asks: views, cards, switches, dtypes."""
+"""This node's facts, and what placing asks: views, cards, switches."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
-from ...placement.card import ModelCard
+from ...placement.card import BYTES, ModelCard
 from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
-from ...placement.dtype import resolve_dtype
 from ...placement.errors import ModelNotFound
 from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
@@ -114,16 +113,15 @@ class NodeFactsSource:
                 return EnabledState(True)
         return self._switches.mtp()
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+    def stage_settings(self, generator: NodeId) -> StageSettings:
         facts = self._facts_of(generator)
         if facts is None:
-            return StageSettings(resolve_dtype("auto", card, "cpu", ""))
+            return StageSettings()
         async_eval, adaptive = facts.async_draft_eval, facts.adaptive_draft
         if generator == self._self:
             async_eval = self._switches.value("native_mtp_async_draft_eval")
             adaptive = self._switches.value("native_mtp_adaptive")
-        dtype = resolve_dtype(facts.dtype or "auto", card, facts.backend, facts.chip)
-        return StageSettings(dtype, async_eval, adaptive, facts.strict_rows)
+        return StageSettings(async_eval, adaptive, facts.strict_rows)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._members() if m.id == node), None)
@@ -150,6 +148,9 @@ def node_facts(
         chip=f.chip,
         models=frozenset(ModelId(model) for model in f.models),
         profile=_profile(f, placing),
+        profile_dtype=times.dtype if (times := _times(f, placing)) else "",
+        dtype=f.dtype if f.dtype in BYTES else "auto",
+        float32_products=f.float32_products,
     )
 
 
@@ -189,14 +190,24 @@ def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
     So a node that never loaded the model is not weighed by its data sheet against its twin's
     measurement; and what else ran during a measurement only ever adds to it.
     """
-    kin: dict[tuple[str, str], list[LayerProfile]] = {}
+    kin: dict[tuple[str, str, str], list[LayerProfile]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
     for node in nodes:
-        if node.profile is not None:
-            kin.setdefault((node.chip, node.backend), []).append(node.profile)
-    shared = {kind: _least(profiles) for kind, profiles in kin.items() if kind[0]}
-    return tuple(
-        replace(node, profile=shared.get((node.chip, node.backend), node.profile)) for node in nodes
-    )
+        if node.profile is not None and node.chip:
+            kin.setdefault(_kind(node), []).append(node.profile)
+            dtypes[node.chip, node.backend] = node.profile_dtype
+    shared = {kind: _least(profiles) for kind, profiles in kin.items()}
+
+    def told(node: NodeFacts) -> NodeFacts:
+        dtype = node.profile_dtype or dtypes.get((node.chip, node.backend), "")
+        node = replace(node, profile_dtype=dtype)
+        return replace(node, profile=shared.get(_kind(node), node.profile))
+
+    return tuple(map(told, nodes))
+
+
+def _kind(node: NodeFacts) -> tuple[str, str, str]:
+    return node.chip, node.backend, node.profile_dtype
 
 
 def _least(profiles: Sequence[LayerProfile]) -> LayerProfile:

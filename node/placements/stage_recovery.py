@@ -174,7 +174,7 @@ class StageRecovery:
         view = without(self._facts.view(record.card.id), dead)
         mtp = record.specs[0].native_mtp
         stages, context = record.stages, record.plan.context_length
-        node = spare_node(record.card, view, stages, stage, held, context, mtp=mtp)
+        node = spare_node(record.in_memory, view, stages, stage, held, context, mtp=mtp)
         if node is None:
             raise InsufficientMemory(
                 f"stage {stage} of {record.card.id} is lost and no live node has room for its "
@@ -195,7 +195,7 @@ class StageRecovery:
         view = self._facts.view(record.card.id)
         mtp = record.specs[0].native_mtp
         stages, context = record.stages, record.plan.context_length
-        node = spare_node(record.card, view, stages, stage, record.holders(), context, mtp=mtp)
+        node = spare_node(record.in_memory, view, stages, stage, record.holders(), context, mtp=mtp)
         if node is None:
             record.spares_missing = (
                 f"no live node has room for a spare of stage {stage} beside what it holds; start "

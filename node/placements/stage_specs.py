@@ -22,7 +22,6 @@ PREFILL_CHUNK = 512
 class StageSettings:
     """What a generator's node decides about the models it generates with."""
 
-    dtype: str
     async_draft_eval: bool = True
     adaptive_draft: bool = True
     strict_rows: int = 0
@@ -48,7 +47,7 @@ def build_specs(
     stages, mtp = plan.stages, card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
-    sizes = ModelSizes.of(card, plan.context_length)
+    sizes = ModelSizes.of(card.computed_in(plan.dtype), plan.context_length)
     return [
         pb.StageSpec(
             placement=placement,
@@ -61,7 +60,8 @@ def build_specs(
             hidden_size=card.hidden_size,
             vocabulary=card.vocab_size,
             checkpoint_sha256=fingerprint,
-            dtype=settings.dtype,
+            dtype=plan.dtype,
+            dtype_reason=plan.dtype_reason,
             prefill_chunk=PREFILL_CHUNK,
             kv_bits=card.kv_bits or 0,
             kv_group_size=card.kv_group_size if card.kv_bits else 0,

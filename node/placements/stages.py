@@ -74,7 +74,7 @@ class Facts(Protocol):
         """The native-MTP switch as it holds for a generator on that node."""
         ...
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
+    def stage_settings(self, generator: NodeId) -> StageSettings:
         """What the generator's node decides."""
         ...
 
@@ -88,7 +88,7 @@ def specs_of(
         record.id,
         record.card,
         record.plan,
-        facts.stage_settings(generator, record.card),
+        facts.stage_settings(generator),
         facts.mtp_switch(generator),
         fingerprint=fingerprint,
         lease_s=lease_s,

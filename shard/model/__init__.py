@@ -1,5 +1,6 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
+cpu_code.py: machine code of those products, and whether this machine can have it
 cpu_products.py: float32 products on Linux CPUs, in the place of the BLAS that MLX brings
 fused_code.py: a folder for what MLX compiles, apart from other users and processes
 fusing.py: a compiler for operations that MLX fuses on a CPU, or none

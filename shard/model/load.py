@@ -206,6 +206,7 @@ def _expectation(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
         context_length=spec.context_length,
         vocabulary=spec.vocabulary or vocabulary_size(config),
         kv_bits=spec.kv_bits,
+        dtype_reason=spec.dtype_reason,
     )
 
 

@@ -16,3 +16,5 @@ class StageLimits:
     vocabulary: int
     kv_bits: int = 0
     """Of each number in attention's caches, told with the stats; 0: as `dtype`."""
+    dtype_reason: str = ""
+    """Why `dtype`, told with the stats."""

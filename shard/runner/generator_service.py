@@ -20,7 +20,7 @@ from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
 from .answer_pieces import AnswerPieces
-from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire
+from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
 from .refusal import Context, refuse
 
 log = logging.getLogger(__name__)
@@ -66,14 +66,14 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         )
         for replayed in asked.replay:
             thought.take(replayed.tokens)
-        steps = self._engine.generate(asked)
+        steps, shared = self._engine.generate(asked), shared_stats(self._expected)
         run = self._compute.drive(steps, put, put, background=asked.background)
         try:
             async for event in _drain(events, run):
                 told = await _told(event, pieces)
                 if isinstance(event, Delta):
                     thought.take(event.round.tokens)
-                wire = event_to_wire(event, told, self._engine.token_bytes, self._expected.kv_bits)
+                wire = event_to_wire(event, told, self._engine.token_bytes, shared)
                 if isinstance(event, Done):
                     wire.finished.reasoning_tokens = thought.tokens
                 yield wire

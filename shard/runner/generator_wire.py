@@ -7,13 +7,14 @@ from ...mtp.steps import Prefilled
 from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
 from ..engine.events import Delta, Done, EngineEvent, Retold
+from ..model.stage_limits import StageLimits
 
 if TYPE_CHECKING:
     from ..text.token_bytes import TokenBytes
 
 
 def event_to_wire(
-    event: EngineEvent, pieces: Sequence[pb.Piece], token_bytes: "TokenBytes", kv_bits: int
+    event: EngineEvent, pieces: Sequence[pb.Piece], token_bytes: "TokenBytes", shared: pb.Stats
 ) -> pb.GenerateEvent:
     """What the node sees of one event of the engine, with its text in `pieces`."""
     text, rest = _first_text(pieces)
@@ -35,7 +36,8 @@ def event_to_wire(
             delta = pb.Delta(round=wire, text=text, logprobs=logprobs, pieces=rest)
             return pb.GenerateEvent(delta=delta)
         case Done(reason, _, stats, identity, batch_identity, stopped_by):
-            told = stats_to_wire(stats, identity, batch_identity, kv_bits)
+            told = stats_to_wire(stats, identity, batch_identity)
+            told.MergeFrom(shared)
             finished = pb.Finished(
                 reason=reason, stats=told, text=text, pieces=rest, stopped_by=stopped_by
             )
@@ -80,10 +82,13 @@ def sampling_from_wire(wire: pb.Sampling) -> Sampling:
     )
 
 
-def stats_to_wire(
-    stats: GenerationStats, identity: str, batch_identity: str = "off", kv_bits: int = 0
-) -> pb.Stats:
-    """`GenerationStats` with what all answers of a load share."""
+def shared_stats(limits: StageLimits) -> pb.Stats:
+    """What all answers of a load say of it."""
+    return pb.Stats(kv_bits=limits.kv_bits, dtype=limits.dtype, dtype_reason=limits.dtype_reason)
+
+
+def stats_to_wire(stats: GenerationStats, identity: str, batch_identity: str = "off") -> pb.Stats:
+    """`GenerationStats` with what was measured at the load."""
     return pb.Stats(
         drafter_kind=stats.drafter_kind,
         num_draft_tokens=stats.num_draft_tokens,
@@ -114,5 +119,4 @@ def stats_to_wire(
         batching_reason=stats.batching_reason,
         greedy_identity=identity,
         batch_identity=batch_identity,
-        kv_bits=kv_bits,
     )

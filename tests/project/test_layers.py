@@ -32,7 +32,7 @@ ROOMS: dict[str, str] = {
         "placement proto mtp mtp/kernels "
         "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
     ),
-    "node/machine": "placement shard/checkpoint",
+    "node/machine": "placement shard/checkpoint shard/model",
     "node/trust": "placement node/machine",
     "node/models": "placement shard/checkpoint",
     "node/rpc": "placement proto node/trust node/machine",
@@ -65,6 +65,7 @@ MODULES = {
     ("node", "mtp"): {"types"},
     ("shard/text", "mtp"): {"types"},
     ("node/cli", "node"): {"run"},
+    ("node/machine", "shard/model"): {"cpu_code"},
     **{
         (r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster", "shard/engine")
     },
@@ -72,7 +73,7 @@ MODULES = {
 }
 """Where only some modules of the other room may be imported; `node` stands for its rooms too."""
 
-_MLX_FREE = ("mtp/types.py", "shard/checkpoint/*", "shard/prompts/*")
+_MLX_FREE = ("mtp/types.py", "shard/model/cpu_code.py", "shard/checkpoint/*", "shard/prompts/*")
 LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
     "grpc": (

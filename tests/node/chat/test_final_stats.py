@@ -5,7 +5,8 @@ from dataclasses import MISSING, asdict, fields, replace
 
 from exo_node.mtp.types import GenerationStats
 from exo_node.node.chat.final_stats import stats_to_json
-from exo_node.shard.runner.generator_wire import stats_to_wire
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.runner.generator_wire import shared_stats, stats_to_wire
 
 FULL = GenerationStats(
     drafter_kind="native_mtp",
@@ -41,9 +42,12 @@ FULL = GenerationStats(
 def test_every_field_reaches_the_api_as_it_was() -> None:
     same = [f.name for f in fields(FULL) if getattr(FULL, f.name) == f.default is not MISSING]
     assert same == [], "a field that has its default shows nothing"
-    told = stats_to_json(stats_to_wire(FULL, "bitwise", "near_tie", 8))
-    shared = {"greedy_identity": "bitwise", "batch_identity": "near_tie", "kv_bits": 8}
-    assert told == {**json.loads(json.dumps(asdict(FULL))), **shared}
+    wire = stats_to_wire(FULL, "bitwise", "near_tie")
+    limits = StageLimits("p", 1, "float16", 8, 8, 8, 8, kv_bits=8, dtype_reason="a reason")
+    wire.MergeFrom(shared_stats(limits))
+    shared = {"greedy_identity": "bitwise", "batch_identity": "near_tie"}
+    shared |= {"kv_bits": 8, "dtype": "float16", "dtype_reason": "a reason"}
+    assert stats_to_json(wire) == {**json.loads(json.dumps(asdict(FULL))), **shared}
 
 
 def test_what_there_is_none_of_is_null() -> None:

@@ -98,8 +98,8 @@ class Machines:
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
-        return StageSettings("float32")
+    def stage_settings(self, generator: NodeId) -> StageSettings:
+        return StageSettings()
 
     def check(self) -> None:
         """What is promised is what the placements that stand hold, and no more than there is."""

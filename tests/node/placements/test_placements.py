@@ -77,8 +77,8 @@ class _Facts:
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
-        return StageSettings("float32")
+    def stage_settings(self, generator: NodeId) -> StageSettings:
+        return StageSettings()
 
 
 class _Roomy(_Facts):
@@ -131,4 +131,4 @@ def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("setting", "rows"), [(0, 0), (1, 4), (2, 4), (8, 8)])
 def test_strict_rows_are_at_least_a_round_of_the_most_drafts(setting: int, rows: int) -> None:
-    assert StageSettings("float32", strict_rows=setting).rows_for(max_k=3) == rows
+    assert StageSettings(strict_rows=setting).rows_for(max_k=3) == rows

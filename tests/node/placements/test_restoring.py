@@ -116,8 +116,8 @@ class Cluster:
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         return EnabledState(True)
 
-    def stage_settings(self, generator: NodeId, card: ModelCard) -> StageSettings:
-        return StageSettings("float32")
+    def stage_settings(self, generator: NodeId) -> StageSettings:
+        return StageSettings()
 
     def lose(self, record: LoadedPlacement, stage: int) -> NodeId:
         """The stage's runner ends; nobody is told."""

@@ -25,8 +25,12 @@ from exo_node.node.runners.supervisor import Supervisor
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
 
-OWN = ("placement", "profile_folder", "prefix_folder", "listen", "measure_layers")
-"""What names one load, and where it listens and keeps its measurements: no answer depends on it."""
+OWN = (
+    *("placement", "profile_folder", "prefix_folder", "listen", "measure_layers"),
+    "dtype_reason",
+)
+"""What names one load and its node, and where it listens and keeps its measurements: no answer
+depends on it."""
 
 
 class Runners:

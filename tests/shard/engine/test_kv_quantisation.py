@@ -22,6 +22,7 @@ from zoo_runs import small
 from exo_node.mtp.probe import live_arrays
 from exo_node.mtp.rollback import rollback
 from exo_node.placement.errors import LoadFailed
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.model.kv_quantisation import KvQuantisation
@@ -102,7 +103,8 @@ def test_numbers_are_those_of_quantised_caches_and_the_stats_say_so() -> None:
     assert far > 2 * near > 0
     done = answer(engine(4), request(PROMPT, 0, 2)).done
     for bits in (4, 0):
-        assert event_to_wire(done, (), lambda _: b"", bits).finished.stats.kv_bits == bits
+        wire = event_to_wire(done, (), lambda _: b"", pb.Stats(kv_bits=bits))
+        assert wire.finished.stats.kv_bits == bits
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 10 / 32), (4, 6 / 32)])

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from exo_node.shard.model import cpu_products
-from exo_node.shard.model.cpu_products import CannotStandIn
+from exo_node.shard.model import cpu_code, cpu_products
+from exo_node.shard.model.cpu_code import CannotStandIn
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 Sgemm = Callable[..., mx.array]
@@ -25,7 +25,7 @@ Sgemm = Callable[..., mx.array]
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Beside MLX's, so that both can be called."""
     try:
-        code = cpu_products.machine_code()
+        code = cpu_code.machine_code()
     except CannotStandIn as fault:
         pytest.skip(str(fault))
     file = tmp_path_factory.mktemp("products") / "products.so"
@@ -121,7 +121,7 @@ def test_a_runner_computes_with_them_once_they_were_tried() -> None:
 @pytest.fixture
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu_products, "_state", "nothing was tried")
-    monkeypatch.setattr(cpu_products, "private_folder", lambda: None)
+    monkeypatch.setattr(cpu_code, "private_folder", lambda: None)
     yield
 
 
@@ -138,7 +138,7 @@ def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return found[0]
 
     monkeypatch.setattr(shutil, "which", which)
-    assert reason() == "there is no C compiler: install gcc, and load the model again"
+    assert reason() == "there is no C compiler: install gcc, and start the node again"
     refuses = tmp_path / "gcc"
     _ = refuses.write_text("#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
     refuses.chmod(0o755)
