@@ -60,7 +60,7 @@ def machine_code() -> bytes:
     path = folder / f"{key}.so" if folder else None
     if path and (held := kept(path)):
         return held
-    code = _compiled(compiler, text)
+    code = compiled(compiler, text)
     if path:
         keep(path, code)
     return code
@@ -78,7 +78,8 @@ def _require_cpu() -> None:
         raise CannotStandIn("this CPU has no AVX2")
 
 
-def _compiled(compiler: str, text: bytes) -> bytes:
+def compiled(compiler: str, text: bytes) -> bytes:
+    """`text` as a shared library. Raises CannotStandIn."""
     with tempfile.TemporaryDirectory(prefix="exo-node-products-") as scratch:
         out = Path(scratch) / "products.so"
         command = [compiler, *_OPTIONS, "-o", str(out), "-"]

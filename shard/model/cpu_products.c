@@ -3,6 +3,7 @@
 // Every element of C is summed in one order, whatever the numbers of rows and columns: a request
 // computes alone what it computes among others, and a verify what single steps do.
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 typedef float lanes __attribute__((vector_size(32)));
@@ -126,6 +127,14 @@ static void rows_by_columns(int m, int n, int depth, float alpha, const float *a
   }
 }
 
+static void rows_by(int tb, int m, int n, int depth, float alpha, const float *a, int64_t lda,
+                    const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+  if (tb == TRANSPOSED)
+    rows_by_rows(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+  else
+    rows_by_columns(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
 // What computes while it is set; NULL: this file.
 void exo_products_by(product given) { other = given; }
 
@@ -142,18 +151,24 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int depth, float alpha
     cblas_sgemm(ROW_MAJOR, tb, ta, n, m, depth, alpha, b, ldb, a, lda, beta, c, ldc);
     return;
   }
-  float *turned = NULL;
-  if (ta == TRANSPOSED && m > 0 && depth > 0) {
-    turned = malloc(sizeof(float) * (size_t)m * (size_t)depth);
-    if (!turned) abort();
-    for (int k = 0; k < depth; k++)
-      for (int i = 0; i < m; i++) turned[(size_t)i * depth + k] = a[(size_t)k * lda + i];
-    a = turned;
-    lda = depth;
+  if (ta != TRANSPOSED || m <= 0 || depth <= 0) {
+    rows_by(tb, m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+    return;
   }
-  if (tb == TRANSPOSED)
-    rows_by_rows(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
-  else
-    rows_by_columns(m, n, depth, alpha, a, lda, b, ldb, beta, c, ldc);
+  // Row by row where there is no room for all of A: each number is summed in the same order.
+  int rows = m;
+  float *turned = malloc(sizeof(float) * (size_t)rows * (size_t)depth);
+  if (!turned) turned = malloc(sizeof(float) * (size_t)(rows = 1) * (size_t)depth);
+  if (!turned) {
+    fprintf(stderr, "no memory for %zu bytes of a product: load the model with a shorter context\n",
+            sizeof(float) * (size_t)depth);
+    abort();
+  }
+  for (int first = 0; first < m; first += rows) {
+    for (int k = 0; k < depth; k++)
+      for (int i = 0; i < rows; i++)
+        turned[(size_t)i * depth + k] = a[(size_t)k * lda + first + i];
+    rows_by(tb, rows, n, depth, alpha, turned, depth, b, ldb, beta, c + (int64_t)first * ldc, ldc);
+  }
   free(turned);
 }

@@ -96,6 +96,39 @@ def test_zeros_behind_a_row_change_nothing(library: Any) -> None:
     )
 
 
+_SCARCE = b"""
+#include <stdlib.h>
+size_t most = 0;
+static void *scarce(size_t size) { return size > most ? NULL : malloc(size); }
+#define malloc scarce
+"""
+
+
+@pytest.mark.usefixtures("library")
+def test_without_room_to_turn_a_matrix_rows_are_turned_one_by_one_or_it_says_so(
+    library: Any, tmp_path: Path
+) -> None:
+    compiler = next(found for name in ("gcc", "cc", "clang") if (found := shutil.which(name)))
+    text = Path(cpu_code.__file__).with_name("cpu_products.c").read_bytes()
+    file = tmp_path / "scarce.so"
+    _ = file.write_bytes(cpu_code.compiled(compiler, _SCARCE + text))
+    scarce: Any = ctypes.CDLL(str(file))
+    a, b = mx.random.normal((13, 37), key=mx.random.key(3)), mx.random.normal((37, 21))
+    ctypes.c_size_t.in_dll(scarce, "most").value = 37 * 4
+    for tb in (False, True):
+        found, wanted = (product(each, a, b, ta=True, tb=tb) for each in (scarce, library))
+        assert mx.array_equal(found, wanted)
+    child = f"""
+import ctypes
+c = (ctypes.c_float * 4)()
+one = ctypes.c_float(1)
+ctypes.CDLL({str(file)!r}).cblas_sgemm(101, 112, 111, 2, 2, 2, one, c, 2, c, 2, one, c, 2)
+"""
+    ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+    assert ended.returncode < 0
+    assert "no memory for 8 bytes of a product" in ended.stderr
+
+
 _CHILD = """
 import time
 from exo_node.shard.model import loader_import
