@@ -2,6 +2,7 @@
 
 candidates.py: single nodes and pipelines with their costs
 card.py: ModelCard and NativeMtp, derived or written down
+chunk.py: how many rows of a prompt one forward reads
 cluster.py: what the planner is told of nodes
 config.py: a checkpoint's config.json, read as hostile input
 context.py: how long a context is that nobody asked for

@@ -9,8 +9,8 @@ from typing import Self
 from .card import ModelCard
 from .cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
 
-# Headroom for activations, recurrent state, fragmentation: 20 %, as a fraction of integers.
-_HEADROOM = (6, 5)
+HEADROOM = (6, 5)
+"""For activations, recurrent state, fragmentation: 20 %, as a fraction of integers."""
 
 UNMEASURED_BANDWIDTH = 50e9
 """Bytes a second of a node that has not said: a plain laptop's, so that a measured node wins."""
@@ -83,7 +83,7 @@ class ModelSizes:
         need = (end - first) * self.layer + caches * self.cache
         if generator:
             need += self.ends + (self.head if mtp else 0)
-        over, under = _HEADROOM
+        over, under = HEADROOM
         return -(-need * over // under)
 
 

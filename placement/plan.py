@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from .candidates import Task, assigned
 from .card import ModelCard
+from .chunk import MOST, prefill_chunk
 from .cluster import ClusterView, StageAssignment
 from .context import context_reason, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token, stage_bytes
@@ -49,6 +50,8 @@ class Placement:
     """That every stage computes in."""
     dtype_reason: str
     """Why that one, for a person."""
+    prefill_chunk: int = MOST
+    """Rows of a prompt in one forward."""
     bound: float = 0.0
     """Seconds a token that no allowed placement can beat; `score` itself where that is proven."""
 
@@ -169,15 +172,17 @@ def _placement(
     options: PlanOptions, choice: Choice, reason: str, runner_up: str | None, bound: float
 ) -> Placement:
     task, candidate = choice.task, choice.candidate
+    context, mtp = longest_context(task, candidate, options), candidate.speedup > 0
     return Placement(
         model=task.card.id,
         stages=candidate.stages,
         reason=reason,
         score=candidate.seconds,
         runner_up=runner_up,
-        context_length=longest_context(task, candidate, options),
+        context_length=context,
         mtp_off_reason=mtp_off_reason(task, candidate),
         dtype=choice.dtype.name,
         dtype_reason=choice.dtype.reason,
+        prefill_chunk=prefill_chunk(task.card, candidate.nodes, candidate.stages, context, mtp=mtp),
         bound=bound,
     )

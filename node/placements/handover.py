@@ -43,6 +43,7 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
         mtp_off_reason=held.mtp_off_reason,
         dtype=held.stages[0].spec.dtype,
         dtype_reason=held.stages[0].spec.dtype_reason,
+        prefill_chunk=held.stages[0].spec.prefill_chunk,
     )
     desired = desired_from_wire(held.desired)
     record = LoadedPlacement(

@@ -15,8 +15,6 @@ from ...placement.plan import Placement
 from ...proto import peer_pb2 as pb
 from ..machine.settings import Settings
 
-PREFILL_CHUNK = 512
-
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
@@ -62,7 +60,7 @@ def build_specs(
             checkpoint_sha256=fingerprint,
             dtype=plan.dtype,
             dtype_reason=plan.dtype_reason,
-            prefill_chunk=PREFILL_CHUNK,
+            prefill_chunk=plan.prefill_chunk,
             kv_bits=card.kv_bits or 0,
             kv_group_size=card.kv_group_size if card.kv_bits else 0,
             context_length=plan.context_length,

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
+from ...placement.chunk import MOST
 from .stage_model import StageModel
 
 REPEATS = 5
@@ -111,6 +112,6 @@ def _timed(work: Callable[[], Any], clock: Clock) -> float:
     return clock() - begun
 
 
-def probed_rows(max_draft_tokens: int, prefill_chunk: int) -> ProbeRows:
+def probed_rows(max_draft_tokens: int) -> ProbeRows:
     """What a stage is timed at; a model without drafts takes the K = 3 that others verify."""
-    return ProbeRows(verify=(max_draft_tokens or 3) + 1, prefill=prefill_chunk)
+    return ProbeRows(verify=(max_draft_tokens or 3) + 1, prefill=MOST)

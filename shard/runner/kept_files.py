@@ -26,7 +26,7 @@ def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
     # A fingerprint knows no weights: files that changed since are others.
     files = sorted(Path(spec.path).glob("*.safetensors"))
     seen = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    key = repr((_key(spec, loaded), spec.mtp_hidden, seen))
+    key = repr((_key(spec, loaded), spec.mtp_hidden, spec.prefill_chunk, seen))
     caches = loaded.model.make_caches
     return PrefixDisk(Path(spec.prefix_folder), key, spec.prefix_disk_bytes, caches)
 

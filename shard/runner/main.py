@@ -112,7 +112,7 @@ class Runner:
         self._spec = start.stage
         self._parent = parent
         self._compute = ComputeThread(died=self._died)
-        self._rows = probed_rows(self._spec.max_draft_tokens, self._spec.prefill_chunk)
+        self._rows = probed_rows(self._spec.max_draft_tokens)
         self._meter = LayerTimer(
             self._spec.end_layer - self._spec.first_layer,
             (1, self._rows.verify, self._rows.prefill),

@@ -10,7 +10,13 @@ import pytest
 from engines import load_quietly, spec
 
 from exo_node.shard.model import layer_probe
-from exo_node.shard.model.layer_probe import BUDGET_S, LayerTimes, probe_layers, probed_rows
+from exo_node.shard.model.layer_probe import (
+    BUDGET_S,
+    LayerTimes,
+    ProbeRows,
+    probe_layers,
+    probed_rows,
+)
 from exo_node.shard.model.stage_model import StageModel
 
 HIDDEN = 256
@@ -47,7 +53,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowModel], LayerTimes]:
             return entering
 
         monkeypatch.setattr(StageModel, "hidden", hidden)
-        rows = probed_rows(3, 512)
+        rows = probed_rows(3)
         return probe_layers(stage, HIDDEN, mx.float32, rows, model.clock, tail=False)
 
     return timed
@@ -81,15 +87,15 @@ def test_the_budget_bounds_the_runs(slow: Callable[[SlowModel], LayerTimes]) -> 
 
 
 def test_a_model_without_drafts_is_timed_at_the_rows_of_three() -> None:
-    assert probed_rows(0, 512).verify == 4
-    assert probed_rows(2, 512).verify == 3
+    assert probed_rows(0).verify == 4
+    assert probed_rows(2).verify == 3
 
 
 @pytest.mark.parametrize(("first", "tail"), [(0, True), (8, False)])
 def test_the_demos_stage_is_timed_and_left_as_it_was(first: int, tail: bool) -> None:
     loaded = load_quietly(spec(first=first, stage=int(first > 0), num_stages=2, end=first + 8))
     found = probe_layers(
-        loaded.model, HIDDEN, mx.float32, probed_rows(3, 32), time.perf_counter, tail=tail
+        loaded.model, HIDDEN, mx.float32, ProbeRows(4, 32), time.perf_counter, tail=tail
     )
     figures = (found.decode_s, found.verify_s, found.prefill_s)
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)

@@ -1,0 +1,70 @@
+"""How many rows of a prompt one forward reads."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from .card import BYTES, ModelCard
+from .cluster import OWN, NodeFacts, StageAssignment
+from .cost import HEADROOM, ModelSizes
+
+MOST: Final = 512
+"""Longer ones spare little, as they read the weights for so many rows already; and what prompts
+have in common is kept where forwards end."""
+LEAST: Final = 128
+"""Shorter ones cost more than they spare, and would not end with turns."""
+CHUNK_S: Final = 0.25
+"""What a cancel, another answer's next token and a stage's sign of life may wait for."""
+_OWN_RATE, _MLX_RATE = 20e9, 1.5e9
+"""Weights times rows a second of a CPU that nobody measured, by our products and by MLX's."""
+
+
+def prefill_chunk(
+    card: ModelCard,
+    nodes: Sequence[NodeFacts],
+    stages: Sequence[StageAssignment],
+    context: int,
+    *,
+    mtp: bool,
+) -> int:
+    """Rows of a forward over a prompt, halved from MOST down to LEAST until no stage takes more
+    than CHUNK_S for them, and what one and a half of them hold at once is within half of a stage's
+    headroom. `card` is of what is in memory.
+
+    Times are as measured; of a node without, a CPU's are estimated, and a GPU is quick enough.
+    """
+    sizes, rows = ModelSizes.of(card, context), MOST
+    over, under = HEADROOM
+    while rows > LEAST:
+        fits = True
+        for node, stage in zip(nodes, stages, strict=True):
+            count, first = stage.end_layer - stage.first_layer, stage.first_layer == 0
+            need = sizes.need(stage.first_layer, stage.end_layer, generator=first, mtp=mtp)
+            room = need * (over - under) // over // 2
+            slow = count * _layer_seconds(card, node, rows) > CHUNK_S
+            fits = fits and not slow and 3 * rows * _row_bytes(card) // 2 <= room
+        if fits:
+            break
+        rows //= 2
+    return rows
+
+
+def _layer_seconds(card: ModelCard, node: NodeFacts, rows: int) -> float:
+    if node.profile is not None and node.profile.prefill_s > 0:
+        return node.profile.prefill_s * rows / MOST
+    if node.backend != "cpu":
+        return 0.0
+    quick = node.float32_products == OWN and card.dtype == "float32" and not card.quantization
+    return _weights(card) * rows / (_OWN_RATE if quick else _MLX_RATE)
+
+
+def _row_bytes(card: ModelCard) -> int:
+    """Of what a layer makes of one row: as many numbers as its matrices have columns, about."""
+    return _weights(card) // card.hidden_size * BYTES[card.dtype]
+
+
+def _weights(card: ModelCard) -> int:
+    """Of a mean layer, those that a row is multiplied with."""
+    plain = BYTES[card.dtype]
+    if card.quantization is None:
+        return card.active_layer_bytes // plain
+    return card.active_layer_bytes * 8 // card.quantization
