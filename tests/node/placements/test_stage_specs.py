@@ -26,7 +26,11 @@ from exo_node.placement.ids import ModelId, NodeId
 from exo_node.proto import peer_pb2 as pb
 
 OWN = (
-    *("placement", "profile_folder", "prefix_folder", "listen", "measure_layers"),
+    "placement",
+    "profile_folder",
+    "prefix_folder",
+    "listen",
+    "measure_layers",
     "dtype_reason",
 )
 """What names one load and its node, and where it listens and keeps its measurements: no answer
