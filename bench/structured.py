@@ -1,10 +1,12 @@
 """Structured output on the demo model: whether documents are whole and valid, and what masks cost.
 
-    python bench/structured.py documents [--schemas 200] [--k 2]
+    python bench/structured.py documents [--schemas 200] [--k 2] [--minutes 5] [--kept FILE]
     python bench/structured.py cost [--repeats 15] [--tokens 150]
 
 `documents` gives random schemas to a model that is no good at JSON, in batches, with drafts and
-without: every answer has to parse, fit its schema, and have the same ids both times. `cost` answers
+without: every answer has to parse, fit its schema, and have the same ids both times. `--kept` has a
+line for each batch, and a later run goes on behind them; with `--minutes` it begins no batch after
+that long. `cost` answers
 the same prompt under a grammar that allows everything and under none, in turns: the ids are the
 same, so the difference of their times is what masks cost. Ends with status 1 where an answer is not
 as it should be.
@@ -39,25 +41,49 @@ PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 ANYTHING = GrammarSpec("regex", r"(?s:.*)", "regex")
 
 
-def documents(schemas: int, k: int) -> int:
+def documents(schemas: int, k: int, minutes: float, kept: Path | None) -> int:
     """How many answers are not as they should be."""
-    served, codec, wrong = whole_engine(batching=True), TextCodec.load(DEMO), 0
-    counts: dict[int, list[int]] = {0: [0, 0, 0], k: [0, 0, 0]}
-    for start in range(0, schemas, TOGETHER):
+    told = _lines(kept)
+    served, codec, begun = whole_engine(batching=True), TextCodec.load(DEMO), time.monotonic()
+    while (start := _behind(told)) < schemas and time.monotonic() < begun + 60 * minutes:
         seeds = range(start, min(start + TOGETHER, schemas))
-        told = {each: _batch(served, seeds, each, counts[each]) for each in (0, k)}
-        for at, seed in enumerate(seeds):
-            if told[0][at] != told[k][at]:
-                wrong += 1
-                print(f"schema {seed}: other ids with drafts", flush=True)
-            if (why := _fault(codec, seed, told[k][at])) is not None:
-                wrong += 1
-                print(f"schema {seed}: {why}", flush=True)
-        print(f"{seeds.stop} schemas, {wrong} faults", flush=True)
-    for each, (tokens, proposed, accepted) in counts.items():
+        told.append(_together(served, codec, seeds, k))
+        print(f"{seeds.stop} schemas, {sum(len(one['faults']) for one in told)} faults", flush=True)
+        if kept is not None:
+            with kept.open("a") as file:
+                _ = file.write(json.dumps(told[-1]) + "\n")
+    for each in ("0", str(k)):
+        tokens, proposed, accepted = (sum(one[each][at] for one in told) for at in range(3))
         share = f", {accepted / proposed:.1%} of {proposed} drafts accepted" if proposed else ""
-        print(f"K={each}: {tokens} tokens{share}")
-    return wrong
+        print(f"K={each}: {tokens} tokens in {_behind(told)} documents{share}")
+    return sum(len(one["faults"]) for one in told)
+
+
+def _lines(kept: Path | None) -> list[dict[str, Any]]:
+    if kept is None or not kept.exists():
+        return []
+    return [json.loads(line) for line in kept.read_text().splitlines()]
+
+
+def _behind(told: Sequence[dict[str, Any]]) -> int:
+    return told[-1]["first"] + told[-1]["schemas"] if told else 0
+
+
+def _together(served: TextEngine, codec: TextCodec, seeds: range, k: int) -> dict[str, Any]:
+    """One batch: its faults in words, and by K its tokens, proposed and accepted drafts."""
+    counts: dict[int, list[int]] = {0: [0, 0, 0], k: [0, 0, 0]}
+    told = {each: _batch(served, seeds, each, counts[each]) for each in (0, k)}
+    faults = [
+        f"schema {seed}: other ids with drafts"
+        for at, seed in enumerate(seeds)
+        if told[0][at] != told[k][at]
+    ]
+    whole = [(seed, _fault(codec, seed, told[k][at])) for at, seed in enumerate(seeds)]
+    faults += [f"schema {seed}: {why}" for seed, why in whole if why is not None]
+    for fault in faults:
+        print(fault, flush=True)
+    by_k = {str(each): of for each, of in counts.items()}
+    return {"first": seeds.start, "schemas": len(seeds), **by_k, "faults": faults}
 
 
 def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) -> list[list[int]]:
@@ -147,11 +173,15 @@ def main() -> int:
     _ = parser.add_argument("what", choices=("documents", "cost"))
     _ = parser.add_argument("--schemas", type=int, default=200)
     _ = parser.add_argument("--k", type=int, default=2)
+    _ = parser.add_argument("--minutes", type=float, default=float("inf"))
+    _ = parser.add_argument("--kept", type=Path)
     _ = parser.add_argument("--repeats", type=int, default=15)
     _ = parser.add_argument("--tokens", type=int, default=150)
     asked = parser.parse_args()
     if asked.what == "documents":
-        return int(documents(cast(int, asked.schemas), cast(int, asked.k)) > 0)
+        schemas, k = cast(int, asked.schemas), cast(int, asked.k)
+        minutes, kept = cast(float, asked.minutes), cast("Path | None", asked.kept)
+        return int(documents(schemas, k, minutes, kept) > 0)
     return int(cost(cast(int, asked.repeats), cast(int, asked.tokens)) > 0)
 
 

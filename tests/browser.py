@@ -101,6 +101,6 @@ def visit(browser: Browser, base: str, **look: Any) -> Generator[Visit]:
     seen.page.on("request", lambda request: seen.requests.append(request))
     try:
         yield seen
-        assert seen.complaints == []
+        assert seen.complaints == [], seen.complaints
     finally:
         context.close()

@@ -1,9 +1,9 @@
 /** Chat, the page's home: the conversation that is shown, and what is said next. */
 
 import { parsed } from "./api.js";
-import { bytes } from "./format.js";
+import { bytes, profileWords } from "./format.js";
 import { chosen, Mark } from "./frame.js";
-import { roster } from "./node.js";
+import { modelOf, roster } from "./node.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -62,13 +62,13 @@ function usePart(name, wanted) {
 function draftsOf(model, placements) {
   const head = model?.native_mtp;
   if (!head) return { reason: "this model has no head for it" };
-  const drafting = placements.find((placement) => placement.model === model.id)?.drafting;
+  const drafting = placements.find((placement) => placement.model === modelOf(model))?.drafting;
   if (drafting?.drafter_kind === "none") return { reason: drafting.reason };
   if (!head.enabled) return { reason: head.reason };
   return { defaultK: head.default_k, maxK: head.max_k };
 }
 
-const NUMBERS = { temperature: "temperature", topP: "top_p", topK: "top_k", minP: "min_p", maxTokens: "max_tokens", seed: "seed" };
+export const NUMBERS = { temperature: "temperature", topP: "top_p", topK: "top_k", minP: "min_p", maxTokens: "max_tokens", seed: "seed" };
 
 /** The request's fields for `options`: what is empty is left to the model's card. */
 export function requestFields(model, drafts, options) {
@@ -138,17 +138,20 @@ function Welcome({ models, model, drafts, placements, nodes }) {
           <a href="#/models">Models</a> shows what fits here and fetches it.</p>
       </div>`;
   }
-  const placement = placements.find((one) => one.model === model.id);
+  const placement = placements.find((one) => one.model === modelOf(model));
   const known = roster(nodes);
   const names = (placement?.stages ?? []).map(({ node }) => known.get(node)?.name ?? node);
   return html`
     <div class="welcome">
       <${Mark} />
       <h2>${model.id}</h2>
+      ${model.profile_of && html`<p>Your profile of ${model.profile_of}: ${profileWords(model.profile)}.</p>`}
       <p>${model.loaded
         ? `Loaded on ${names.join(", ") || "this cluster"}.`
         : `On disk (${bytes(model.size_bytes)}) and not in memory: your first message loads it.`}
-        ${" "}${drafts.maxK
+        ${" "}${model.profile?.num_draft_tokens === 0
+          ? "One token at a time, as the profile says."
+          : drafts.maxK
           ? `Drafts up to ${drafts.maxK} tokens ahead; every one is checked by the model itself.`
           : `One token at a time: ${drafts.reason}.`}</p>
     </div>`;

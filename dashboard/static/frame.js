@@ -2,7 +2,7 @@
 
 import { Conversations } from "./conversations.js";
 import { rate } from "./format.js";
-import { atHand, nameOf, roster } from "./node.js";
+import { atHand, modelOf, nameOf, roster } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 const PLACES = [
@@ -51,7 +51,7 @@ export function Header({ place, state, talk }) {
   const { data, lost, locked } = state;
   const nodes = data.cluster?.nodes ?? [];
   const model = chosen(data.models?.data ?? [], talk.current.options.model);
-  const placement = (data.placements?.data ?? []).find((one) => one.model === model?.id);
+  const placement = (data.placements?.data ?? []).find((one) => one.model === modelOf(model));
   const speed = lastSpeed(talk.current, model?.id);
   const alive = nodes.filter(({ status }) => status === "alive").length;
   const connection = lost ? ["bad", "Disconnected"] : locked ? ["bad", "Locked"] : data.cluster
@@ -85,18 +85,25 @@ const lastSpeed = ({ messages }, model) =>
 
 function ModelPicker({ models, model, talk }) {
   const usable = (models ?? []).filter(({ error }) => !error);
+  const option = (one, of) => html`<option key=${one.id} value=${one.id}>${one.id}${hint(one, of)}</option>`;
+  const sorted = [...usable].sort(byReadiness);
+  const profiles = sorted.filter((one) => one.profile_of);
   const pick = ({ target }) => talk.setOptions({ ...talk.current.options, model: target.value });
   return html`
     <label class="picker">
       <span class="unseen">Model</span>
       <select value=${model?.id ?? ""} disabled=${usable.length === 0} onChange=${pick}>
         ${!model && html`<option value="">${models ? "Choose a model" : "…"}</option>`}
-        ${[...usable].sort(byReadiness).map((one) => html`
-          <option key=${one.id} value=${one.id}>${one.id}${hint(one)}</option>`)}
+        ${sorted.filter((one) => !one.profile_of).map((one) => option(one, ""))}
+        ${profiles.length > 0 && html`<optgroup label="Your profiles">
+          ${profiles.map((one) => option(one, one.profile_of))}</optgroup>`}
       </select>
     </label>`;
 }
 
 const readiness = ({ loaded, fits }) => (loaded ? 0 : fits?.nodes > 0 ? 1 : 2);
 const byReadiness = (a, b) => readiness(a) - readiness(b) || a.id.localeCompare(b.id);
-const hint = (model) => ["", " (on disk)", " (does not fit)"][readiness(model)];
+const hint = (model, of) => {
+  const notes = [of, ["", "on disk", "does not fit"][readiness(model)]].filter(Boolean);
+  return notes.length > 0 ? ` (${notes.join(", ")})` : "";
+};

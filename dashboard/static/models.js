@@ -1,7 +1,7 @@
 /** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
 
 import { call } from "./api.js";
-import { bytes, modelName, naturally, plural, tone, whole } from "./format.js";
+import { bytes, modelName, naturally, plural, profileWords, tone, whole } from "./format.js";
 import { LoadDialog } from "./load.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
@@ -31,7 +31,8 @@ export function Place({ state, data, refresh }) {
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
-      ${group("On disk, not usable", groups.broken)}
+      ${group("Not usable", groups.broken)}
+      <${Profiles} profiles=${groups.profiles} />
       <${Catalogue} models=${models ?? []} onFetch=${setAsked} />
       ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
     </div>`;
@@ -40,8 +41,10 @@ export function Place({ state, data, refresh }) {
 function grouped(models) {
   const sorted = [...models].sort((a, b) => naturally(a.id, b.id));
   const broken = sorted.filter(({ error }) => error);
-  const sound = sorted.filter(({ error }) => !error);
+  const named = sorted.filter(({ error, profile_of: of }) => !error && of);
+  const sound = sorted.filter(({ error, profile_of: of }) => !error && !of);
   return {
+    profiles: named,
     loaded: sound.filter(({ loaded }) => loaded),
     fits: sound.filter(({ loaded, fits }) => !loaded && fits?.nodes !== 0),
     large: sound.filter(({ loaded, fits }) => !loaded && fits?.nodes === 0),
@@ -82,18 +85,31 @@ function Model({ model, placement, live, refresh, nodes, onLoad }) {
         ${status && html`<span class=${`state ${tone(status)}`}>${placement.progress || status}</span>`}
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
-      ${!model.error && !model.profile_of && html`<div class="actions">${placement
+      ${!model.error && html`<div class="actions">${placement
         ? html`<${Unload} live=${live} busy=${busy} name=${model.id} onUnload=${unload} />`
         : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${model.fits?.nodes === 0}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
       ${placement?.status === "loading" && html`<${Progress} placement=${placement} model=${model} nodes=${nodes} />`}
-      ${model.profile_of && html`<p class="small wide">A profile of ${model.profile_of}</p>`}
       ${model.error && html`<p class="notice bad small">${model.error}</p>`}
       ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </li>`;
 }
+
+/** Names of this node's `profiles.toml`. They load nothing of their own: their models are listed above. */
+const Profiles = ({ profiles }) => profiles.length > 0 && html`
+  <section aria-label="Profiles">
+    <h2>Your profiles</h2>
+    <p class="muted small">Names for models with settings of their own; choose one in a chat as you would a model.</p>
+    <ul class="models">
+      ${profiles.map(({ id, profile_of: of, profile }) => html`
+        <li key=${id} class="model">
+          <p class="line"><strong class="model-id">${id}</strong></p>
+          <p class="muted small">${of} · ${profileWords(profile)}</p>
+        </li>`)}
+    </ul>
+  </section>`;
 
 function facts(model, nodes) {
   const where = model.nodes ?? [];

@@ -172,6 +172,9 @@ const COLOURS = 16;
 /** A node's name; of a node that has left only its id is known. */
 export const nameOf = (known, id) => known.get(id)?.name || id;
 
+/** The model that an entry of the list answers with: a profile is another name for one. */
+export const modelOf = (entry) => entry?.profile_of ?? entry?.id;
+
 /** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
 export const atHand = (models) =>
   models.find((m) => m.loaded && !m.error) ??

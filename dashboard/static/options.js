@@ -1,6 +1,6 @@
 /** How a conversation is answered: system prompt and sampling, with named presets. */
 
-import { toolsOf } from "./chat.js";
+import { NUMBERS, toolsOf } from "./chat.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const KEY = "exo-node.presets";
@@ -19,9 +19,9 @@ export function Options({ options, drafts, model, onChange, onClose }) {
   const first = useRef(null);
   useEffect(() => first.current.focus(), []);
   const set = (name) => (event) => onChange({ [name]: event.target.value, preset: "" });
-  const number = (name, label, attributes, placeholder = "the model's") => html`
+  const number = (name, label, attributes, otherwise = "the model's") => html`
     <label>${label}
-      <input type="number" value=${options[name] ?? ""} placeholder=${placeholder} ...${attributes}
+      <input type="number" value=${options[name] ?? ""} placeholder=${model?.profile?.[NUMBERS[name]] ?? otherwise} ...${attributes}
         onInput=${set(name)} />
     </label>`;
   const onKeyDown = (event) => {
@@ -44,7 +44,7 @@ export function Options({ options, drafts, model, onChange, onClose }) {
         ${number("minP", "Min P", { min: 0, max: 1, step: 0.01 })}
         ${number("maxTokens", "Longest answer", { min: 1, step: 1 }, "the context")}
         ${number("seed", "Seed", { min: 0, step: 1 }, "none")}
-        <${Drafts} drafts=${drafts} k=${options.k ?? ""} onPick=${set("k")} />
+        <${Drafts} drafts=${drafts} k=${options.k ?? ""} own=${model?.profile?.num_draft_tokens} onPick=${set("k")} />
         <${Effort} model=${model} effort=${options.effort ?? ""} onPick=${set("effort")} />
       </div>
       ${drafts.reason && html`<p class="muted small">No drafts: ${drafts.reason}</p>`}
@@ -58,12 +58,13 @@ export function Options({ options, drafts, model, onChange, onClose }) {
     </aside>`;
 }
 
-function Drafts({ drafts: { defaultK, maxK }, k, onPick }) {
+/** `own` is the K of a profile. */
+function Drafts({ drafts: { defaultK, maxK }, k, own, onPick }) {
   const choices = Array.from({ length: maxK ?? 0 }, (_, index) => index + 1);
   return html`
     <label>Drafts (K)
       <select value=${maxK ? k : ""} disabled=${!maxK} onChange=${onPick}>
-        <option value="">${maxK ? `adaptive, from ${defaultK}` : "off"}</option>
+        <option value="">${maxK ? own ?? `adaptive, from ${defaultK}` : "off"}</option>
         ${maxK && html`<option value="0">none</option>`}
         ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
       </select>
@@ -82,11 +83,11 @@ function Tools({ text, onInput }) {
 }
 
 /** Models that cannot switch their thinking refuse the field, so it is sent only where it is set. */
-function Effort({ effort, onPick }) {
+function Effort({ model, effort, onPick }) {
   return html`
     <label>Thinking
       <select value=${effort} onChange=${onPick}>
-        <option value="">the model's</option>
+        <option value="">${model?.profile?.reasoning_effort ?? "the model's"}</option>
         <option value="none">off</option>
         <option value="low">low</option>
         <option value="medium">medium</option>

@@ -1,6 +1,7 @@
 """`exo-node top`: nodes, placements and requests as they are now, again and again on a terminal."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _EVERY_S: Final = 1.0
 
+Width = Callable[[], int | None]
+"""Of the terminal in characters, which may change; None where there is none."""
 Read = Callable[[], top_view.Reading]
 
 
@@ -35,7 +38,7 @@ def run_top(settings: "ClientSettings", *, once: bool, as_json: bool) -> None:
         return
     first = read()
     try:
-        _live(screens(read, first, _clock))
+        _live(screens(read, first, _clock, _width))
     except KeyboardInterrupt:  # the way to end it
         return
 
@@ -52,21 +55,24 @@ def reading(settings: "ClientSettings") -> top_view.Reading:
     )
 
 
-def screens(read: Read, first: top_view.Reading, clock: Callable[[], str]) -> Iterator[str]:
+def screens(
+    read: Read, first: top_view.Reading, clock: Callable[[], str], width: Width
+) -> Iterator[str]:
     """A text for each reading. While none succeeds: the last one, its time and the trouble."""
     before, told, at = first, top_view.snapshot(first, None), clock()
-    yield top_view.shown(told, at)
+    yield top_view.shown(told, at, width=width())
     lost = False
     while True:
         try:
             now = read()
         except CallFailed as error:
             lost = True
-            yield top_view.shown(told, at, f"{error.what}; asked again, this is of {at}")
+            trouble = f"{error.what}; asked again, this is of {at}"
+            yield top_view.shown(told, at, trouble, width())
             continue
         told, at = top_view.snapshot(now, None if lost else before), clock()
         before, lost = now, False
-        yield top_view.shown(told, at)
+        yield top_view.shown(told, at, width=width())
 
 
 def _live(texts: Iterator[str]) -> None:
@@ -77,6 +83,10 @@ def _live(texts: Iterator[str]) -> None:
         for text in texts:
             live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
             time.sleep(_EVERY_S)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _clock() -> str:

@@ -1,6 +1,7 @@
 """One reading of a node, and what `exo-node top` shows of it: no I/O, time comes as an argument."""
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,8 @@ _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
 _TOKENS: Final = "vllm:generation_tokens_total"
 _ESCAPED: Final = re.compile(r"\\(.)")
+_LEAST_CELL: Final = 12
+"""Names are cut no shorter: a terminal that is narrower still cuts lines at its edge."""
 _KEPT: Final = ("weight_bytes", "cache_bytes", "prefix_cache_bytes")
 
 
@@ -43,8 +46,11 @@ def snapshot(reading: Reading, before: Reading | None) -> dict[str, Any]:
     }
 
 
-def shown(told: Json, clock: str, trouble: str = "") -> str:
-    """The text of a snapshot. `trouble` says why there is none newer."""
+def shown(told: Json, clock: str, trouble: str = "", width: int | None = None) -> str:
+    """The text of a snapshot, in lines of at most `width` characters where one is given.
+
+    `trouble` says why there is none newer.
+    """
     cluster: Json = told["cluster"]
     nodes: list[Json] = cluster.get("nodes", [])
     names = {node.get("id"): text_of(node.get("name", node.get("id"))) for node in nodes}
@@ -54,18 +60,59 @@ def shown(told: Json, clock: str, trouble: str = "") -> str:
         f"{len(nodes)} node{'s'[: len(nodes) != 1]}, "
         f"head {names.get(head, text_of(head))}  {clock}"
     ]
-    lines += [f"TROUBLE  {text_of(each)}" for each in (trouble, cluster.get("trouble")) if each]
+    for each in filter(None, (trouble, cluster.get("trouble"))):
+        lines += _wrapped(f"TROUBLE  {text_of(each)}", width)
     rows = [_node_row(node, told["loads"][str(node.get("id"))]) for node in nodes]
-    lines += ["", *table(("NODE", "STATUS", "MODELS HOLD", "OF MEMORY", "LIVE REQUESTS"), rows), ""]
+    heads = ("NODE", "STATUS", "MODELS HOLD", "OF MEMORY", "LIVE REQUESTS")
+    lines += ["", *_fitting(heads, rows, width, (0,)), ""]
     if told["placements"]:
-        rows = [placement_row(placement, names) for placement in told["placements"]]
-        lines += table(("MODEL", "STATUS", "STAGES", "MTP"), rows)
+        lines += _placements(told["placements"], names, width)
     else:
         lines.append("no model is loaded; `exo-node chat` loads one")
     if models := sorted({*told["requests"], *told["answered"]}):
         heads = ("ASKED HERE", "RUNNING", "WAITING", "TOKENS/S", "ANSWERS", "TOKENS", "ACCEPTED")
-        lines += ["", *table(heads, [_model_row(model, told) for model in models])]
+        rows = [_model_row(model, told) for model in models]
+        lines += ["", *_fitting(heads, rows, width, (0,))]
     return "\n".join(escape_controls(line) for line in lines)
+
+
+def _placements(
+    placements: Sequence[Json], names: Mapping[Any, str], width: int | None
+) -> list[str]:
+    """A table with a word for each state, and below it whole sentences: what failed, why no MTP."""
+    rows, notes = list[tuple[str, ...]](), list[str]()
+    for placement in placements:
+        model, status, stages, mtp = placement_row(placement, names)
+        state, _, error = status.partition(": ")
+        switch, _, reason = mtp.partition(": ")
+        rows.append((model, state, stages, switch))
+        notes += [f"{model}: {error}"] if error else []
+        notes += [f"{model}: MTP off: {reason}"] if reason else []
+    lines = _fitting(("MODEL", "STATUS", "STAGES", "MTP"), rows, width, (2, 0))
+    return lines + [line for note in notes for line in _wrapped(note, width)]
+
+
+def _fitting(
+    heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None, names: Sequence[int]
+) -> list[str]:
+    """A table whose columns `names` are cut, in this order, as far as its width asks for."""
+    told = [tuple(escape_controls(cell) for cell in row) for row in rows]
+    for column in names:
+        over = max(len(line) for line in table(heads, told)) - (width or 1 << 30)
+        if over > 0:
+            most = max(len(row[column]) for row in (heads, *told))
+            room = max(_LEAST_CELL, most - over)
+            told = [(*row[:column], _cut(row[column], room), *row[column + 1 :]) for row in told]
+    return table(heads, told)
+
+
+def _cut(cell: str, room: int) -> str:
+    return cell if len(cell) <= room else f"{cell[: room - 1]}…"
+
+
+def _wrapped(note: str, width: int | None) -> list[str]:
+    text = escape_controls(note)
+    return [text] if width is None else textwrap.wrap(text, width, subsequent_indent="  ")
 
 
 def parse_metrics(text: str) -> dict[str, dict[str, float]]:

@@ -80,11 +80,33 @@ alpha (self)        alive    13.0 GB      48.0 GB    3
 be\x1b[2Jta (head)  suspect  0 MB         -          0
 
 MODEL       STATUS  STAGES                                        MTP
-some/model  ready   alpha layers 0-39 → be\x1b[2Jta layers 40-63  off: 2 stages
+some/model  ready   alpha layers 0-39 → be\x1b[2Jta layers 40-63  off
+some/model: MTP off: 2 stages
 
 ASKED HERE  RUNNING  WAITING  TOKENS/S  ANSWERS  TOKENS  ACCEPTED
 some/model  2        1        25.0      12       500     67 %"""
     )
+
+
+_WHY = "the cluster's EXO_MTP is off; exo-node mtp on turns it on for every node of the cluster"
+_MANY: dict[str, Any] = {
+    "model": "mlx-community/Qwen3.8-122B-A10B-Instruct-MLX-4bit",
+    "status": "failed",
+    "error": "the runner on alpha ended: it ran out of memory as it read layer 17 of its 24 layers",
+    "stages": [{"node": "n1", "layers": [at, at + 4]} for at in range(0, 64, 4)],
+    "drafting": {"drafter_kind": "none", "num_draft_tokens": 0, "reason": _WHY},
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_line_fits_the_terminal_and_reasons_stay_whole(width: int) -> None:
+    now = reading(12.0, 150.0)
+    told = snapshot(Reading(12.0, _CLUSTER, [_PLACEMENT, _MANY], now.answered, now.metrics), now)
+    lines = shown(told, "10:31:05", f"no node answers; {_WHY}", width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert text.count(_WHY) == 2 and _MANY["error"] in text
+    assert "some/model ready" in text and "off" in text and "mlx-communit" in text
 
 
 @pytest.mark.parametrize(
@@ -128,7 +150,7 @@ def test_a_node_that_is_lost_is_told_and_looked_for_again() -> None:
                 raise fault
 
     clock = iter(["t0", "t1", "t2", "t3"])
-    texts = top.screens(read, reading(10.0, 100.0), lambda: next(clock))
+    texts = top.screens(read, reading(10.0, 100.0), lambda: next(clock), lambda: None)
     told = [next(texts) for _ in range(6)]
     assert "t0" in told[0] and "TROUBLE" not in told[1] and "30.0" in told[1]
     for text in told[2:4]:
