@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # pyright: ignore[reportMissingTypeStubs]
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Playwright,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 _NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser", "chrome")
 _MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
@@ -104,3 +113,17 @@ def visit(browser: Browser, base: str, **look: Any) -> Generator[Visit]:
         assert seen.complaints == [], seen.complaints
     finally:
         context.close()
+
+
+def say(seen: Visit, text: str) -> None:
+    seen.page.get_by_label("Message").fill(text)
+    seen.page.keyboard.press("Enter")
+
+
+def answers(seen: Visit) -> Locator:
+    return seen.page.locator("article.said")
+
+
+def over(seen: Visit) -> None:
+    """The last answer has ended."""
+    expect(answers(seen).last.get_by_role("button", name="Regenerate")).to_be_enabled()

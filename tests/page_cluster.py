@@ -6,6 +6,8 @@ from typing import Any
 from fakes import Json
 from http_node import Node
 
+from exo_node.node.api.plan_request import PlanBody
+
 HEAD: Json = {"default_k": 2, "max_k": 3, "weights": "found", "enabled": True, "reason": ""}
 
 
@@ -45,6 +47,23 @@ def member(number: int, **more: Any) -> Json:
     }
 
 
+def stage(number: int, from_layer: int, to_layer: int, needs: int) -> Json:
+    """Of a preview, on `member(number)`."""
+    return {
+        "node": member(number)["id"],
+        "name": member(number)["name"],
+        "layers": [from_layer, to_layer],
+        "memory_bytes": needs,
+        "memory_left_bytes": 48 * 10**9,
+    }
+
+
+def planned(*stages: Json, brings: list[Json] | None = None) -> Json:
+    """A placement of a preview."""
+    told = {"seconds_per_token": 0.04, "context_length": 4096, "reason": "because"}
+    return {"stages": list(stages), **told, "to_bring": brings or []}
+
+
 class Cluster:
     """What the fake node says of its cluster; a test changes it."""
 
@@ -54,9 +73,16 @@ class Cluster:
             model("demo", loaded=False, nodes=1),
         ]
         self.nodes = [member(1)]
+        self.previews: dict[str, Json] = {}
+        """By what is excluded, separated by commas."""
         self.loop: asyncio.AbstractEventLoop | None = None
         running.operations.models = self._models  # type: ignore[method-assign]
         running.operations.cluster = self._cluster  # type: ignore[method-assign]
+
+        running.operations.preview = self._preview  # type: ignore[method-assign]
+
+    async def _preview(self, asked: PlanBody) -> Json:
+        return self.previews[",".join(asked.exclude)]
 
     async def _models(self) -> Json:
         return {"object": "list", "data": self.models}

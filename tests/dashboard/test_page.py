@@ -1,17 +1,15 @@
-"""The page in a browser, over a node whose answers and cluster are made up."""
+"""Chat on the page in a browser, over a node whose answers and cluster are made up."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
-from typing import Any
+from collections.abc import AsyncGenerator
 
 import pytest
-from browser import DARK, PHONE, Visit, browsers, visit
+from browser import Visit, answers, over, say
 from fakes import FINISHED, Json, Script, says
-from http_node import Node, serving_fakes
-from page_cluster import Cluster, member, model
-from playwright.sync_api import Browser, Locator, expect
+from http_node import Node
+from page_cluster import Cluster, member
+from playwright.sync_api import expect
 
-from exo_node.dashboard import asset
 from exo_node.node.chat.requests import (
     Called,
     Event,
@@ -22,7 +20,6 @@ from exo_node.node.chat.requests import (
     TextDelta,
     TokenLogprob,
 )
-from exo_node.node.machine.events import EventLog
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,48 +40,6 @@ STATS: Json = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser() -> Generator[Browser]:
-    with browsers() as running:
-        yield running
-
-
-@pytest.fixture
-def events() -> EventLog:
-    return EventLog()
-
-
-@pytest.fixture
-def node(events: EventLog) -> Generator[Node]:
-    with serving_fakes(static=asset, events=events) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(node: Node) -> Cluster:
-    return Cluster(node)
-
-
-@pytest.fixture
-def seen(browser: Browser, node: Node, cluster: Cluster) -> Generator[Visit]:
-    with visit(browser, f"http://127.0.0.1:{node.port}") as page:
-        yield page
-
-
-def say(seen: Visit, text: str) -> None:
-    seen.page.get_by_label("Message").fill(text)
-    seen.page.keyboard.press("Enter")
-
-
-def answers(seen: Visit) -> Locator:
-    return seen.page.locator("article.said")
-
-
-def over(seen: Visit) -> None:
-    """The last answer has ended."""
-    expect(answers(seen).last.get_by_role("button", name="Regenerate")).to_be_enabled()
-
-
 def test_the_first_load_is_small_and_chooses_a_model_that_runs(seen: Visit) -> None:
     page = seen.go()
     expect(page.get_by_label("Model")).to_have_value("demo")
@@ -95,33 +50,6 @@ def test_the_first_load_is_small_and_chooses_a_model_that_runs(seen: Visit) -> N
     assert sum(sizes) < 300_000
     assert seen.violations() == []
     seen.shot("first")
-
-
-def test_no_state_is_asked_for_while_nothing_happens(seen: Visit, events: EventLog) -> None:
-    page = seen.go("#/cluster")
-    expect(page.locator(".topology .name")).to_have_text("mac-1")
-    page.wait_for_timeout(1000)
-    before = len(seen.requests)
-    page.wait_for_timeout(4000)
-    assert len(seen.requests) == before
-
-
-def test_figures_are_asked_for_only_where_somebody_looks_at_them(seen: Visit) -> None:
-    seen.page.clock.install()
-    page = seen.go("#/insight")
-    expect(page.get_by_text("Tokens per second")).to_be_visible()
-    seen.until(lambda: seen.asked("/metrics") == 1)
-    page.clock.run_for(2_100)
-    seen.until(lambda: seen.asked("/metrics") == 2)
-    hide(seen, hidden=True)
-    page.clock.run_for(20_000)
-    assert seen.asked("/metrics") == 2
-    hide(seen, hidden=False)
-    seen.until(lambda: seen.asked("/metrics") == 3)
-    page.get_by_role("navigation").get_by_role("link", name="Settings").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("Settings")
-    page.clock.run_for(20_000)
-    assert seen.asked("/metrics") == 3
 
 
 def test_a_conversation_outlives_the_page(seen: Visit) -> None:
@@ -279,33 +207,6 @@ def test_options_reach_the_request_and_a_preset_keeps_them(seen: Visit, node: No
     expect(page.get_by_label("Temperature")).to_have_value("0.5")
 
 
-def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
-    seen: Visit, node: Node, cluster: Cluster
-) -> None:
-    named = {"profile_of": "demo", "profile": {"temperature": 0.2, "system": True}}
-    cluster.models += [model("coder", loaded=False, nodes=1, **named)]
-    node.chat.scripts["coder"] = says(Started((1,)), TextDelta("as told", (1,)), FINISHED)
-    page = seen.go()
-    picker = page.get_by_label("Model")
-    expect(picker).to_have_value("demo")
-    expect(picker.locator("optgroup option")).to_have_text(["coder (demo, on disk)"])
-    picker.select_option("coder")
-    welcome = page.locator(".welcome")
-    expect(welcome).to_contain_text("profile of demo: temperature 0.2, a system message.")
-    page.get_by_role("button", name="Options", exact=True).click()
-    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.2")
-    assert seen.violations() == []
-    page.get_by_label("Close options").click()
-    say(seen, "Go")
-    expect(answers(seen)).to_contain_text("as told")
-    page.get_by_role("navigation").get_by_role("link", name="Models").click()
-    listed = page.get_by_role("region", name="Profiles")
-    expect(listed.get_by_role("listitem")).to_have_text(
-        "coderdemo · temperature 0.2, a system message"
-    )
-    expect(page.get_by_role("button", name="Load coder")).to_have_count(0)
-
-
 def slowly(count: int) -> Script:
     async def script() -> AsyncGenerator[Event]:
         yield Started((1,))
@@ -406,69 +307,3 @@ def test_a_refusal_is_told_and_tried_again(seen: Visit, node: Node) -> None:
     node.chat.reset()
     page.get_by_role("button", name="Try again").click()
     expect(answers(seen).last).to_contain_text("héllo")
-
-
-@pytest.mark.parametrize("look", [{}, PHONE, DARK], ids=["desk", "phone", "dark"])
-def test_sixteen_nodes_are_drawn_in_the_order_that_people_count(
-    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
-) -> None:
-    cluster.nodes = [member(number) for number in reversed(range(1, 17))]
-    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as seen:
-        page = seen.go("#/cluster")
-        names = page.locator(".topology .name")
-        expect(names).to_have_text([f"mac-{number}" for number in range(1, 17)])
-        for box in ("html", "main"):
-            fits = "box => box.scrollWidth <= box.clientWidth"
-            assert page.locator(box).evaluate(fits), f"{box} scrolls sideways"
-        assert seen.violations() == []
-        seen.shot(f"sixteen-{request.node.callspec.id}")
-
-
-def test_what_happens_is_told_without_asking_by_the_clock(
-    seen: Visit, events: EventLog, cluster: Cluster
-) -> None:
-    page = seen.go("#/cluster")
-    expect(page.locator(".topology .name")).to_have_count(1)
-    cluster.nodes = [member(1), member(2)]
-    assert cluster.loop is not None
-    cluster.loop.call_soon_threadsafe(lambda: events.add("joined", "mac-2 joined"))
-    expect(page.locator(".timeline")).to_contain_text("mac-2 joined")
-    expect(page.locator(".topology .name")).to_have_count(2)
-
-
-def test_with_a_key_the_page_asks_for_it_and_refuses_a_wrong_one(browser: Browser) -> None:
-    with serving_fakes(static=asset, events=EventLog(), api_key="right") as node:
-        Cluster(node)
-        with visit(browser, f"http://127.0.0.1:{node.port}") as seen:
-            page = seen.go()
-            page.get_by_label("API key").fill("wrong")
-            page.get_by_role("button", name="Continue").click()
-            expect(page.get_by_role("alert")).to_contain_text("refused the key")
-            assert seen.violations() == []
-            page.get_by_label("API key").fill("right")
-            page.get_by_role("button", name="Continue").click()
-            expect(page.get_by_label("Message")).to_be_enabled()
-            say(seen, "Hello")
-            expect(answers(seen)).to_contain_text("héllo")
-
-
-def hide(seen: Visit, *, hidden: bool) -> None:
-    """As if another tab were looked at, or this one again."""
-    _ = seen.page.evaluate(
-        """hidden => {
-          Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
-          document.dispatchEvent(new Event("visibilitychange"));
-        }""",
-        hidden,
-    )
-
-
-def test_a_node_that_is_gone_is_told_and_its_return_noticed(seen: Visit) -> None:
-    page = seen.go()
-    expect(page.get_by_label("Message")).to_be_enabled()
-    page.route("**/v1/**", lambda route: route.abort())
-    hide(seen, hidden=True)
-    hide(seen, hidden=False)
-    expect(page.locator(".banner")).to_contain_text("Connection lost")
-    page.unroute("**/v1/**")
-    expect(page.locator(".banner")).to_have_count(0)

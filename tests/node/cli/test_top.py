@@ -98,7 +98,7 @@ _MANY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [68, 80, 120])
 def test_every_line_fits_the_terminal_and_reasons_stay_whole(width: int) -> None:
     now = reading(12.0, 150.0)
     told = snapshot(Reading(12.0, _CLUSTER, [_PLACEMENT, _MANY], now.answered, now.metrics), now)

@@ -1,0 +1,40 @@
+"""A page over a node whose answers and cluster are made up."""
+
+from collections.abc import Generator
+
+import pytest
+from browser import Visit, browsers, visit
+from http_node import Node, serving_fakes
+from page_cluster import Cluster
+from playwright.sync_api import Browser
+
+from exo_node.dashboard import asset
+from exo_node.node.machine.events import EventLog
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with browsers() as running:
+        yield running
+
+
+@pytest.fixture
+def events() -> EventLog:
+    return EventLog()
+
+
+@pytest.fixture
+def node(events: EventLog) -> Generator[Node]:
+    with serving_fakes(static=asset, events=events) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(node: Node) -> Cluster:
+    return Cluster(node)
+
+
+@pytest.fixture
+def seen(browser: Browser, node: Node, cluster: Cluster) -> Generator[Visit]:
+    with visit(browser, f"http://127.0.0.1:{node.port}") as page:
+        yield page

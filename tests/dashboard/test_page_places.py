@@ -1,0 +1,171 @@
+"""The places of the page beside chat, and its bond with the node, over made-up answers."""
+
+from typing import Any
+
+import pytest
+from browser import DARK, PHONE, Visit, answers, say, visit
+from fakes import FINISHED, says
+from http_node import Node, serving_fakes
+from page_cluster import Cluster, member, model, planned, stage
+from playwright.sync_api import Browser, expect
+
+from exo_node.dashboard import asset
+from exo_node.node.chat.requests import Started, TextDelta
+from exo_node.node.machine.events import EventLog
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_no_state_is_asked_for_while_nothing_happens(seen: Visit, events: EventLog) -> None:
+    page = seen.go("#/cluster")
+    expect(page.locator(".topology .name")).to_have_text("mac-1")
+    page.wait_for_timeout(1000)
+    before = len(seen.requests)
+    page.wait_for_timeout(4000)
+    assert len(seen.requests) == before
+
+
+def hide(seen: Visit, *, hidden: bool) -> None:
+    """As if another tab were looked at, or this one again."""
+    _ = seen.page.evaluate(
+        """hidden => {
+          Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
+def test_figures_are_asked_for_only_where_somebody_looks_at_them(seen: Visit) -> None:
+    seen.page.clock.install()
+    page = seen.go("#/insight")
+    expect(page.get_by_text("Tokens per second")).to_be_visible()
+    seen.until(lambda: seen.asked("/metrics") == 1)
+    page.clock.run_for(2_100)
+    seen.until(lambda: seen.asked("/metrics") == 2)
+    hide(seen, hidden=True)
+    page.clock.run_for(20_000)
+    assert seen.asked("/metrics") == 2
+    hide(seen, hidden=False)
+    seen.until(lambda: seen.asked("/metrics") == 3)
+    page.get_by_role("navigation").get_by_role("link", name="Settings").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Settings")
+    page.clock.run_for(20_000)
+    assert seen.asked("/metrics") == 3
+
+
+def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
+    seen: Visit, node: Node, cluster: Cluster
+) -> None:
+    named = {"profile_of": "demo", "profile": {"temperature": 0.2, "system": True}}
+    cluster.models += [model("coder", loaded=False, nodes=1, **named)]
+    node.chat.scripts["coder"] = says(Started((1,)), TextDelta("as told", (1,)), FINISHED)
+    page = seen.go()
+    picker = page.get_by_label("Model")
+    expect(picker).to_have_value("demo")
+    expect(picker.locator("optgroup option")).to_have_text(["coder (demo, on disk)"])
+    picker.select_option("coder")
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text("profile of demo: temperature 0.2, a system message.")
+    page.get_by_role("button", name="Options", exact=True).click()
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.2")
+    assert seen.violations() == []
+    page.get_by_label("Close options").click()
+    say(seen, "Go")
+    expect(answers(seen)).to_contain_text("as told")
+    page.get_by_role("navigation").get_by_role("link", name="Models").click()
+    listed = page.get_by_role("region", name="Profiles")
+    expect(listed.get_by_role("listitem")).to_have_text(
+        "coderdemo · temperature 0.2, a system message"
+    )
+    expect(page.get_by_role("button", name="Load coder")).to_have_count(0)
+
+
+def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) -> None:
+    cluster.nodes = [member(1), member(2)]
+    one, two = (stage(number, at, at + 8, 24 * 10**9) for number, at in ((1, 0), (2, 8)))
+    copied = {"node": two["node"], "name": "mac-2", "bytes": 2 * 10**9, "from": "mac-1"}
+    best = planned(one, two, brings=[{**copied, "seconds": 1200.0}])
+    alone = planned(stage(1, 0, 16, 47_500_000_000)) | {"seconds_per_token": 0.1}
+    cluster.previews = {
+        "": {"best": best, "runner_up": alone},
+        one["node"]: {"best": planned(stage(2, 0, 16, 1))},
+        two["node"]: {"best": alone},
+    }
+    page = seen.go("#/models")
+    page.get_by_role("button", name="Load demo").click()
+    dialog = page.get_by_role("dialog")
+    choices = dialog.get_by_role("radiogroup").locator("label")
+    expect(choices).to_have_text(
+        [
+            "Best: 2 nodes · about 25 tok/smac-1 layers 0-7 → mac-2 layers 8-15because",
+            "Next best: mac-1 · about 10 tok/sbecause",
+        ]
+    )
+    room = "24 GB of the 48 GB that are left of its memory;"
+    moves = "; if it leaves: it moves to"
+    expect(dialog.locator("dd")).to_have_text(
+        [
+            f"{room} its files are on its disk{moves} mac-2, about 25 tok/s",
+            f"{room} up to 2 GB are copied from mac-1, about 20 min{moves} mac-1, about 10 tok/s",
+            "4,096 tokens",
+        ]
+    )
+    choices.last.click()
+    expect(dialog.locator("dd").first).to_contain_text("48 GB of the 48 GB")
+    assert seen.violations() == []
+
+
+@pytest.mark.parametrize("look", [{}, PHONE, DARK], ids=["desk", "phone", "dark"])
+def test_sixteen_nodes_are_drawn_in_the_order_that_people_count(
+    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
+) -> None:
+    cluster.nodes = [member(number) for number in reversed(range(1, 17))]
+    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as seen:
+        page = seen.go("#/cluster")
+        names = page.locator(".topology .name")
+        expect(names).to_have_text([f"mac-{number}" for number in range(1, 17)])
+        for box in ("html", "main"):
+            fits = "box => box.scrollWidth <= box.clientWidth"
+            assert page.locator(box).evaluate(fits), f"{box} scrolls sideways"
+        assert seen.violations() == []
+        seen.shot(f"sixteen-{request.node.callspec.id}")
+
+
+def test_what_happens_is_told_without_asking_by_the_clock(
+    seen: Visit, events: EventLog, cluster: Cluster
+) -> None:
+    page = seen.go("#/cluster")
+    expect(page.locator(".topology .name")).to_have_count(1)
+    cluster.nodes = [member(1), member(2)]
+    assert cluster.loop is not None
+    cluster.loop.call_soon_threadsafe(lambda: events.add("joined", "mac-2 joined"))
+    expect(page.locator(".timeline")).to_contain_text("mac-2 joined")
+    expect(page.locator(".topology .name")).to_have_count(2)
+
+
+def test_with_a_key_the_page_asks_for_it_and_refuses_a_wrong_one(browser: Browser) -> None:
+    with serving_fakes(static=asset, events=EventLog(), api_key="right") as node:
+        Cluster(node)
+        with visit(browser, f"http://127.0.0.1:{node.port}") as seen:
+            page = seen.go()
+            page.get_by_label("API key").fill("wrong")
+            page.get_by_role("button", name="Continue").click()
+            expect(page.get_by_role("alert")).to_contain_text("refused the key")
+            assert seen.violations() == []
+            page.get_by_label("API key").fill("right")
+            page.get_by_role("button", name="Continue").click()
+            expect(page.get_by_label("Message")).to_be_enabled()
+            say(seen, "Hello")
+            expect(answers(seen)).to_contain_text("héllo")
+
+
+def test_a_node_that_is_gone_is_told_and_its_return_noticed(seen: Visit) -> None:
+    page = seen.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    page.route("**/v1/**", lambda route: route.abort())
+    hide(seen, hidden=True)
+    hide(seen, hidden=False)
+    expect(page.locator(".banner")).to_contain_text("Connection lost")
+    page.unroute("**/v1/**")
+    expect(page.locator(".banner")).to_have_count(0)
