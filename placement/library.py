@@ -57,7 +57,7 @@ def nearest_ids(unknown: str, known: Iterable[ModelId], n: int = 3) -> list[Mode
     def likeness(model: ModelId) -> float:
         name = model.casefold()
         short = name.rpartition("/")[2]
-        if asked and (asked in name or short in asked):
+        if len(asked) > 2 and (asked in name or short in asked):
             return 1.0
         return max(difflib.SequenceMatcher(None, asked, text).ratio() for text in (name, short))
 

@@ -56,6 +56,7 @@ class ModelLibrary:
         self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
         self._cards: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
+        self._closed: list[str] = []
 
     @property
     def _packaged(self) -> Mapping[ModelId, ModelCard]:
@@ -87,6 +88,7 @@ class ModelLibrary:
                 case fault:
                     broken[place.id] = fault
         self._cards = {place: kept for place, kept in self._cards.items() if place in places}
+        self._closed = [place.fault for place in places if place.fault]
         self._broken = broken | {
             ModelId(name): fault for name, fault in self._user.faults().items()
         }
@@ -94,9 +96,8 @@ class ModelLibrary:
 
     def catalogue(self) -> Mapping[ModelId, KnownModel]:
         """The models that there are cards of, on this disk or not. Blocks."""
-        return {model: self._shipped(card) for model, card in self._packaged.items()} | {
-            id: self._shipped(card) for id, card in self._variants.items()
-        }
+        cards = {**self._packaged, **self._variants}
+        return {model: self._listed(card) for model, card in cards.items()}
 
     def original(self, model: ModelId) -> ModelId | None:
         """Of a published quantisation, the model that its card is of."""
@@ -180,6 +181,8 @@ class ModelLibrary:
 
     def _opened(self, place: Place) -> KnownModel:
         """Raises ExoNodeError."""
+        if place.fault:
+            raise InvalidCheckpoint(place.fault, param="model")
         if place.missing:
             raise incomplete(place)
         if place.source == "cache" and (card := self._packaged.get(place.id)) is not None:
@@ -200,6 +203,12 @@ class ModelLibrary:
             card = derive_card(place.id, config, size, {**given, "native_mtp": FOUND_HEAD})
         return KnownModel(card, folder, place.source)
 
+    def _listed(self, card: ModelCard) -> KnownModel:
+        try:
+            return self._shipped(card)
+        except InvalidCheckpoint:  # `scan` names what is wrong with what is here of it
+            return KnownModel(card, None)
+
     def _shipped(self, card: ModelCard) -> KnownModel:
         if card.id == DEMO:
             folder = Path(str(files("exo_node.shard"))) / "models" / "demo"
@@ -211,6 +220,7 @@ class ModelLibrary:
         near = nearest_ids(model, {*self._packaged, *self.scan()})
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         name = str(model)[:200]
+        hint += f" {self._closed[0]}." if self._closed else ""  # it may hold that model
         get = ""
         if name.count("/") == 1 and name.isprintable() and " " not in name:
             get = f", and `exo-node models pull {name}` downloads that one if the hub has it"

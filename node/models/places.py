@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from ...placement.errors import ExoNodeError, InvalidCheckpoint
+from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import HEAD_FILES, read_config
+from ...shard.checkpoint.files import closed
 from ...shard.checkpoint.hub_cache import Cached, cached, locate
 from ...shard.checkpoint.model_classes import has_class
 
@@ -30,17 +31,27 @@ class Place:
     source: Source
     missing: tuple[str, ...] = ()
     """Files that a download has not brought yet."""
+    fault: str = ""
+    """Why it may not be read."""
 
 
 def in_folders(folders: Sequence[Path]) -> Iterator[Place]:
     """Models in `--models-dir` folders: `name`, and one level deeper `publisher/name`.
 
-    Where two folders hold the same id the first one counts. A folder that is gone holds nothing.
+    Where two folders hold the same id the first one counts. A folder that is gone holds nothing;
+    one that may not be read is a place with its fault, a whole `--models-dir` under its path.
     A copy of another node's model counts once it is whole, as a model of the hub where it is one.
     """
     seen: set[str] = set()
     for root in folders:
+        if fault := closed(root):
+            yield Place(ModelId(str(root)), root, "folder", fault=fault)
+            continue
         for name, folder in _two_levels(root):
+            if (fault := closed(folder)) and name not in seen:
+                seen.add(name)
+                yield Place(ModelId(name), folder, "folder", fault=fault)
+                continue
             origin = copied(folder)
             if name not in seen and (origin is None or origin.whole):
                 seen.add(name)
@@ -89,17 +100,20 @@ def in_cache() -> Iterator[Place]:
     for entry in cached():
         if _is_model(entry):
             name = entry.repository + (f"@{entry.revision}" if entry.revision else "")
-            yield Place(ModelId(name), entry.snapshot, "cache", entry.missing)
+            yield Place(ModelId(name), entry.snapshot, "cache", entry.missing, entry.fault)
 
 
 def from_cache(model: ModelId) -> Path | None:
-    """The whole snapshot that `owner/name` or `owner/name@revision` means; None: there is none."""
+    """The whole snapshot that `owner/name` or `owner/name@revision` means; None: there is none.
+
+    Raises InvalidCheckpoint for one that may not be read.
+    """
     repository, _, revision = model.partition("@")
     if repository.count("/") != 1:
         return None
     try:
         return locate(repository, revision or None)
-    except ExoNodeError:  # a name that no repository can have
+    except DownloadFailed:  # a name that no repository can have
         return None
 
 
@@ -115,20 +129,21 @@ def stamp(folder: Path) -> Stamp:
         try:
             status = path.stat()
         except OSError:
-            if path.is_symlink():
+            if os.path.islink(path):
                 found.append((path.name, -1, 0))
             continue
-        found.append((path.name, status.st_size, status.st_mtime_ns))
+        # Of changes, not of contents: permissions count, too.
+        found.append((path.name, status.st_size, status.st_ctime_ns))
     return tuple(found)
 
 
 def _two_levels(root: Path) -> Iterator[tuple[str, Path]]:
     for folder in _subfolders(root):
-        if os.path.lexists(folder / CONFIG):
+        if closed(folder) or os.path.lexists(folder / CONFIG):
             yield folder.name, folder
             continue
         for inner in _subfolders(folder):
-            if os.path.lexists(inner / CONFIG):
+            if closed(inner) or os.path.lexists(inner / CONFIG):
                 yield f"{folder.name}/{inner.name}", inner
 
 
@@ -141,6 +156,8 @@ def _subfolders(folder: Path) -> list[Path]:
 
 def _is_model(entry: Cached) -> bool:
     """By its config.json; and of one that is not whole, weights must have begun to arrive."""
+    if entry.fault:  # nobody knows what it is
+        return True
     try:
         config = read_config(entry.snapshot)
     except InvalidCheckpoint:

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from ...placement.errors import DownloadFailed
 from .checkpoint import HEAD_FILES
-from .hub_cache import cache_folder, check_names, missing_files, snapshot_of
+from .hub_cache import cache_folder, check_names, closed_part, missing_files, snapshot_of
 from .progress import Choose, Progress
 
 __all__ = ["Progress", "download"]
@@ -35,6 +35,8 @@ def download(
     """
     check_names(repository, revision)
     cache = cache_folder(cache_dir)
+    if fault := closed_part(repository, cache):
+        raise DownloadFailed(fault, param="model")
     if offline or constants.is_offline_mode():
         variable = "EXO_OFFLINE" if offline else "HF_HUB_OFFLINE"
         return _from_cache_only(repository, revision, cache, variable)

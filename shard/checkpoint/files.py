@@ -1,4 +1,7 @@
-"""The one writer of files that are replaced: whole or not at all, whatever happens meanwhile."""
+"""The one writer of files that are replaced: whole or not at all, whatever happens meanwhile.
+
+And what to say of a folder that may not be looked into.
+"""
 
 import os
 from collections.abc import Generator
@@ -32,6 +35,18 @@ def draft(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> 
         yield written
     finally:
         written.unlink(missing_ok=True)
+
+
+def closed(folder: Path) -> str:
+    """Why a folder cannot be looked into, with the remedy; "": it can, or is not there."""
+    try:
+        with os.scandir(folder):
+            _ = os.stat(os.path.join(folder, "."))  # listed it may be, and still not entered
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror}); mend its permissions"
+    return ""
 
 
 def sync_folder(folder: Path) -> None:

@@ -118,6 +118,11 @@ def fault(
     return InvalidCheckpoint(f"{subject} {what}. {remedy}", param=path.name)
 
 
+def _unreadable(path: Path, error: OSError) -> InvalidCheckpoint:
+    remedy = "Mend its permissions." if isinstance(error, PermissionError) else None
+    return fault(path, f"cannot be read ({error.strerror})", remedy=remedy)
+
+
 def name_in_model(path: Path) -> str:
     """`owner/name/file` for a file of the hub's cache, else `folder/file`."""
     return "/".join((_repository(path) or path.parent.name, path.name))
@@ -144,7 +149,7 @@ def size_of(path: Path) -> int:
         remedy = "Download the model again." if _repository(path) else "Put the file there."
         raise fault(path, what, remedy=remedy) from error
     except OSError as error:
-        raise fault(path, f"cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise fault(path, "is not a regular file")
     return status.st_size
@@ -157,7 +162,7 @@ def read_bytes(path: Path, start: int, size: int) -> bytes:
             file.seek(start)
             data = file.read(size)
     except OSError as error:
-        raise fault(path, f"cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
     if len(data) != size:
         raise fault(path, "became shorter while it was read")
     return data

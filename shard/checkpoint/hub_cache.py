@@ -1,6 +1,5 @@
 """The Hugging Face cache: which models it holds, whole or not, and how one is removed."""
 
-import logging
 import os
 import re
 import shutil
@@ -11,8 +10,7 @@ from huggingface_hub import constants
 
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from .checkpoint import HEAD_FILES, indexed_files, is_weight_file
-
-log = logging.getLogger(__name__)
+from .files import closed
 
 _REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -26,12 +24,14 @@ class Cached:
     """One revision of a repository in the cache.
 
     `revision` None is the main branch. `missing`: the files that it lacks, empty where it is whole.
+    `fault`: why nothing more is known of it; of the cache itself with its path for a repository.
     """
 
     repository: str
     revision: str | None
     snapshot: Path
     missing: tuple[str, ...]
+    fault: str = ""
 
 
 def is_wanted(path: str) -> bool:
@@ -50,33 +50,51 @@ def locate(
     """The snapshot in the Hugging Face cache if it is complete, without any network traffic.
 
     `repository` is `owner/name`; `revision` a branch, tag or commit, None for the main branch.
-    Raises DownloadFailed on malformed names and InvalidCheckpoint on a malformed index.
+    Raises DownloadFailed on malformed names, InvalidCheckpoint on a malformed index and on what may
+    not be read.
     """
     check_names(repository, revision)
     cache = cache_folder(cache_dir)
+    if fault := closed_part(repository, cache):
+        raise InvalidCheckpoint(fault, param="model")
     snapshot = snapshot_of(repository, revision, cache)
     if snapshot is None or missing_files(repository, snapshot, cache):
         return None
     return snapshot
 
 
+def closed_part(repository: str, cache: Path) -> str:
+    """Why what the cache holds of a repository cannot be read, with the remedy; "": it can."""
+    folder = _folder(repository, cache)
+    for part in (cache, folder, folder / "snapshots", folder / "refs", folder / "blobs"):
+        if fault := closed(part):
+            return fault
+    snapshots = (folder / "snapshots").glob("*")
+    return next(filter(None, map(closed, snapshots)), "")
+
+
 def cached(cache_dir: Path | None = None) -> list[Cached]:
     """Every model of the cache that has a config.json, without any network traffic.
 
     A commit is listed once, under the main branch where it is that, else under its branch or tag,
-    else under its hash. What cannot be read as a model is left out.
+    else under its hash. What is no model is left out.
     """
     cache = cache_folder(cache_dir)
+    if fault := closed(cache):
+        return [Cached(str(cache), None, cache, (), fault)]
     found: list[Cached] = []
     for folder in sorted(cache.glob("models--*--*")):
         owner, _, name = folder.name.removeprefix("models--").partition("--")
         repository = f"{owner}/{name}"
         if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in name:
             continue
+        if fault := closed_part(repository, cache):
+            found.append(Cached(repository, None, folder, (), fault))
+            continue
         try:
             found += _of_repository(repository, folder, cache)
         except OSError as error:
-            log.warning("%s cannot be read (%s); mend its permissions", folder, error.strerror)
+            found.append(Cached(repository, None, folder, (), _not_read(error, folder)))
     return found
 
 
@@ -125,10 +143,18 @@ def cache_folder(cache_dir: Path | None = None) -> Path:
 
 
 def snapshot_of(repository: str, revision: str | None, cache: Path) -> Path | None:
-    """The snapshot of a revision, whole or not; None where there is none."""
+    """The snapshot of a revision, whole or not; None where there is none.
+
+    Raises InvalidCheckpoint where its name may not be read.
+    """
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
+    try:
+        config = try_to_load_from_cache(
+            repository, "config.json", cache_dir=cache, revision=revision
+        )
+    except OSError as error:
+        raise InvalidCheckpoint(_not_read(error, cache), param="model") from error
     return Path(config).parent if isinstance(config, str) else None
 
 
@@ -154,7 +180,7 @@ def remove(repository: str, snapshot: Path, *, cache_dir: Path | None = None) ->
 
     The whole repository's folder goes with its last snapshot. Raises OSError.
     """
-    folder = cache_folder(cache_dir) / f"models--{repository.replace('/', '--')}"
+    folder = _folder(repository, cache_folder(cache_dir))
     before = _bytes(folder)
     others = [path for path in (folder / "snapshots").iterdir() if path != snapshot]
     if not others:
@@ -169,6 +195,15 @@ def remove(repository: str, snapshot: Path, *, cache_dir: Path | None = None) ->
         if ref.read_text(errors="replace").strip() == snapshot.name:
             ref.unlink()
     return before - _bytes(folder)
+
+
+def _not_read(error: OSError, folder: Path) -> str:
+    path = error.filename or folder
+    return f"{path} cannot be read ({error.strerror}); mend its permissions"
+
+
+def _folder(repository: str, cache: Path) -> Path:
+    return cache / f"models--{repository.replace('/', '--')}"
 
 
 def _bytes(folder: Path) -> int:

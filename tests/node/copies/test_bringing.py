@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from copying import LAYERS, MODEL, Giver, Taker, giving, silent, stage, taking, write_model
+from permissions import permissions_hold
 
 from exo_node.node.copies.folder import CopyFolder
 from exo_node.node.copies.sharing import SharedModels
@@ -326,6 +327,27 @@ def test_an_id_that_is_no_folder_is_refused(tmp_path: Path, model: str) -> None:
                 _ = await bringing.bring(spec, silent)
 
     asyncio.run(run())
+
+
+def test_a_folder_that_may_not_be_written_is_named_and_mended_takes_the_copy(
+    tmp_path: Path,
+) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    two.models.mkdir(parents=True)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            two.models.chmod(0o555)
+            with pytest.raises(DownloadFailed) as caught:
+                _ = await bringing.bring(WHOLE, silent)
+            said = caught.value.message
+            assert f"{MODEL} could not be written to {two.models} (Permission denied)" in said
+            assert "mend the permissions there, and load it again" in said
+            two.models.chmod(0o755)
+            assert not (await bringing.bring(WHOLE, silent)).partial
+
+    with permissions_hold():
+        asyncio.run(run())
 
 
 def _much(_: CopyFolder) -> int:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
 from models import make_checkpoint
+from permissions import permissions_hold
 
 from exo_node.placement.errors import DownloadFailed
 from exo_node.shard.checkpoint import fetch
@@ -262,6 +263,18 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_the_download_goes_on_later(
         assert hub.ranges(MODEL)[-1] == f"bytes={begun}-"
     finally:
         subprocess.check_call(["umount", str(cache)])
+
+
+def test_a_cache_that_may_not_be_written_is_named_and_mended_takes_the_model(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o555)
+    with permissions_hold():
+        with pytest.raises(DownloadFailed, match=r"could not be written.*denied.*permissions, or"):
+            get(hub, cache)
+        cache.chmod(0o755)
+        assert (get(hub, cache) / MODEL).read_bytes() == hub.files[MODEL]
 
 
 def test_a_model_over_the_free_space_is_refused_before_a_byte_of_it(
