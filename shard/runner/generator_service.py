@@ -173,7 +173,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         gate = Gate()
         if not request.bare:
             form, calls = self._engine.answer_format, bool(request.tools) and not insists
-            gate = gate_of(form, prompt, calls=calls)
+            gate = gate_of(form, prompt, calls=calls, insists=insists)
         if gate is None:
             raise refused(spec, "this node does not know where in this model's answers it holds")
         await self._prompts.check(spec)

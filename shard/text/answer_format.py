@@ -13,6 +13,8 @@ _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
 
 DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 """What DeepSeek's models put round their calls."""
+DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
+"""What begins one of them, separates its name from its arguments, and ends it."""
 
 
 def format_of(tokenizer: Any) -> AnswerFormat:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from ...placement.errors import InvalidRequest
-from .answer_format import call_markers, is_deepseek, is_harmony
+from .answer_format import DEEPSEEK, DEEPSEEK_CALL, HARMONY, call_markers, is_deepseek, is_harmony
 
 FIELD: Final = "tool_choice"
 _MOST_CALLS: Final = 16
 _DEFINITIONS: Final = ("$defs", "definitions")
+_LINE: Final = '"\\n"'
 Tool = Mapping[str, Any]
 
 
@@ -26,8 +27,14 @@ def call_grammar(tokenizer: Any, asked: str, tools: Sequence[Tool]) -> str:
     chosen = [tool for tool in declared if names is None or tool["name"] in names]
     if not chosen:
         raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
-    words = _Words(tokenizer)
+    words, parallel = _Words(tokenizer), bool(wanted["parallel"])
     match _format(tokenizer):
+        case "Harmony":
+            return _harmony_calls(chosen, words)
+        case "DeepSeek":
+            # What V3 and R1 write stands in their templates too; V3.1 writes less.
+            fenced = "```json" in str(getattr(tokenizer, "chat_template", None))
+            return _deepseek_calls(chosen, words, parallel=parallel, fenced=fenced)
         case "json_tools":
             calls = [_json_call(number, tool) for number, tool in enumerate(chosen)]
         case "qwen3_coder":
@@ -41,10 +48,20 @@ def call_grammar(tokenizer: Any, asked: str, tools: Sequence[Tool]) -> str:
                 param=FIELD,
             )
     start, end = map(words, call_markers(tokenizer))
-    which = " | ".join(f"call_{number}" for number in range(len(chosen)))
-    more = f'("\\n" call){{0,{_MOST_CALLS - 1}}}' if wanted["parallel"] else ""
-    rules = [f"start: call {more}", f"call: {start} ({which}) {end}"]
+    rules = [
+        f"start: {_calls(_LINE, parallel=parallel)}",
+        f"call: {start} ({_any_of(chosen)}) {end}",
+    ]
     return "\n".join([*rules, *calls])
+
+
+def _calls(between: str, *, parallel: bool) -> str:
+    """One `call`, or several."""
+    return f"call ({between} call){{0,{_MOST_CALLS - 1}}}" if parallel else "call"
+
+
+def _any_of(chosen: Sequence[Tool]) -> str:
+    return " | ".join(f"call_{number}" for number in range(len(chosen)))
 
 
 def _format(tokenizer: Any) -> str:
@@ -88,8 +105,7 @@ def _text(text: str) -> str:
 def _json_call(number: int, tool: Tool) -> str:
     """`{"name": …, "arguments": {…}}`, as Hermes and Qwen write it."""
     head = _text(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
-    schema = json.dumps({"type": "object", **(tool.get("parameters") or {})})
-    return f'call_{number}: "\\n"? {head} %json {schema} "}}" "\\n"?'
+    return f'call_{number}: "\\n"? {head} %json {_schema(tool)} "}}" "\\n"?'
 
 
 def _tagged_call(number: int, tool: Tool, words: _Words) -> str:
@@ -116,6 +132,43 @@ def _keyed_call(number: int, tool: Tool, words: _Words) -> str:
         rules.append(_value(rule, schema, "</arg_value>", words))
         parts.append(part if required else f"({part})?")
     return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
+
+
+def _deepseek_calls(chosen: Sequence[Tool], words: _Words, *, parallel: bool, fenced: bool) -> str:
+    """The name, a separator and JSON; `fenced`: as V3 and R1 write it."""
+    (first, last), (start, separator, end) = map(words, DEEPSEEK), map(words, DEEPSEEK_CALL)
+    rules = [
+        f"start: {first} {_calls(f'{_LINE}?', parallel=parallel)} {last}",
+        f"call: {start} ({_any_of(chosen)}) {end}",
+    ]
+    for number, tool in enumerate(chosen):
+        name, tail = tool["name"], ""
+        if fenced:
+            name, tail = f"{name}\n```json\n", _text("\n```")
+        head = f'"function" {separator} {_text(name)}' if fenced else f"{_text(name)} {separator}"
+        rules.append(f"call_{number}: {head} %json {_schema(tool)} {tail}")
+    return "\n".join(rules)
+
+
+def _harmony_calls(chosen: Sequence[Tool], words: _Words) -> str:
+    """One call, as gpt-oss writes it, from the answer's first header on: thoughts and what is told
+    to the user may come before. The token behind the call ends the answer, so there is no second.
+    """
+    start, channel, message, end = map(words, HARMONY[:4])
+    hint = f'" "? ({words("<|constrain|>")})? "json"'
+    told = f'{channel} ("analysis" | "commentary") {message} /(?s:.*)/ {end}'
+    rules = [f"start: before* ({_any_of(chosen)})", f'before: {told} {start} "assistant"']
+    for number, tool in enumerate(chosen):
+        addressed = f"to=functions.{tool['name']}"
+        by_channel = f"{channel} {_text(f'commentary {addressed}')}"
+        by_role = f'{_text(f" {addressed}")} {channel} "commentary"'
+        head = f"({by_channel} | {by_role}) ({hint})? {message}"
+        rules.append(f"call_{number}: {head} %json {_schema(tool)}")
+    return "\n".join(rules)
+
+
+def _schema(tool: Tool) -> str:
+    return json.dumps({"type": "object", **(tool.get("parameters") or {})})
 
 
 def _arguments(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:

@@ -23,13 +23,18 @@ class Gate(NamedTuple):
     may_end: bool = False
 
 
-def gate_of(form: AnswerFormat, prompt: Sequence[int], *, calls: bool) -> Gate | None:
+def gate_of(
+    form: AnswerFormat, prompt: Sequence[int], *, calls: bool, insists: bool = False
+) -> Gate | None:
     """Reasoning and headers are free of the grammar; None where it is not known how they end.
 
-    `calls`: the model may call a tool instead.
+    `calls`: the model may call a tool instead. `insists`: the grammar is that of a call, which in
+    formats with headers begins with the answer's first one.
     """
     begins = form.begins_in(prompt)
     headed = form.route is not None
+    if headed and insists:
+        return Gate() if begins == "header" else None
     if begins == "call" or (calls and len(form.calls) > 1):
         return None
     call = form.calls[0] if calls and form.calls else None

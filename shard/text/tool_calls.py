@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from .answer_format import is_deepseek, is_harmony
+from .answer_format import DEEPSEEK_CALL, is_deepseek, is_harmony
 
 MAX_CALL_CHARS: Final = 1 << 20
 MAX_CALLS: Final = 128
@@ -145,7 +145,7 @@ def _harmony(text: str, _: Any) -> object:
     return {"name": found[1], "arguments": found[2].strip() or "{}"} if found else None
 
 
-_BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"  # noqa: RUF001
+_BEGIN, _SEP, _END = DEEPSEEK_CALL
 
 
 def _deepseek(text: str, _: Any) -> object:

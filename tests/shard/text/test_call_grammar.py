@@ -14,7 +14,7 @@ from exo_node.shard.text.call_grammar import call_grammar
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars import check, spec_of
-from exo_node.shard.text.tool_calls import parse_calls
+from exo_node.shard.text.tool_calls import parse_calls, parser_of
 
 CODEC = TextCodec.load(DEMO)
 PARAMETERS: dict[str, Any] = {
@@ -78,14 +78,24 @@ def tokenizer(kind: str, *vocabulary: str) -> Any:
     )
 
 
+V3 = """<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather
+```json
+{"city": "Ulm", "days": 3}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"""  # noqa: RUF001
+
+
 def parser(kind: str) -> Any:
     return importlib.import_module(f"mlx_lm.tool_parsers.{kind}").parse_tool_call
 
 
 def after(kind: str, text: str, names: list[str] | None = None, parallel: bool = True) -> str:
+    return behind(tokenizer(kind), text, names, parallel)
+
+
+def behind(made: Any, text: str, names: list[str] | None = None, parallel: bool = True) -> str:
     """Whether an answer may end behind `text`, may go on, or could never have come to it."""
     asked = json.dumps({"names": names, "parallel": parallel})
-    spec = spec_of("lark", call_grammar(tokenizer(kind), asked, TOOLS), "tool_choice")
+    spec = spec_of("lark", call_grammar(made, asked, TOOLS), "tool_choice")
     check(spec)
     grammar: TokenGrammar = CODEC.grammars.compile(spec, Gate())
     grammar.take(CODEC.encode_text(text))
@@ -122,7 +132,21 @@ def test_anything_else_is_not(kind: str) -> None:
     assert after(kind, f"{text}\n{text}", parallel=False) == "never"
 
 
-@pytest.mark.parametrize("made", [("", *HARMONY), ("", *DEEPSEEK), ("",), ("pythonic",)], ids=str)
+def test_deepseeks_v3_writes_a_fence_and_its_calls_one_behind_the_other() -> None:
+    made = tokenizer("", *DEEPSEEK)
+    made.chat_template = "… ```json …"
+    assert behind(made, V3) == "ends"
+    first, last = DEEPSEEK
+    call = V3.removeprefix(first).removesuffix(last)
+    assert behind(made, f"{first}{call}\n{call}{last}") == "ends"
+    assert behind(made, f"{first}{call}\n{call}{last}", parallel=False) == "never"
+    assert behind(made, V3.replace("```json", "")) == "never"
+    assert behind(made, V3, names=["now"]) == "never"
+    (found, again) = parse_calls(parser_of(made), f"{call}\n{call}", TOOLS) or []
+    assert found == again and json.loads(found.arguments) == {"city": "Ulm", "days": 3}
+
+
+@pytest.mark.parametrize("made", [("",), ("pythonic",)], ids=str)
 def test_a_format_without_a_grammar_is_refused_by_name(made: tuple[str, ...]) -> None:
     with pytest.raises(InvalidRequest, match="auto") as caught:
         _ = call_grammar(tokenizer(*made), '{"names": null, "parallel": true}', TOOLS)
@@ -136,8 +160,8 @@ def test_a_name_that_is_not_declared_is_refused() -> None:
 
 def test_names_that_look_like_grammar_are_text() -> None:
     wild = {"properties": {'a"\\n|b': {"type": "string"}, "<x>": {"enum": ['"', "\\"]}}}
-    for kind in CALLS:
+    for made in [*((kind,) for kind in CALLS), ("", *HARMONY), ("", *DEEPSEEK)]:
         lark = call_grammar(
-            tokenizer(kind), '{"names": null, "parallel": true}', [tool('f"g', wild)]
+            tokenizer(*made), '{"names": null, "parallel": true}', [tool('f"g', wild)]
         )
         check(spec_of("lark", lark, "tool_choice"))

@@ -1,15 +1,16 @@
 """Grammars in the formats of published families: behind reasoning and headers, and around calls."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from families_text import codec_of
 
-from exo_node.shard.text.channels import AnswerFormat, ReasoningCount
+from exo_node.shard.text.channels import AnswerFormat, Channels, ReasoningCount
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars import GrammarSpec, check, spec_of
 from exo_node.shard.text.template import TemplateOptions, options_of
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -31,7 +32,17 @@ BEFORE = {
     "gpt_oss": "<|channel|>analysis<|message|>hm<|end|>"
     "<|start|>assistant<|channel|>final<|message|>",
 }
+HEADER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+BY_ROLE = " to=functions.weather<|channel|>commentary json<|message|>"
+BEFORE_A_CALL = {
+    **BEFORE,
+    "deepseek": "",
+    "gpt_oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+}
 CALLS = {
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"  # noqa: RUF001
+    '{"city": "Ulm", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',  # noqa: RUF001
+    "gpt_oss": HEADER + '{"city": "Ulm", "days": 3}',
     "qwen": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
     "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Ulm</arg_value>"
@@ -50,9 +61,11 @@ def state(codec: TextCodec, grammar: TokenGrammar, ids: Sequence[int]) -> str:
     return "ends" if any(ends) else "goes on"
 
 
-def gated(codec: TextCodec, options: TemplateOptions, *, calls: bool = False) -> Gate:
-    prompt = codec.encode_chat(ASK, tools=[TOOL] if calls else [], options=options)
-    gate = gate_of(codec.answer_format, prompt, calls=calls)
+def gated(
+    codec: TextCodec, options: TemplateOptions, *, calls: bool = False, insists: bool = False
+) -> Gate:
+    asked = codec.encode_chat(ASK, tools=[TOOL] if calls else [], options=options)
+    gate = gate_of(codec.answer_format, asked, calls=calls, insists=insists)
     assert gate is not None
     return gate
 
@@ -89,12 +102,49 @@ def test_without_thinking_the_grammar_begins_at_once(family: str) -> None:
 def test_a_call_that_is_insisted_on_goes_by_the_families_own_tokens(family: str) -> None:
     codec = codec_of(family)
     lark = codec.call_grammar('{"names": ["weather"], "parallel": false}', [TOOL])
-    spec, gate = GrammarSpec("lark", lark, "tool_choice"), gated(codec, TemplateOptions())
-    ids = [*codec.encode_text(BEFORE[family]), *codec.encode_text(CALLS[family])]
-    assert state(codec, codec.grammars.compile(spec, gate), ids) == "ends"
-    wrong = CALLS[family].replace("weather", "wether")
-    ids = [*codec.encode_text(BEFORE[family]), *codec.encode_text(wrong)]
-    assert state(codec, codec.grammars.compile(spec, gate), ids) == "never"
+    spec = GrammarSpec("lark", lark, "tool_choice")
+    gate = gated(codec, TemplateOptions(), insists=True)
+
+    def after(text: str) -> str:
+        return state(codec, codec.grammars.compile(spec, gate), codec.encode_text(text))
+
+    before, call = BEFORE_A_CALL[family], CALLS[family]
+    assert after(before + call) == "ends"
+    assert after(before) == "goes on"
+    assert after(before + call.replace("weather", "wether")) == "never"
+    assert after(before + call.replace("3", '"3"')) == "never"
+    assert after(before + "It is") == "never"
+    form = codec.answer_format
+    channels = Channels(form, form.begins_in(codec.encode_chat(ASK)))
+    [found] = [s for s in [*channels.feed(before + call), *channels.finish()] if s.state == "call"]
+    header = found.opened if "<|message|>" in found.opened else ""
+    [read] = codec.calls(header + found.text, [TOOL]) or []
+    assert (read.name, json.loads(read.arguments)) == ("weather", {"city": "Ulm", "days": 3})
+
+
+def test_a_call_of_harmony_may_be_written_in_each_of_its_forms_and_never_as_an_answer() -> None:
+    codec = codec_of("gpt_oss")
+    lark = codec.call_grammar('{"names": null, "parallel": true}', [TOOL])
+    check(spec_of("lark", lark, "tool_choice"))
+    gate = gated(codec, TemplateOptions(), insists=True)
+
+    def after(text: str) -> str:
+        spec = GrammarSpec("lark", lark, "tool_choice")
+        return state(codec, codec.grammars.compile(spec, gate), codec.encode_text(text))
+
+    arguments = '{"city": "Ulm"}'
+    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    thought = BEFORE_A_CALL["gpt_oss"]
+    for before in ("", thought, thought + told, thought + thought):
+        for header in (HEADER, HEADER.replace(" <|constrain|>json", ""), BY_ROLE):
+            assert after(before + header + arguments) == "ends", before + header
+            assert after(before + header + arguments[:-1]) == "goes on"
+            assert after(before + header + arguments + "<|start|>") == "never"
+    assert after(thought[:-9]) == "goes on"
+    for answer in ("<|channel|>final", "<|channel|>analysis<|message|>hm<|return|>", "yes"):
+        assert after(answer) == "never"
+    within = codec.encode_chat([*ASK, {"role": "assistant", "content": "so"}])
+    assert gate_of(codec.answer_format, within, calls=False, insists=True) is None
 
 
 @pytest.mark.parametrize("family", ["qwen", "glm"])
