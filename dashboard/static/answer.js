@@ -40,11 +40,11 @@ export function Answer({ message, known, onRetry, children }) {
 function brief(stats) {
   const proposed = stats.proposed_draft_tokens;
   return [
-    `${rate(stats.generation_tps)} tok/s`,
-    `first token ${seconds(stats.time_to_first_token_s)}`,
+    Number.isFinite(stats.generation_tps) && `${rate(stats.generation_tps)} tok/s`,
+    Number.isFinite(stats.time_to_first_token_s) && `first token ${seconds(stats.time_to_first_token_s)}`,
     proposed > 0 && `${percent(stats.accepted_draft_tokens, proposed)} of drafts accepted`,
     stats.resumes > 0 && `resumed ${stats.resumes}×`,
-  ].filter(Boolean).join(" · ");
+  ].filter(Boolean).join(" · ") || "Figures";
 }
 
 function Thinking({ message: { reasoning, thoughtMs, text, state } }) {

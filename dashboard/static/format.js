@@ -67,15 +67,15 @@ export function ago(ms, now = Date.now()) {
 }
 
 const SETTINGS = {
-  temperature: "temperature", top_p: "top P", top_k: "top K", min_p: "min P", max_tokens: "at most tokens",
-  seed: "seed", num_draft_tokens: "K", reasoning_effort: "thinking", priority: "priority", keep_alive: "stays loaded",
+  temperature: "temperature", top_p: "top P", top_k: "top K", min_p: "min P", max_tokens: "longest answer",
+  seed: "seed", reasoning_effort: "thinking", priority: "priority", keep_alive: "stays loaded",
 };
 
-/** What a profile sets, in its order: "temperature 0.2, thinking low, a system message". */
-export function profileWords({ system, ...set }) {
+/** What a profile sets: "temperature 0.2, thinking low, a system message". */
+export function profileWords({ system, num_draft_tokens: k, ...set }) {
   const words = Object.entries(set).map(([name, value]) =>
     Object.hasOwn(SETTINGS, name) ? `${SETTINGS[name]} ${value}` : name.replaceAll("_", " "));
-  return [...words, system && "a system message"].filter(Boolean).join(", ") || "nothing but the name";
+  return [...words, k === 0 ? "no drafts" : k && `K ${k}`, system && "a system message"].filter(Boolean).join(", ") || "nothing but the name";
 }
 
 /** The owner and the name of a model id; the owner is empty where there is none. */

@@ -105,8 +105,8 @@ const Profiles = ({ profiles }) => profiles.length > 0 && html`
     <ul class="models">
       ${profiles.map(({ id, profile_of: of, profile }) => html`
         <li key=${id} class="model">
-          <p class="line"><strong class="model-id">${id}</strong></p>
-          <p class="muted small">${of} · ${profileWords(profile)}</p>
+          <p class="wide"><strong class="model-id">${id}</strong></p>
+          <p class="muted small wide">${of} · ${profileWords(profile)}</p>
         </li>`)}
     </ul>
   </section>`;
