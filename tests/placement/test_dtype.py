@@ -119,6 +119,20 @@ def test_float32_costs_no_more_nodes() -> None:
     assert placed(PLAIN, *nodes, cpu("c", wide), nodes=(NodeId("a"),)).dtype == "bfloat16"
 
 
+def test_beside_a_mac_without_room_a_cpu_is_as_fast_as_alone() -> None:
+    found = preview(PLAIN, ClusterView((mac("a", memory=1), cpu("b"))))
+    assert found.best.dtype == "float32"
+    assert found.runner_up is None
+
+
+def test_sixteen_bits_are_looked_for_where_they_can_be_computed() -> None:
+    """Of nodes that hold 60 % each, the quickest pairs have the CPU, and may not be."""
+    size = need(EXPERTS, dtype="bfloat16") * 6 // 10
+    quick = cpu("c", size, memory_bandwidth=900e9)
+    found = placed(EXPERTS, mac("a", memory=size), mac("b", memory=size), quick)
+    assert (found.dtype, {stage.node for stage in found.stages}) == ("bfloat16", {"a", "b"})
+
+
 def test_a_node_that_cannot_compute_in_sixteen_bits_is_no_place_for_them() -> None:
     """Experts on the Mac alone, since with the CPU's help they would need float32."""
     quick = mac("a", memory_bandwidth=400e9)
