@@ -20,7 +20,7 @@ def longest_context(task: Task, chosen: Candidate, options: PlanOptions) -> int:
     every node of the placement half of the memory that the plan did not take, for other models.
     """
     planned, most = task.allowed.context, task.card.context_length
-    if options.context is not None:
+    if options.context is not None or options.frugal:
         return planned
     longer = [*range(planned + STEP - planned % STEP, most, STEP), most]
     return max((each for each in longer if _fits(task, chosen, each)), default=planned)
@@ -29,7 +29,7 @@ def longest_context(task: Task, chosen: Candidate, options: PlanOptions) -> int:
 def context_reason(task: Task, chosen: Candidate, options: PlanOptions) -> str:
     """What a person is told of it; empty for a model whose context is short anyway."""
     most = task.card.context_length
-    if options.context is not None or most <= DEFAULT_CONTEXT:
+    if options.context is not None or options.frugal or most <= DEFAULT_CONTEXT:
         return ""
     context = longest_context(task, chosen, options)
     if context == most:

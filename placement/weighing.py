@@ -61,7 +61,7 @@ def weigh(asked: Request) -> Weighed:
     """
     usual, full = sixteen_bits(asked.card), asked.task("float32")
     nodes = full.allowed.nodes
-    wide = _searched(asked, full, _in_float32(asked.card, nodes))
+    wide = _searched(asked, full, _in_float32(asked, nodes))
     fast = [c for c in wide.choices if all(is_fast(node) for node in c.candidate.nodes)]
     fewest = min((len(c.candidate.nodes) for c in fast), default=math.inf)
     task, narrow_nodes = asked.task(usual), _in_sixteen_bits(asked.card, nodes)
@@ -84,7 +84,7 @@ def weigh_by_hand(asked: Request) -> Choice:
     counts = [count for _, count in asked.options.layers]
     nodes = asked.task(asked.card.dtype).allowed.nodes
     *better, last = dtypes_of(asked.card, nodes)
-    for dtype in better:
+    for dtype in () if asked.options.frugal else better:
         task = asked.task(dtype.name)
         try:
             return Choice(task, split_by_hand(task, counts), dtype)
@@ -100,13 +100,14 @@ def sixteen_bits(card: ModelCard) -> str:
     return card.dtype if BYTES[card.dtype] == 2 else "bfloat16"
 
 
-def _in_float32(card: ModelCard, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
+def _in_float32(request: Request, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
     """Of the nodes, those that a placement in float32 may have."""
+    card = request.card
     asked = any(node.dtype == "float32" for node in nodes)
     needed = any(needs_float32(card, node) for node in nodes)
     if card.dtype == "float32" or asked or needed:
         return nodes
-    return [node for node in nodes if is_fast(node)]
+    return [node for node in nodes if is_fast(node) and not request.options.frugal]
 
 
 def _in_sixteen_bits(card: ModelCard, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
@@ -154,5 +155,8 @@ def _told(asked: Request, choice: Choice, wide: Task) -> Choice:
     better = dtypes_of(asked.card, choice.candidate.nodes)[0]
     if better.name == choice.dtype.name or better.name != "float32":
         return choice
-    reason = f"{choice.dtype.reason}; {too_wide(wide, choice.candidate)}"
+    why = "another model needs the room of float32"
+    if not asked.options.frugal:
+        why = too_wide(wide, choice.candidate)
+    reason = f"{choice.dtype.reason}; {why}"
     return replace(choice, dtype=replace(choice.dtype, reason=reason))

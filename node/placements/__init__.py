@@ -15,6 +15,7 @@ placements.py: placements by model: planned, loaded, connected, replaced
 planner_view.py: what the planner sees of the live nodes
 reconcile.py: stages that end, move, are adopted, or belong to nobody
 restart_backoff.py: when to stop trying to load
+room.py: room for one more model, which others give
 stage_recovery.py: puts spares and fresh runners in the place of lost stages
 stage_runners.py: the runners of stages, on this node and others
 stage_specs.py: what a stage's runner is told; the one builder, also of the commands

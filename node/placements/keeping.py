@@ -42,15 +42,17 @@ class Keeping:
     def in_the_way(self, records: Iterable[LoadedPlacement]) -> LoadedPlacement | None:
         """What may be unloaded early to make room: idle, and not meant to stay for ever. The one
         that was used longest ago."""
-        now = self._clock()
         idle = [
             record
             for record in records
-            if self._rests(record)
-            and self._patience_s(record) != math.inf
-            and now - record.activity.used_at >= self._just_given_s
+            if self.may_go(record) and self._patience_s(record) != math.inf
         ]
         return min(idle, key=lambda record: record.activity.used_at, default=None)
+
+    def may_go(self, record: LoadedPlacement) -> bool:
+        """Whether nobody uses it, or is about to."""
+        given_s = self._clock() - record.activity.used_at
+        return self._rests(record) and given_s >= self._just_given_s
 
     def _is_due(self, record: LoadedPlacement) -> bool:
         activity, now = record.activity, self._clock()

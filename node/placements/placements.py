@@ -6,19 +6,17 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ...placement.card import ModelCard
 from ...placement.context import beside_spares
 from ...placement.errors import (
     ExoNodeError,
-    InsufficientMemory,
     LoadFailed,
     PlacementNotFound,
 )
 from ...placement.ids import ModelId, NodeId, PlacementId
-from ...placement.plan import Placement, PlanOptions, plan
-from ...placement.split_refusal import SplitRefusal
+from ...placement.plan import PlanOptions, plan
 from ..cluster.desired import DesiredPlacement, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.log import apart
@@ -32,6 +30,7 @@ from .loaded_placement import LoadedPlacement
 from .loading import finish, load
 from .maintenance import Maintenance, may_settle, settles
 from .restart_backoff import MAX_FAILURES, RestartBackoff
+from .room import Room
 from .stage_recovery import StageRecovery, without
 from .stage_specs import StageSettings
 from .stages import Facts, Stages
@@ -82,6 +81,9 @@ class Placements:
         self._loading: dict[ModelId, asyncio.Task[LoadedPlacement]] = {}
         self._changed = changed
         self.keeping = Keeping(keep_alive_s, timing.just_given_s)
+        self._room = Room(
+            facts, lambda: self.keeping, self._others, self._unload_idle, self._shrink
+        )
         self._unloading: set[asyncio.Task[None]] = set()
 
     @property
@@ -238,8 +240,11 @@ class Placements:
             task.cancel()
         _ = await asyncio.gather(*tasks, self._maintenance.close(), return_exceptions=True)
 
-    def _start(self, model: ModelId, desired: DesiredPlacement) -> "asyncio.Task[LoadedPlacement]":
-        task = asyncio.create_task(self._replace(model, desired), context=apart())
+    def _start(
+        self, model: ModelId, desired: DesiredPlacement, *, frugal: bool = False
+    ) -> "asyncio.Task[LoadedPlacement]":
+        work = self._replace(model, desired, frugal=frugal)
+        task = asyncio.create_task(work, context=apart())
         self._loading[model] = task
         task.add_done_callback(lambda done: self._loaded(model, done))
         return task
@@ -251,15 +256,21 @@ class Placements:
             self._events.add("load_failed", f"{model} could not be placed: {fault}", model=model)
 
     async def _replace(
-        self, model: ModelId, desired: DesiredPlacement, lost: frozenset[NodeId] = frozenset()
+        self,
+        model: ModelId,
+        desired: DesiredPlacement,
+        lost: frozenset[NodeId] = frozenset(),
+        *,
+        frugal: bool = False,
     ) -> LoadedPlacement:
-        """`lost`: nodes that count as alive and were found to be gone."""
+        """`lost`: nodes that count as alive and were found to be gone. `frugal`: in no more
+        memory than it takes."""
         card, fingerprint = await self._facts.card(model)
         view = without(self._facts.view(model), lost)
         refusal = self._facts.split_refusal(model)
         options = desired.within(view)
-        bounds = beside_spares(card, options, desired.spares)
-        planned = await self._with_room(card, bounds, refusal, lost)
+        bounds = replace(beside_spares(card, options, desired.spares), frugal=frugal)
+        planned = await self._room.plan(card, bounds, refusal, lost)
         if model in self._records:
             await self._drain(model)
             # Others may have been placed meanwhile.
@@ -285,12 +296,12 @@ class Placements:
             await self._recovery.unload(record)
             if dead:
                 log.warning("%s is planned anew: %s", model, fault)
-                return await self._replace(model, desired, lost | dead)
+                return await self._replace(model, desired, lost | dead, frugal=frugal)
             self._failures.note(model)
             if self._facts.split_refusal(model) != refusal:
                 log.warning("%s is planned anew: %s", model, fault)
                 _ = self._records.pop(model, None)
-                return await self._replace(model, desired)
+                return await self._replace(model, desired, frugal=frugal)
             raise
         except asyncio.CancelledError:
             await self._recovery.unload(record)
@@ -337,29 +348,16 @@ class Placements:
         record = self._records.get(model)
         return self._desired.of(model) if record is None else record.desired
 
-    async def _with_room(
-        self,
-        card: ModelCard,
-        options: PlanOptions,
-        refusal: SplitRefusal,
-        lost: frozenset[NodeId],
-    ) -> Placement:
-        """The plan, for which idle models with a limited stay give way, one by one."""
-        while True:
-            view = without(self._facts.view(card.id), lost)
-            try:
-                return plan(card, view, options, pipeline_refusal=refusal)
-            except InsufficientMemory:
-                others = (
-                    each
-                    for each in self.records
-                    if each.card.id != card.id and each.card.id not in self._loading
-                )
-                idle = self.keeping.in_the_way(others)
-                if idle is None:
-                    raise
-                log.info("%s is unloaded to make room for %s", idle.card.id, card.id)
-                await self._unload_idle(idle)
+    def _others(self, model: ModelId) -> list[LoadedPlacement]:
+        """Those that may give way to it."""
+        kept = {model, *self._loading}
+        return [record for record in self.records if record.card.id not in kept]
+
+    async def _shrink(self, record: LoadedPlacement) -> None:
+        model = record.card.id
+        text = f"{record.id} of {model} is loaded again in less memory, to make room for another"
+        self._events.add("replanned", text, model=model, placement=record.id)
+        _ = await asyncio.shield(self._start(model, record.desired, frugal=True))
 
     async def _unload_idle(self, record: LoadedPlacement) -> None:
         """Less than `remove`: how it was asked for is kept, for when it is loaded again."""
