@@ -55,6 +55,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "store",
         "cache_prompt",
         "prompt_cache_key",
+        "promptCacheKey",
         "prompt_cache_retention",
         "safety_identifier",
         "verbosity",
@@ -264,6 +265,8 @@ class ChatBody(SamplingBody):
     store: bool | None = None
     cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
+    promptCacheKey: str | None = None
+    """As opencode's `setCacheKey` reaches a server."""
     prompt_cache_retention: str | None = None
     keep_alive: KeepAlive = None
     safety_identifier: str | None = None

@@ -1,7 +1,8 @@
 """Bodies in the shapes that agents and libraries send, which are no dependencies here: all served.
 
-The shapes are those of their public sources: opencode by the AI SDK's provider for servers that are
-compatible with OpenAI's; litellm by its `openai/` provider, in chat, streaming and with tools.
+The shapes are those that a server heard: of the AI SDK 6.0.326 with its provider 2.0.91 for servers
+that are compatible with OpenAI's, asked as opencode's sources ask it, and of litellm 1.106.2 with
+its `openai/` provider. The texts are our own.
 """
 
 from collections.abc import Generator
@@ -48,10 +49,11 @@ OPENCODE_TURN: dict[str, Any] = {
     "model": "demo",
     "max_tokens": 32000,
     "top_p": 1,
+    "promptCacheKey": "ses_1",
     "reasoning_effort": "medium",
+    "verbosity": "low",
     "messages": [
         {"role": "system", "content": "You are opencode, an agent."},
-        {"role": "system", "content": "Here is useful information about the environment."},
         {
             "role": "user",
             "content": [
@@ -61,7 +63,7 @@ OPENCODE_TURN: dict[str, Any] = {
         },
         {
             "role": "assistant",
-            "content": "",
+            "content": None,
             "reasoning_content": "I read it.",
             "tool_calls": [CALL],
         },
@@ -72,57 +74,85 @@ OPENCODE_TURN: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-LITELLM_CHAT: dict[str, Any] = {
-    "model": "demo",
-    "messages": [{"role": "user", "content": "hi"}],
-    "temperature": 0.2,
-    "max_tokens": 16,
-}
-LITELLM_TOOLS: dict[str, Any] = {
-    "model": "demo",
+OPENCODE_PLUGIN: dict[str, Any] = {
+    **OPENCODE_TURN,
     "messages": [
-        {"role": "user", "content": "Read a.py"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [CALL],
-            "function_call": None,
-        },
-        {"role": "tool", "tool_call_id": "abc123de0", "name": "read", "content": "x = 1"},
+        OPENCODE_TURN["messages"][0],
+        {"role": "system", "content": "What a plugin adds."},
+        OPENCODE_TURN["messages"][1],
+        # Earlier providers wrote no null.
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        OPENCODE_TURN["messages"][3],
     ],
-    "tools": [READ],
-    "tool_choice": "auto",
+}
+LITELLM_CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "model": "demo",
+    "max_tokens": 16,
+    "temperature": 0.2,
+}
+LITELLM_ASKS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Read a.py"}],
+    "model": "demo",
     "parallel_tool_calls": True,
     "stream": True,
     "stream_options": {"include_usage": True},
+    "tool_choice": "auto",
+    "tools": [READ],
+}
+LITELLM_TOOLS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Read a.py"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abc123de0", "name": "read", "content": "x = 1"},
+    ],
+    "model": "demo",
+    "stream": True,
+    "tool_choice": "auto",
+    "tools": [READ],
 }
 LITELLM_SCHEMA: dict[str, Any] = {
-    **LITELLM_CHAT,
+    "messages": [{"role": "user", "content": "hi"}],
+    "model": "demo",
     "response_format": {
         "type": "json_schema",
         "json_schema": {
-            "name": "Point",
-            "strict": True,
             "schema": {
-                "type": "object",
-                "properties": {"x": {"type": "integer"}},
+                "properties": {"x": {"title": "X", "type": "integer"}},
                 "required": ["x"],
+                "title": "Point",
+                "type": "object",
                 "additionalProperties": False,
             },
+            "name": "Point",
+            "strict": True,
         },
     },
+}
+LITELLM_THINKS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "model": "demo",
+    "reasoning_effort": "low",
+    "seed": 1,
 }
 BODIES = {
     "opencode's title": OPENCODE_TITLE,
     "opencode's turn": OPENCODE_TURN,
+    "opencode's turn with a plugin": OPENCODE_PLUGIN,
     "litellm's chat": LITELLM_CHAT,
+    "litellm's question with tools": LITELLM_ASKS,
     "litellm's tools": LITELLM_TOOLS,
+    "litellm's effort": LITELLM_THINKS,
     "litellm's schema": LITELLM_SCHEMA,
 }
 HEADERS = {
     "authorization": "Bearer sk-anything",
-    "user-agent": "ai-sdk/openai-compatible",
+    "user-agent": "opencode/1.4 ai-sdk/provider-utils/4.0.64 runtime/node.js/v20.20.2",
+    "x-session-affinity": "ses_1",
+    "accept-language": "*",
+    "sec-fetch-mode": "cors",
     "x-stainless-lang": "python",
+    "x-stainless-raw-response": "true",
 }
 
 
@@ -151,7 +181,8 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
     assert (asked.grammar is not None) == ("response_format" in body)
     if body.get("stream"):
         assert reply.body.endswith(b"data: [DONE]\n\n")
-        assert b'"choices":[]' in reply.body, "usage in a chunk of its own"
+        apart = "stream_options" in body
+        assert (b'"choices":[]' in reply.body) == apart, "usage in a chunk of its own, if asked"
 
 
 @pytest.mark.parametrize("body", [OPENCODE_TURN, LITELLM_TOOLS], ids=["opencode", "litellm"])
