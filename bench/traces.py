@@ -4,9 +4,10 @@
 
 A trace is a few rounds of up to five conversations at once that begin alike, greedy or sampled,
 with K of 0 to 3; some are cancelled, and the prefix cache has room for a few of them only. Every
-answer is compared with that of an engine which never did anything else. On a tiny random model in
-float32. It stops at the first difference, at the count or at the time, and prints every tenth of
-the way what was done and what memory is held.
+answer is compared with that of an engine which never did anything else, without drafts; what such
+engines answered is kept for traces that ask the same. On a tiny random model in float32. It stops
+at the first difference, at the count or at the time, and prints every tenth of the way what was
+done and what memory is held.
 """
 
 import argparse
@@ -17,9 +18,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
+from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
+
+# isort: split
 import mlx.core as mx
 import psutil
 from batch_traces import Told, follow, warm_engine
+
+from exo_node.shard.model.cpu_products import choose_products
+
+LOADER = loader_import.__name__
 
 HEAD = "| traces | answers | cancelled | tokens | cached | batched | prefixes | active | resident |"
 
@@ -31,6 +39,7 @@ def main() -> None:
     _ = parser.add_argument("--seed", type=int, default=0)
     _ = parser.add_argument("--room", type=int, default=600_000, help="bytes of prefixes")
     options = parser.parse_args()
+    print(f"products: {choose_products('auto', time.perf_counter)}")
     warm, told, begun = warm_engine(options.room), Told(), time.monotonic()
     every = max(1, options.traces // 10)
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)

@@ -1,16 +1,21 @@
 """Conversations that are answered together from one prefix cache, against engines that are new."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines import request
 from readers import Reader, alone, engine, together
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.request import EngineRequest
 
 END = 4095
 """The tokenizer's end token."""
+
+
+MOST_TOKENS = 15
+"""Of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,26 @@ def follow(warm: TextEngine, seed: int, room: int) -> Told:
 
 def _compared(reader: Reader) -> Told:
     assert reader.fault is None, reader.fault
-    wanted = alone(reader.asked).ids
+    wanted = _cold(reader.asked)
     if reader.done is None:
         assert tuple(reader.ids) == wanted[: len(reader.ids)], reader.asked
         return Told(cancelled=1, tokens=len(reader.ids))
     assert tuple(reader.ids) == wanted, reader.asked
     stats = reader.done.stats
     return Told(1, 0, len(reader.ids), stats.cached_tokens, stats.batched_tokens)
+
+
+def _cold(asked: EngineRequest) -> tuple[int, ...]:
+    """What a new engine answers without drafts. What others with this prompt and these draws get is
+    its beginning, whatever their K, so that one such answer stands for all of them."""
+    key = (tuple(asked.prompt), asked.sampling, asked.ignore_end)
+    if key not in _ANSWERS:
+        whole = replace(asked, k=0, drafting_reason="of a cold engine", max_tokens=MOST_TOKENS)
+        _ANSWERS[key] = tuple(alone(whole).ids)
+    return _ANSWERS[key][: asked.max_tokens]
+
+
+_ANSWERS: dict[tuple[object, ...], tuple[int, ...]] = {}
 
 
 def _reader(draw: random.Random) -> Reader:
@@ -71,7 +89,7 @@ def _reader(draw: random.Random) -> Reader:
     asked = request(
         _prompt(draw),
         draw.randrange(4),
-        draw.randrange(1, 16),
+        draw.randrange(1, MOST_TOKENS + 1),
         sampling=sampling,
         ignore_end=draw.random() < 0.5,
     )
