@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,8 +16,9 @@ from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .machine.durations import LONGEST
-from .models.entries import facts, mtp_words
+from .models.entries import facts, mtp_words, part_entry
 from .models.library import KnownModel, ModelLibrary
+from .models.places import Part
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts
@@ -50,7 +52,11 @@ class ModelList:
         own = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
         broken = [self._broken(*each) for each in self._library.broken.items()]
         listed = {*known, *self._library.broken}
-        return [*own, *broken, *self._elsewhere(listed)]
+        parts = await asyncio.to_thread(self._library.parts)
+        others = self._elsewhere(listed, parts)
+        listed |= {other["id"] for other in others}
+        begun = [self._begun(part) for id, part in parts.items() if id not in listed]
+        return [*own, *broken, *others, *begun]
 
     async def catalogue(self) -> list[dict[str, Any]]:
         """Every model that there is a card of."""
@@ -134,14 +140,23 @@ class ModelList:
         held = {"nodes": self._holders(model, here=True), "size_bytes": None, "format": None}
         return {**self._named(model), **told, **nothing, **held, "error": fault.message}
 
-    def _elsewhere(self, listed: set[ModelId]) -> list[dict[str, Any]]:
+    def _begun(self, part: Part) -> dict[str, Any]:
+        nothing = {"context_length": None, "native_mtp": None, "mtp": None, "fits": None}
+        told = {"owned_by": "exo-node", "nodes": list[str](), "format": None}
+        return {**self._named(part.id), **told, **nothing, **part_entry(part)}
+
+    def _elsewhere(
+        self, listed: set[ModelId], parts: Mapping[ModelId, Part]
+    ) -> list[dict[str, Any]]:
         """Models that only other nodes have, as their heartbeats tell of them."""
         found: dict[ModelId, pb.HeldModel] = {}
         for member in self._cluster.members():
             for held in member.facts.held_models:
                 if held.model not in listed:
                     _ = found.setdefault(ModelId(held.model), held)
-        return [self._told(model, held) for model, held in sorted(found.items())]
+        told = [self._told(model, held) for model, held in sorted(found.items())]
+        here = ((entry, parts.get(entry["id"])) for entry in told)
+        return [e | ({"partial_bytes": part.nbytes} if part else {}) for e, part in here]
 
     def _told(self, model: ModelId, held: pb.HeldModel) -> dict[str, Any]:
         return {

@@ -16,7 +16,7 @@ from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN
 from exo_node.node.models.library import ModelLibrary
 from exo_node.node.rpc.channels import Channels
-from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService
+from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
 from exo_node.node.trust.certificates import node_credentials, server_credentials
 from exo_node.node.trust.keys import ClusterKey, load_or_create_identity
 from exo_node.placement.ids import ModelId
@@ -27,6 +27,7 @@ from exo_node.shard.checkpoint.progress import Progress
 KEY = ClusterKey(b"0123456789abcdefghij")
 MODEL = ModelId("maker/tiny")
 LAYERS = 4
+SECOND = "model-00002-of-00003.safetensors"
 _WIDTH = 64
 
 
@@ -144,3 +145,64 @@ async def taking(taker: Taker, *sources: Source) -> AsyncGenerator[Bringing]:
         )
     finally:
         await channels.close()
+
+
+class Watched:
+    """A `FileSource` that notes what is read of it and may spoil or end it."""
+
+    def __init__(self, files: SharedModels) -> None:
+        self.files = files
+        self.reads: list[tuple[str, int]] = []
+        self.spoil = ""
+        self.chunks = 1 << 30
+
+    def offer(self, model: str) -> pb.ModelOffer:
+        return self.files.offer(model)
+
+    def digest(self, model: str, path: str) -> str:
+        return self.files.digest(model, path)
+
+    def open(self, asked: pb.FileRequest) -> Range:
+        self.reads.append((asked.path, asked.start))
+        return _Spoiled(self.files.open(asked), self, asked.path)
+
+
+class _Spoiled:
+    def __init__(self, inner: Range, owner: Watched, path: str) -> None:
+        self._inner = inner
+        self._owner = owner
+        self._path = path
+
+    def read(self) -> bytes:
+        if self._owner.chunks == 0:
+            raise OSError(5, "the disk is gone")
+        data = self._inner.read()
+        if data and self._path == SECOND:
+            self._owner.chunks -= 1
+        if self._path == self._owner.spoil:
+            return data[:-1] + bytes([data[-1] ^ 1]) if data else data
+        return data
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def giver(tmp_path: Path, name: str = "one", rows: int = 64) -> Giver:
+    made = Giver(tmp_path / name)
+    _ = write_model(made.root / "models" / MODEL, rows)
+    return made
+
+
+def watch(made: Giver) -> list[Watched]:
+    """What the giver's service will read from, once it runs."""
+    found: list[Watched] = []
+
+    def wrap(files: SharedModels) -> FileSource:
+        found.append(Watched(files))
+        return found[0]
+
+    made.wrap = wrap
+    return found
+
+
+WHOLE = stage(0, LAYERS)

@@ -82,7 +82,9 @@ def rm(
     if as_json:
         print(json.dumps({"id": id, "deleted": True, "freed_bytes": freed}, indent=2))
         return
-    _note(f"{id} is deleted; {freed / 1e9:,.2f} GB are free again")
+    from .output import size
+
+    _note(f"{id} is deleted; {size(freed)} are free again")
 
 
 @models.command()

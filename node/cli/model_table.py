@@ -130,7 +130,8 @@ def _mtp(entry: Mapping[str, Any]) -> str:
     mtp: Mapping[str, Any] | None = entry.get("native_mtp")
     if mtp is not None and not mtp.get("enabled", True):
         return f"off: {mtp.get('reason') or 'its weights are missing'}"
-    return text_of(entry.get("mtp"))
+    part = entry.get("partial_bytes")
+    return text_of(entry.get("mtp")) + (f"; {size(part)} of it are here" if part else "")
 
 
 def _joined(lines: Sequence[str]) -> str:

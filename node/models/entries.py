@@ -5,6 +5,7 @@ from typing import Any
 from ...placement.card import ModelCard
 from ...placement.drafting import HeadState
 from ...placement.fitting import Fit
+from .places import Part
 
 
 def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
@@ -23,6 +24,19 @@ def facts(card: ModelCard, fit: Fit) -> dict[str, Any]:
             "dtype": fit.dtype or None,
             "dtype_reason": fit.dtype_reason or None,
         },
+    }
+
+
+def part_entry(part: Part) -> dict[str, Any]:
+    """The entry of a model that is here in part and whole on no node that is reached."""
+    return {
+        "id": part.id,
+        "loaded": False,
+        "downloaded": False,
+        "size_bytes": part.nbytes,
+        "partial_bytes": part.nbytes,
+        "error": f"only a part of it is here, copied from another node: a load goes on with it "
+        f"while that node runs, and `exo-node models rm {part.id}` deletes it",
     }
 
 

@@ -21,7 +21,7 @@ from ...shard.checkpoint.checkpoint import (
 from ...shard.checkpoint.download import Progress, download
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.hub_cache import locate
-from .places import Place, Source, Stamp, from_cache, in_cache, in_folders, stamp
+from .places import Part, Place, Source, Stamp, from_cache, in_cache, in_folders, parts, stamp
 from .user_cards import UserCards
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,10 @@ class ModelLibrary:
         """Of a published quantisation, the model that its card is of."""
         cards = self._packaged.values()
         return next((c.id for c in cards if any(v.repository == model for v in c.variants)), None)
+
+    def parts(self) -> Mapping[ModelId, Part]:
+        """What is on this disk of models that only other nodes have whole. Blocks."""
+        return {part.id: part for part in parts(self._roots)}
 
     @property
     def broken(self) -> Mapping[ModelId, ExoNodeError]:

@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError
 from ...placement.fitting import fit
 from ...placement.ids import ModelId
 from ...placement.library import not_here
-from .entries import facts, mtp_words
+from .entries import facts, mtp_words, part_entry
 from .library import KnownModel, ModelLibrary
 
 
@@ -20,7 +20,9 @@ def on_disk(library: ModelLibrary, view: ClusterView) -> list[dict[str, Any]]:
         {"id": model, "downloaded": True, "loaded": False, "error": fault.message}
         for model, fault in library.broken.items()
     ]
-    return [*known, *broken]
+    listed = {entry["id"] for entry in (*known, *broken)}
+    begun = [part_entry(part) for id, part in library.parts().items() if id not in listed]
+    return [*known, *broken, *begun]
 
 
 def catalogue(library: ModelLibrary, view: ClusterView) -> list[dict[str, Any]]:

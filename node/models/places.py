@@ -80,6 +80,31 @@ def copied(folder: Path) -> Copied | None:
         return Copied(folder.name, from_hub=False, fingerprint="", whole=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is here of another node's model: one stage's files, or a copy that broke off."""
+
+    id: ModelId
+    folder: Path
+    nbytes: int
+
+
+def parts(folders: Sequence[Path]) -> Iterator[Part]:
+    """Copies that are not whole, whatever has arrived of them."""
+    for root in folders:
+        for outer in _subfolders(root):
+            for folder in (outer, *_subfolders(outer)):
+                origin = copied(folder)
+                if origin is not None and not origin.whole and not closed(folder):
+                    name = folder.relative_to(root).as_posix()
+                    yield Part(ModelId(name), folder, bytes_in(folder))
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files below it; links count as themselves."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
 def hub_folder(folder: Path) -> Path | None:
     """Of a snapshot in the hub's cache its repository's folder, which holds its files.
 

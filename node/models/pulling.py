@@ -11,7 +11,7 @@ from ...shard.checkpoint.download import download
 from ...shard.checkpoint.hub_cache import remove as remove_from_cache
 from ...shard.checkpoint.progress import Progress
 from .library import DEMO, ModelLibrary
-from .places import in_cache, in_folders
+from .places import bytes_in, in_cache, in_folders, parts
 
 
 def repository_of(library: ModelLibrary, id: str, quant: int | None) -> tuple[str, str | None]:
@@ -52,6 +52,8 @@ def pull(
 def remove(library: ModelLibrary, id: str, own: Path) -> int:
     """Deletes a model of the cache, or of exo-node's folder `own`; the bytes that are free again.
 
+    Of a model that was copied in part, that part.
+
     Raises ModelNotFound, and ExoNodeError where it is not exo-node's to delete.
     """
     if id == DEMO:
@@ -62,18 +64,25 @@ def remove(library: ModelLibrary, id: str, own: Path) -> int:
             return _deleted(id, partial(remove_from_cache, repository, place.folder))
     for place in in_folders((own,)):
         if place.id == id:
-            size = sum(p.lstat().st_size for p in place.folder.rglob("*") if not p.is_dir())
-            _ = _deleted(id, partial(shutil.rmtree, place.folder))
-            return size
+            return _deleted(id, partial(_rmtree, place.folder))
+    for part in parts((own,)):
+        if part.id == id:
+            return _deleted(id, partial(_rmtree, part.folder))
     folder = library.get(ModelId(id)).folder
     if folder is None:
         raise ModelNotFound(f"{id} is not on this machine; there is nothing to delete")
     raise ExoNodeError(f"{id} lies in {folder}, a folder of yours; delete that folder yourself")
 
 
-def _deleted(id: str, work: Callable[[], int | None]) -> int:
+def _rmtree(folder: Path) -> int:
+    size = bytes_in(folder)
+    shutil.rmtree(folder)
+    return size
+
+
+def _deleted(id: str, work: Callable[[], int]) -> int:
     try:
-        return work() or 0
+        return work()
     except OSError as error:
         raise ExoNodeError(
             f"{id} could not be deleted ({error}); mend the permissions and try again"

@@ -36,6 +36,7 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
     key.chmod(0o600)
     given = tmp_path / "given" / "mini"
     _ = shutil.copytree(DEMO, given, ignore=shutil.ignore_patterns("recipe"))
+    _ = shutil.copytree(given, given.with_name("other"))
     flags = ("--cluster-key-file", str(key), "--dtype", "float32", "--offline")
     copied = tmp_path / "two" / "models" / "mini"
     with net.node("one", tmp_path / "one", *flags, "--models-dir", str(given.parent)) as one:
@@ -64,6 +65,21 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
                 assert (copied / path.name).read_bytes() == path.read_bytes()
             body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
             assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
+            answers_from_its_stages_files_alone(one, two, copied.with_name("other"))
+
+
+def answers_from_its_stages_files_alone(one: Node, two: Node, copied: Path) -> None:
+    """Of three weight files the first four layers are in two."""
+    split = [{"node": two.itself()["id"], "layers": 4}, {"node": one.itself()["id"], "layers": 12}]
+    reply = two.call("POST", "/v1/placements", {"model": "other", "layers": split})
+    assert reply.status == 200, reply
+    here = [f"model-0000{number}-of-00003.safetensors" for number in (1, 3)]
+    assert sorted(path.name for path in copied.glob("*.safetensors")) == here
+    body = two.chat(STORY["prompt"], model="other", max_tokens=24, return_token_ids=True)
+    assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
+    entry = {each["id"]: each for each in two.call("GET", "/v1/models").body["data"]}["other"]
+    assert "error" not in entry and entry["loaded"] is True
+    assert entry["nodes"] == [one.itself()["name"]]
 
 
 def placed(on: Node) -> dict[str, object]:

@@ -8,12 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from copying import LAYERS, MODEL, Giver, Taker, giving, silent, stage, taking, write_model
-from permissions import permissions_hold
+from copying import (
+    LAYERS,
+    MODEL,
+    SECOND,
+    WHOLE,
+    Taker,
+    Watched,
+    giver,
+    giving,
+    silent,
+    stage,
+    taking,
+    watch,
+    write_model,
+)
 
 from exo_node.node.copies.folder import CopyFolder
 from exo_node.node.copies.sharing import SharedModels
-from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource, Range
+from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource
 from exo_node.placement.errors import (
     DownloadFailed,
     InvalidCheckpoint,
@@ -22,67 +35,6 @@ from exo_node.placement.errors import (
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.stage_files import HEADERS, cut, stand_ins
-
-SECOND = "model-00002-of-00003.safetensors"
-WHOLE = stage(0, LAYERS)
-
-
-class Watched:
-    """A `FileSource` that notes what is read of it and may spoil or end it."""
-
-    def __init__(self, files: SharedModels) -> None:
-        self.files = files
-        self.reads: list[tuple[str, int]] = []
-        self.spoil = ""
-        self.chunks = 1 << 30
-
-    def offer(self, model: str) -> pb.ModelOffer:
-        return self.files.offer(model)
-
-    def digest(self, model: str, path: str) -> str:
-        return self.files.digest(model, path)
-
-    def open(self, asked: pb.FileRequest) -> Range:
-        self.reads.append((asked.path, asked.start))
-        return _Spoiled(self.files.open(asked), self, asked.path)
-
-
-class _Spoiled:
-    def __init__(self, inner: Range, owner: Watched, path: str) -> None:
-        self._inner = inner
-        self._owner = owner
-        self._path = path
-
-    def read(self) -> bytes:
-        if self._owner.chunks == 0:
-            raise OSError(5, "the disk is gone")
-        data = self._inner.read()
-        if data and self._path == SECOND:
-            self._owner.chunks -= 1
-        if self._path == self._owner.spoil:
-            return data[:-1] + bytes([data[-1] ^ 1]) if data else data
-        return data
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def giver(tmp_path: Path, name: str = "one", rows: int = 64) -> Giver:
-    made = Giver(tmp_path / name)
-    _ = write_model(made.root / "models" / MODEL, rows)
-    return made
-
-
-def watch(made: Giver) -> list[Watched]:
-    """What the giver's service will read from, once it runs."""
-    found: list[Watched] = []
-
-    def wrap(files: SharedModels) -> FileSource:
-        found.append(Watched(files))
-        return found[0]
-
-    made.wrap = wrap
-    return found
 
 
 def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
@@ -327,27 +279,6 @@ def test_an_id_that_is_no_folder_is_refused(tmp_path: Path, model: str) -> None:
                 _ = await bringing.bring(spec, silent)
 
     asyncio.run(run())
-
-
-def test_a_folder_that_may_not_be_written_is_named_and_mended_takes_the_copy(
-    tmp_path: Path,
-) -> None:
-    one, two = giver(tmp_path), Taker(tmp_path / "two")
-    two.models.mkdir(parents=True)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as bringing:
-            two.models.chmod(0o555)
-            with pytest.raises(DownloadFailed) as caught:
-                _ = await bringing.bring(WHOLE, silent)
-            said = caught.value.message
-            assert f"{MODEL} could not be written to {two.models} (Permission denied)" in said
-            assert "mend the permissions there, and load it again" in said
-            two.models.chmod(0o755)
-            assert not (await bringing.bring(WHOLE, silent)).partial
-
-    with permissions_hold():
-        asyncio.run(run())
 
 
 def _much(_: CopyFolder) -> int:
