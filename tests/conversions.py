@@ -6,8 +6,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+
+from exo_node.shard.convert.main import ConvertRequest
 
 
 def stripped(source: Path, folder: Path) -> Path:
@@ -25,3 +28,11 @@ def stripped(source: Path, folder: Path) -> Path:
         table["weight_map"] = {name: file for name, file in files if "mtp." not in name}
         index.write_text(json.dumps(table))
     return folder
+
+
+def asked(source: Path, target: Path, **changes: Any) -> ConvertRequest:
+    fields: dict[str, Any] = {
+        "source": str(source), "target": str(target), "bits": None, "head": "", "head_files": [],
+        "head_bits": None,
+    }  # fmt: skip
+    return ConvertRequest(**(fields | changes))

@@ -13,10 +13,17 @@ from typing import Any, cast
 
 import mlx.core as mx
 from models import Family as Name
+from tables import EndAt
 
-from exo_node.mtp.family import Family, family_of
+from exo_node.mtp.drafters import NativeDrafter, NoDrafter
+from exo_node.mtp.family import Family, draft_logits, family_of
 from exo_node.mtp.head import HiddenKind
+from exo_node.mtp.loop import Generation
+from exo_node.mtp.sampler import Sampler
+from exo_node.mtp.task import Task
+from exo_node.mtp.types import Round, Sampling
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 
 ORACLE = Path(__file__).parent / "oracle"
@@ -70,14 +77,31 @@ def made_family(stage: StageModel, fed: HiddenKind) -> Family:
 @functools.cache
 def opened(name: str, fed: HiddenKind) -> Opened:
     folder = ORACLE / name
-    oracle: dict[str, Any] = json.loads((folder / "oracle.json").read_text())
+    return with_head(folder, name, fed, HeadSource(head_tensors(folder), True))
+
+
+def with_head(folder: Path, name: str, fed: HiddenKind, source: HeadSource) -> Opened:
+    """A checkpoint of the oracle's model of that name, wherever its head comes from."""
+    oracle: dict[str, Any] = json.loads((ORACLE / name / "oracle.json").read_text())
     layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     stage = stage_of(folder, layers)
     family = made_family(stage, fed)
-    head = load_head(family, HeadSource(head_tensors(folder), True), mx.float32)
+    head = load_head(family, source, mx.float32)
     assert not isinstance(head, HeadUnusable), head
     return Opened(stage, family, head, oracle["prompts"], oracle[fed])
 
 
 def row(ids: Sequence[int]) -> mx.array:
     return mx.array([list(ids)])
+
+
+def generated(it: Opened, prompt: list[int], k: int, chunk: int) -> list[Round]:
+    chooser = Sampler(Sampling(), 0)
+    verifier = LocalVerifier(FamilyTarget(it.family), it.stage.make_caches())
+    drafter = NoDrafter()
+    if k:
+        logits = draft_logits(it.family, it.head)
+        drafter = NativeDrafter(it.head, it.family.embed, logits, chooser, k, overlap=True)
+    tokens = len(it.expected[0]["greedy_ids"])
+    steps = Generation(Task(prompt, tokens, chunk), verifier, drafter, chooser, EndAt()).steps()
+    return [step for step in steps if isinstance(step, Round)]

@@ -5,11 +5,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from conversions import stripped
+from conversions import asked, stripped
 from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec
 from models import Experts, Family, make_checkpoint
 
@@ -18,7 +17,7 @@ from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.convert.convert import convert
 from exo_node.shard.convert.graft import HEAD_FILE
-from exo_node.shard.convert.main import ConvertRequest, run
+from exo_node.shard.convert.main import run
 
 CASES: list[tuple[Family, Experts]] = [
     ("qwen3_5", "fused"),
@@ -28,14 +27,6 @@ CASES: list[tuple[Family, Experts]] = [
     ("deepseek_v3", "unfused"),
     ("glm4_moe", "unfused"),
 ]
-
-
-def asked(source: Path, target: Path, **changes: Any) -> ConvertRequest:
-    fields: dict[str, Any] = {
-        "source": str(source), "target": str(target), "bits": None, "head": "", "head_files": [],
-        "head_bits": None,
-    }  # fmt: skip
-    return ConvertRequest(**(fields | changes))
 
 
 def head_of(folder: Path) -> HeadFound | HeadMissing:

@@ -10,23 +10,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from families import ATOL, CASES, FED, NEXTN, ORACLE, Opened, opened, row, stage_of
+from families import ATOL, CASES, FED, NEXTN, ORACLE, generated, opened, row, stage_of
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from models import Family as Name
 from models import make_checkpoint
-from tables import EndAt
 
-from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits
 from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.loop import Generation
 from exo_node.mtp.rollback import cache_arrays, rollback
-from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
 from exo_node.shard.model.stage_model import StageModel
 
 
@@ -49,18 +42,6 @@ def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: Hidd
         assert close(logits[-kept:], answer["logits"])
         assert close(hidden[0, -kept:], answer["hidden"])
         assert close(drafts[-kept:], answer["draft_logits"])
-
-
-def generated(it: Opened, prompt: list[int], k: int, chunk: int) -> list[Round]:
-    chooser = Sampler(Sampling(), 0)
-    verifier = LocalVerifier(FamilyTarget(it.family), it.stage.make_caches())
-    drafter = NoDrafter()
-    if k:
-        logits = draft_logits(it.family, it.head)
-        drafter = NativeDrafter(it.head, it.family.embed, logits, chooser, k, overlap=True)
-    tokens = len(it.expected[0]["greedy_ids"])
-    steps = Generation(Task(prompt, tokens, chunk), verifier, drafter, chooser, EndAt()).steps()
-    return [step for step in steps if isinstance(step, Round)]
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
