@@ -163,6 +163,14 @@ def test_lists_of_models_have_them(node: Node) -> None:
     assert node.ask("POST", "/api/show", b"{").status == 400
 
 
+def test_a_profile_with_a_models_own_id_stands_in_its_place(node: Node, path: Path) -> None:
+    _ = path.write_text('demo = "owner/large-model"')
+    listed = node.ask("GET", "/v1/models")
+    assert ids(listed) == ["owner/large-model", "demo"]
+    assert listed.json["data"][-1]["profile_of"] == "owner/large-model"
+    assert ids(node.ask("GET", "/api/tags"), "models", "name") == ["owner/large-model", "demo"]
+
+
 def test_a_bad_profile_names_file_field_and_remedy_and_the_others_stay(
     node: Node, path: Path
 ) -> None:
@@ -215,6 +223,9 @@ def test_a_file_is_read_again_when_it_changes_and_kept_while_it_is_broken(tmp_pa
     assert list(profiles.all()) == ["a"]
     _ = path.write_text("x = " + "[" * 100_000)
     assert list(profiles.all()) == ["a"]
+    _ = path.write_text('c = "demo"\n#' + " " * (1 << 20))
+    assert list(profiles.all()) == ["a"]
+    assert "make it shorter" in profiles.faults()["profiles.toml"].message
     _ = path.write_text('b = "demo"\n#')
     assert (list(profiles.all()), profiles.faults()) == (["b"], {})
     path.unlink()
