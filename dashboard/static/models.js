@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { bytes, modelName, naturally, plural, profileWords, tone, whole } from "./format.js";
 import { LoadDialog } from "./load.js";
+import { stagesOf } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 export function Place({ state, data, refresh }) {
@@ -57,7 +58,7 @@ const liveRequests = (nodes, model) =>
   Math.max(
     0,
     ...nodes
-      .flatMap((node) => node.stages ?? [])
+      .flatMap(stagesOf)
       .filter((stage) => stage.model === model)
       .map((stage) => stage.live_requests ?? 0),
   );

@@ -159,12 +159,14 @@ function said({ data, errors, lost, locked }) {
   return JSON.stringify([data, messages, lost, locked]);
 }
 
+/** What runs on a node. What a dead one said last of its stages is true no more. */
+export const stagesOf = ({ status, stages }) => (status === "dead" ? [] : (stages ?? []));
+
 /** Nodes by id with their colour, which follows the sorted ids so that every node's page agrees. */
 export function roster(nodes) {
   const ids = nodes.map((node) => node.id).sort();
-  return new Map(
-    nodes.map((node) => [node.id, { ...node, colour: `node-${ids.indexOf(node.id) % COLOURS}` }]),
-  );
+  const colour = ({ id }) => `node-${ids.indexOf(id) % COLOURS}`;
+  return new Map(nodes.map((node) => [node.id, { ...node, stages: stagesOf(node), colour: colour(node) }]));
 }
 
 const COLOURS = 16;

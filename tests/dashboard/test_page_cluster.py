@@ -155,4 +155,6 @@ def test_an_answer_goes_on_when_a_node_is_killed_and_the_page_shows_the_loss(pai
         expect(page.locator(".timeline .bad").first).to_be_visible(timeout=WITHIN_MS)
         lost = page.locator(".topology .card", has_text="mac-2")
         expect(lost).to_have_class(re.compile("dead"), timeout=WITHIN_MS)
+        expect(lost).not_to_contain_text("layers")
+        expect(page.get_by_label("Stages on mac-2").locator("li")).to_have_count(0)
         seen.shot("killed")

@@ -228,6 +228,14 @@ def test_a_token_that_may_not_stand_there_fails_the_grammar_for_good() -> None:
     assert mask is not None and not any(mask)
 
 
+@pytest.mark.parametrize(
+    ("spaces", "may"), [(" " * 4, True), ("\n" + " " * 40, True), (" " * 5, False), ("\n\n", False)]
+)
+def test_the_spaces_within_a_document_have_an_end(spaces: str, may: bool) -> None:
+    grammar = compiled(GrammarSpec("json_schema", '{"type": "object"}', "f"))
+    assert (not behind(grammar, ids("{" + spaces)).failed) == may
+
+
 def test_any_way_through_two_hundred_random_schemas_is_a_valid_document() -> None:
     """Whatever a model prefers: each token is drawn from all that may follow."""
     chance = random.Random(0)
