@@ -42,8 +42,9 @@ def mlx_library() -> Path:
     """MLX's shared library, in whose place ours is found. Raises CannotStandIn."""
     mlx = find_spec("mlx")
     homes = mlx.submodule_search_locations if mlx is not None else None
-    library = Path(next(iter(homes or [""]))) / "lib" / "libmlx.so"
-    if not library.exists():
+    found = (Path(home) / "lib" / "libmlx.so" for home in homes or ())
+    library = next((path for path in found if path.exists()), None)
+    if library is None:
         raise CannotStandIn("MLX is built in another way here")
     return library
 

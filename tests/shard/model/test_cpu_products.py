@@ -1,6 +1,7 @@
 """Products of our own on a CPU: right, in one order whatever the rows, and in MLX's place."""
 
 import ctypes
+import importlib.util
 import itertools
 import os
 import platform
@@ -120,6 +121,7 @@ def test_without_room_to_turn_a_matrix_rows_are_turned_one_by_one_or_it_says_so(
         assert mx.array_equal(found, wanted)
     child = f"""
 import ctypes
+import importlib.util
 c = (ctypes.c_float * 4)()
 one = ctypes.c_float(1)
 ctypes.CDLL({str(file)!r}).cblas_sgemm(101, 112, 111, 2, 2, 2, one, c, 2, c, 2, one, c, 2)
@@ -186,3 +188,16 @@ def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_on_other_machines_mlx_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert reason() == "they are written for Linux on x86-64"
+
+
+def test_mlx_is_found_behind_other_folders_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its name is that of a namespace, of which each folder with that name is a part."""
+    wanted = cpu_code.mlx_library()
+    spec = importlib.util.find_spec("mlx")
+    assert spec is not None
+    homes = [str(tmp_path), *(spec.submodule_search_locations or ())]
+    monkeypatch.setattr(spec, "submodule_search_locations", homes)
+    monkeypatch.setattr(cpu_code, "find_spec", lambda _: spec)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    assert cpu_code.mlx_library() == wanted
