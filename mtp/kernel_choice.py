@@ -9,7 +9,7 @@ from mlx_lm.models.gated_delta import normalize_qk
 
 from .attention_choice import choose_attention
 from .fused_choice import fuse
-from .kernels import gated_delta, product
+from .kernels import gated_delta, product, unpacked
 from .kernels.cuda import available
 from .kernels.trial import (
     FEW,
@@ -149,10 +149,23 @@ def _products_of(shapes: dict[product.Weights, list[nn.Module]], clock: Clock) -
         if kernel is not None and used and not tried.fault:
             for layer in layers:
                 product.put_in(layer, kernel, weights.dtype)
-    return [
+    chosen = [
         choice("product", f"product of {weights}", tried, used=used)
         for weights, tried in zip(shapes, trials, strict=True)
     ]
+    return [*chosen, *_unpacking([layer for layers in shapes.values() for layer in layers])]
+
+
+def _unpacking(layers: Sequence[nn.Module]) -> list[Choice]:
+    """Of the layers that have a kernel for few rows: what computes more of them."""
+    packed = [each for each in layers if isinstance(each, product.RowsQuantizedLinear)]
+    fit = [each for each in packed if unpacked.fits(each)]
+    together = unpacked.Unpacking()
+    for layer in fit:
+        layer.unpacking = together
+    shape = f"product of more than {product.MAX_ROWS} rows"
+    why = "not timed here, where MLX's would first be compiled for half a minute"
+    return [Choice("unpacked_product", shape, len(fit), True, why)] if fit else []
 
 
 def _product(

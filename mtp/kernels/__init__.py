@@ -11,4 +11,5 @@ layers.py: decoder layers that are traced once for each number of rows
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own
 trial.py: one kernel against MLX's own
+unpacked.py: products of many rows with quantised weights
 """

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx import nn
 
 from .cuda import TYPES, CudaKernel
+from .unpacked import Unpacking
 
 MAX_ROWS = 64
 """Of one forward, all sequences of a batch together."""
@@ -341,9 +342,14 @@ class RowsQuantizedLinear(nn.QuantizedLinear):
 
     product: QuantizedProduct
     rows_dtype: mx.Dtype
+    unpacking: Unpacking | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if few(self, x) else super().__call__(x)
+        if few(self, x):
+            return self.product(x, self)
+        if self.unpacking is not None and x.dtype == self.rows_dtype:
+            return self.unpacking(x, self)
+        return super().__call__(x)
 
 
 class RowsEmbedding(nn.Embedding):
