@@ -1,14 +1,19 @@
 """Of several ways between two nodes the quickest is used, by the planner and by the stages."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.links.layer_profiles import LayerProfiles
+from exo_node.node.links.measurements import Profiling
 from exo_node.node.links.paths import fastest, link_facts, nearest, reached_at, ways
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
-from exo_node.placement.cluster import ClusterView, LayerProfile, NodeFacts
+from exo_node.placement.cluster import OWN, ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.correction import FADE_S
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.split_refusal import SplitRefusal
@@ -157,6 +162,57 @@ def test_nodes_of_one_chip_share_the_least_of_their_times() -> None:
     )
     least = LayerProfile(1.0, 3.0, 9.0, 5.0)
     assert [n.profile for n in shared] == [least, least, least, None, slow, None]
+
+
+def test_kin_share_times_of_one_dtype_only() -> None:
+    wide, narrow = LayerProfile(1.0, 4.0, 9.0, 5.0), LayerProfile(2.0, 3.0, 9.0, 5.0)
+    shared = with_kin_profiles(
+        [
+            replace(node("a", "Xeon", wide), profile_dtype="float32"),
+            replace(node("b", "Xeon", narrow), profile_dtype="bfloat16"),
+            node("c", "Xeon", None),
+        ]
+    )
+    assert [n.profile for n in shared[:2]] == [wide, narrow]
+    assert (shared[2].profile, shared[2].profile_dtype) in (
+        (wide, "float32"),
+        (narrow, "bfloat16"),
+    )
+
+
+def test_the_planner_is_told_of_dtypes_and_products() -> None:
+    facts = pb.NodeFacts(id=A, dtype="float16", float32_products="none", profiles=[times()])
+    told = node_facts(MemberFacts(facts), DEMO)
+    assert (told.dtype, told.float32_products) == ("float16", "none")
+    assert told.profile_dtype == "float32"
+    old = node_facts(MemberFacts(pb.NodeFacts(id=A)), DEMO)
+    assert (old.dtype, old.float32_products, old.profile_dtype) == ("auto", "", "")
+
+
+class Unmeasured:
+    """Neither a client of links nor one that measures layers."""
+
+    async def measure(self) -> None: ...
+
+
+async def test_a_load_that_found_products_wrong_or_slow_is_told(tmp_path: Path) -> None:
+    nothing: Any = Unmeasured()
+    profiles = LayerProfiles(tmp_path, "cpu", "1", lambda: 0.0)
+    profiling = Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL.links)
+
+    async def products(dtype: str, *kernels: str) -> str:
+        async def load() -> pb.LoadReady:
+            return pb.LoadReady(kernels=kernels)
+
+        spec = pb.StageSpec(placement="p", model="m", dtype=dtype)
+        _ = await profiling.load(spec, "f", load)
+        return profiling.tell(pb.NodeFacts(id=A, float32_products=OWN)).float32_products
+
+    assert await products("float32", OWN) == OWN
+    assert await products("bfloat16") == OWN, "nothing was tried"
+    assert "wrong or slower" in await products("float32")
+    assert "wrong or slower" in await products("bfloat16"), "it stays known"
+    assert await products("float32", OWN) == OWN
 
 
 def source_of(told: list[pb.NodeFacts]) -> NodeFactsSource:

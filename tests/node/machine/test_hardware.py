@@ -9,6 +9,7 @@ import pytest
 from exo_node.node.machine.hardware import (
     Backend,
     Gpu,
+    Hardware,
     detect_hardware,
     estimate_bandwidth,
     guess_backend,
@@ -16,6 +17,7 @@ from exo_node.node.machine.hardware import (
     parse_nvidia_smi,
     usable_memory,
 )
+from exo_node.placement.cluster import OWN
 
 _GIB = 2**30
 _MIB = 2**20
@@ -183,3 +185,13 @@ def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
         chip,
         {"first": 10, "second": 20}[chip] * _MIB,
     )
+
+
+def test_products_of_float32_are_none_where_kernels_are_mlxs() -> None:
+    def found(products: str) -> Hardware:
+        return Hardware("Xeon", "cpu", 1, 1, 1, 1.0, products)
+
+    assert found(OWN).products_with("auto") == OWN
+    assert found(OWN).products_with("mlx") == "EXO_KERNELS is mlx"
+    assert found("no compiler").products_with("auto") == "no compiler"
+    assert found("").products_with("mlx") == "", "a GPU's"
