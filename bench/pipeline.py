@@ -31,7 +31,9 @@ from runners import Placement, running
 CHUNK = 16
 """Rows of a prefill chunk, on both sides."""
 LONG_PROMPT = 8 * CHUNK
-IN_FLIGHT = 4
+IN_FLIGHT = (4, 8)
+SINGLY = ", singly"
+"""Each request by forwards of its own (`EXO_BATCHING_ENABLED=0`); else they share them."""
 TRIPS = 200
 PROMPT = (1, 9, 73, 512, 40, 7, 3000, 88, 250, 19, 4, 61, 1024)
 
@@ -91,6 +93,12 @@ async def _open(
         bounds = _bounds(layers, stages)
         placement = await stack.enter_async_context(running(bounds, folder, **changes))
         arms |= _ours(placement, stages, options.tokens)
+        if stages > 1:
+            arms |= _several(placement, stages, options.tokens, "")
+            singly = await stack.enter_async_context(
+                running(bounds, folder, **changes, batching=False)
+            )
+            arms |= _several(singly, stages, options.tokens, SINGLY)
     for ranks in (1, 2, 3):
         peer = await stack.enter_async_context(MlxRing.opened(folder, dtype, ranks))
         arms |= _rings(peer, ranks, options.tokens)
@@ -105,25 +113,31 @@ def _ours(placement: Placement, stages: int, tokens: int) -> dict[str, Arm]:
         ids, times = await _answer(placement, PROMPT, tokens)
         return ids, (len(times) - 1) / (times[-1] - times[0])
 
-    async def several() -> tuple[Sequence[int], float]:
-        """Tokens a second while all of them decode."""
-        answers = await asyncio.gather(
-            *(_answer(placement, PROMPT, tokens) for _ in range(IN_FLIGHT))
-        )
-        first, last = max(t[0] for _, t in answers), min(t[-1] for _, t in answers)
-        inside = sum(first < when <= last for _, times in answers for when in times)
-        return [i for ids, _ in answers for i in ids], inside / (last - first)
-
     async def prefill() -> tuple[Sequence[int], float]:
         begun = time.perf_counter()
         ids, times = await _answer(placement, long, 1)
         return ids, LONG_PROMPT / (times[0] - begun)
 
     name = f"{stages} {'stages' if stages > 1 else 'stage'}"
-    arms = {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
-    if stages > 1:
-        arms[f"decode, {name}, {IN_FLIGHT} in flight"] = Arm(pids, several)
-    return arms
+    return {f"decode, {name}": Arm(pids, decode), f"prefill, {name}": Arm(pids, prefill)}
+
+
+def _several(placement: Placement, stages: int, tokens: int, how: str) -> dict[str, Arm]:
+    pids = tuple(process.pid for process in placement.processes)
+
+    def arm(requests: int) -> Arm:
+        async def several() -> tuple[Sequence[int], float]:
+            """Tokens a second while all of them decode."""
+            answers = await asyncio.gather(
+                *(_answer(placement, PROMPT, tokens) for _ in range(requests))
+            )
+            first, last = max(t[0] for _, t in answers), min(t[-1] for _, t in answers)
+            inside = sum(first < when <= last for _, times in answers for when in times)
+            return [i for ids, _ in answers for i in ids], inside / (last - first)
+
+        return Arm(pids, several)
+
+    return {f"decode, {stages} stages, {n} in flight{how}": arm(n) for n in IN_FLIGHT}
 
 
 def _rings(peer: MlxRing, ranks: int, tokens: int) -> dict[str, Arm]:
@@ -217,7 +231,8 @@ def _ratios(turns: Mapping[str, Sequence[Timed]]) -> None:
     phases, sizes = ("decode", "prefill"), (2, 3)
     pairs = [(f"{p}, {n} stages", f"{p}, mlx-lm ring of {n}") for p in phases for n in sizes]
     for n in sizes:
-        pairs.append((f"decode, {n} stages, {IN_FLIGHT} in flight", f"decode, {n} stages"))
+        for several in (f"decode, {n} stages, {count} in flight" for count in IN_FLIGHT):
+            pairs += [(several, f"decode, {n} stages"), (several, several + SINGLY)]
     print("\n| ratio | median (least-most) |\n|---|---|")
     for of, to in pairs:
         each = [a.rate / b.rate for a, b in zip(turns[of], turns[to], strict=True)]

@@ -267,6 +267,12 @@ class BatchTapedCache(TapedCache):
         cache.cache = [None if a is None else a[index : index + 1] for a in self.cache]
         return cache
 
+    def lend_tape(self, cache: TapedCache, index: int) -> None:
+        """So that this request, alone now, can still take back a row of the last forward."""
+        if self._tape is not None and self._tape[0] == 1:
+            before = self._tape[1](0)
+            cache.record(1, lambda _: [None if a is None else a[index : index + 1] for a in before])
+
 
 BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
 LoneCache = KVCache | QuantizedKVCache | RotatingKVCache | ArraysCache

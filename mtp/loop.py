@@ -209,7 +209,7 @@ class Generation:
             self._depth.learn(k, accepted, start, ahead.seconds + self._clock() - begun)
         reason, ids = self.answer.cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
-        forward = Forward(start, rows.shape[0])
+        forward = Forward(start, rows.shape[0], block.batch)
         following = None
         if reason is None:
             plan = self._depth.plan(self._verifier.position)

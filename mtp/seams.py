@@ -38,6 +38,7 @@ class Block(NamedTuple):
 
     logits: mx.array  # (rows, 1 or 0, vocabulary)
     hidden: mx.array | None  # (1, rows, hidden_size) as the draft head wants it, if one was asked
+    batch: int = 1  # requests that the forward computed
 
 
 class Drafts(NamedTuple):

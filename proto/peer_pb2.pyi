@@ -2212,6 +2212,7 @@ class Frame(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    TOGETHER_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2230,6 +2231,8 @@ class Frame(_message.Message):
     def adopt(self) -> Global___Adopt: ...
     @_builtins.property
     def missing(self) -> Global___Missing: ...
+    @_builtins.property
+    def together(self) -> Global___Together: ...
     def __init__(
         self,
         *,
@@ -2243,21 +2246,47 @@ class Frame(_message.Message):
         renew: Global___Renew | None = ...,
         adopt: Global___Adopt | None = ...,
         missing: Global___Missing | None = ...,
+        together: Global___Together | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing", "together"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
-class Hidden(_message.Message):
-    """Rows of hidden states. Large blocks travel as several frames with growing `offset`."""
+class Together(_message.Message):
+    """Rows of hidden states. Large blocks travel as several frames with growing `offset`.
+    Rows of several requests, computed by one forward where their states allow it. The frame around it
+    is addressed as the first of them.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+        """at most 16, each a whole block of one row"""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___Frame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Together: _TypeAlias = Together  # noqa: Y015
+
+@_typing.final
+class Hidden(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
@@ -2271,6 +2300,7 @@ class Hidden(_message.Message):
     REPLY_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
     REBUILDS_FIELD_NUMBER: _builtins.int
+    NEAR_TIE_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     position: _builtins.int
@@ -2285,6 +2315,8 @@ class Hidden(_message.Message):
     reply: Global___Reply.ValueType
     rebuilds: _builtins.bool
     """rows that the other stages hold already: nothing of it is sent on"""
+    near_tie: _builtins.bool
+    """computed with other requests where that was measured to round otherwise"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """(1, rows, hidden_size) of the whole block"""
@@ -2311,10 +2343,11 @@ class Hidden(_message.Message):
         reply: Global___Reply.ValueType = ...,
         schedule: _abc.Iterable[_builtins.int] | None = ...,
         rebuilds: _builtins.bool = ...,
+        near_tie: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,23 @@ class LoopbackLink:
         future.set_result(self._carry(back[0], replace(last, stage=last.stage + 1)))
         return future
 
+    def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
+        """What a stage refuses comes back in the block's own future."""
+        futures = {block.request: Future[HiddenBlock]() for block in blocks}
+        for worker, expected in zip(self._workers, self._expectations, strict=True):
+            carried = [self._carry(block, expected) for block in blocks]
+            blocks = list[HiddenBlock]()
+            for block, outcome in zip(carried, worker.forward_all(carried), strict=True):
+                if isinstance(outcome, Exception):
+                    futures[block.request].set_exception(outcome)
+                else:
+                    blocks += outcome
+        last = self._expectations[-1]
+        for block in blocks:
+            back = self._carry(block, replace(last, stage=last.stage + 1))
+            futures[block.request].set_result(back)
+        return list(futures.values())
+
     def rollback(self, request: str, attempt: int, position: int) -> None:
         for worker in self._workers:
             worker.rollback(request, attempt, position)

@@ -11,6 +11,7 @@ from ...mtp.loop import Generation
 from ...mtp.rollback import cache_arrays
 from ...mtp.seams import Drafter
 from ...mtp.steps import Steps
+from ..pipeline.merged import offer_merged
 from ..pipeline.request_state import RequestState, digest_of
 from ..pipeline.state_sender import StateSender
 from ..pipeline.verifier import PipelineVerifier
@@ -61,7 +62,7 @@ class PipelineAttempt:
 
     def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
         """Its state, for the spare of this stage."""
-        sender.offer(request.request, request.attempt, self.verifier.state)
+        offer_merged(sender, request.request, request.attempt, self.verifier.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class Batching:
     """The answers of one engine. All methods run on the compute thread."""
 
     def __init__(self, batch: Batch | None, reason: str = "") -> None:
-        """`batch` None: every answer is decoded alone, because of `reason`."""
+        """`batch` None: every answer is decoded alone, because of `reason`; without one its rows
+        meet those of others on their way through a pipeline."""
         self._batch = batch
         self._reason = reason
         self._seats: list[Seat] = []
@@ -55,7 +56,7 @@ class Batching:
 
     def why_alone(self, caches: Sequence[object]) -> str:
         """Why a request with these caches never joins others; empty where it may."""
-        if self._batch is None:
+        if self._reason:
             return self._reason
         if not can_batch(caches):
             others = {type(cache).__name__ for cache in caches if not can_batch([cache])}

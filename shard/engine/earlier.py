@@ -8,7 +8,9 @@ import mlx.core as mx
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.schedule import prefill_ends
+from ...placement.errors import StateLost
 from ..model.stage_model import StageModel
+from ..pipeline.meeting import Meeting
 from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
@@ -41,6 +43,7 @@ class Earlier:
         turn_ends: frozenset[int],
         *,
         link: Link | None,
+        meeting: Meeting | None,
         sender: StateSender | None,
         copies: StateStore | None,
         disk: PrefixDisk | None,
@@ -51,6 +54,7 @@ class Earlier:
         self._options = options
         self._turn_ends = turn_ends
         self._link = link
+        self._meeting = meeting
         self._sender = sender
         self._copies = copies
         self._clock = clock
@@ -85,6 +89,12 @@ class Earlier:
         """For the attempt that follows; `verifier`: see `Kept`."""
         if self._link is not None:
             self._link.park(request.request, request.attempt)
+        if verifier is not None:
+            try:
+                verifier.pause()
+            except StateLost:  # the next attempt begins anew
+                verifier.leave()
+                verifier = None
         self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
 
     def release(self, request: str, attempt: int) -> None:
@@ -109,7 +119,8 @@ class Earlier:
         """Of attempts and copies; prefixes go where requests need the room."""
         kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
         copied = self._copies.bytes if self._copies else 0
-        return copied + sum(array.nbytes for array in kept)
+        merged = self._meeting.arrays() if self._meeting else []
+        return copied + sum(array.nbytes for array in (*kept, *merged))
 
     def prefix_of(
         self, request: EngineRequest, live_bytes: Callable[[], int]
@@ -165,8 +176,7 @@ class Earlier:
             and request.ends_a_forward(verifier.position, self._ends(request))
         ):
             return verifier
-        name, attempt = request.request, request.attempt
-        return PipelineVerifier(self._stage, link, name, attempt, self._options.dtype)
+        return self._verifier(request, link)
 
     def _from_copy(self, request: EngineRequest, link: Link) -> PipelineVerifier | None:
         """What this runner, a pipeline's spare, was sent of an earlier attempt."""
@@ -175,7 +185,14 @@ class Earlier:
         state = copies.take(name, attempt, request.committed) if copies else None
         if state is None:
             return None
-        return PipelineVerifier(self._stage, link, name, attempt, self._options.dtype, state)
+        return self._verifier(request, link, state)
+
+    def _verifier(
+        self, request: EngineRequest, link: Link, state: RequestState | None = None
+    ) -> PipelineVerifier:
+        name, attempt, dtype = request.request, request.attempt, self._options.dtype
+        meeting = None if request.anew else self._meeting
+        return PipelineVerifier(self._stage, link, name, attempt, dtype, state, meeting)
 
     def _ends(self, request: EngineRequest) -> list[int]:
         return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)

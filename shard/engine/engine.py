@@ -19,6 +19,9 @@ from ...mtp.types import FinishReason, Round, Sampling
 from ...placement.errors import InvalidRequest, PeerLost, StateLost
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
+from ..model.tensors import DTYPES
+from ..pipeline.meeting import Meeting
+from ..pipeline.merged import Merged
 from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
@@ -98,6 +101,7 @@ class TextEngine:
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
         self.drafting = Drafting(head, family, vocabulary, options, self._profile)
         self._batching = self._new_batching()
+        self._meeting = self._new_meeting(link)
         self._prompts = self._new_prompts()
         keeps = link is None and options.prefix_cache_bytes > 0
         turn_ends = codec.end_tokens if keeps else frozenset[int]()
@@ -129,6 +133,7 @@ class TextEngine:
             self._options,
             turn_ends,
             link=link,
+            meeting=self._meeting,
             sender=self._state_sender,
             copies=copies,
             disk=disk,
@@ -136,13 +141,20 @@ class TextEngine:
         )
 
     def _new_batching(self) -> Batching:
-        if not self._alone:
-            return Batching(None, "requests to a pipeline take turns")
-        if self._fixed_rows:
+        if self._options.fixed_rows:
             return Batching(None, "strict mode computes each request by forwards of its own")
         if not self._options.batching:
             return Batching(None, "EXO_BATCHING_ENABLED is 0")
+        if not self._alone:
+            return Batching(None)
         return Batching(Batch(self._target, self.drafting.batch_head(), self._clock))
+
+    def _new_meeting(self, link: Link | None) -> Meeting | None:
+        """Where rows of several requests set out through a pipeline together."""
+        stage, dtype = self._stage, self._options.dtype
+        if link is None or self._batching.why_alone(stage.make_caches()):
+            return None
+        return Meeting(stage, Merged(stage, DTYPES[dtype]), link, self._options.stages, dtype)
 
     def _new_prompts(self) -> PromptBatch | None:
         """Only used where a batch changes no bit: states behind prompts are kept for others."""
@@ -161,7 +173,11 @@ class TextEngine:
         profile. Warms the kernels up as well.
         """
         subject, k = self._subject(), self.drafting.max_k
-        if not self._batching.why_alone(self._stage.make_caches()):
+        if self._meeting is not None:
+            self._meeting.probe(self.limits.vocabulary, self._options.context_length)
+            if self._meeting.refused:
+                self._batching.refuse(self._meeting.refused)
+        elif not self._batching.why_alone(self._stage.make_caches()):
             self._probe_batch(subject, k)
         if not k:
             return
@@ -245,6 +261,8 @@ class TextEngine:
                 alone_because=attempt.alone_because,
             )
             identity = self.identity if request.k else "off"
+            if self._meeting is not None:
+                self.batch_identity = "bitwise" if self._meeting.same else "near_tie"
             batched = self.batch_identity if final.batched_tokens else "off"
             rest = text.finish()
             yield Done(reason, rest, final, identity, batched, text.stopped_by)

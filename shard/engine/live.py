@@ -105,7 +105,7 @@ class LiveAttempts:
             request.prompt,
             request.grammar,
         )
-        prompts = None if _anew(request) else measured.prompts
+        prompts = None if request.anew else measured.prompts
         verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, prompts)
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
         if state is not None and isinstance(drafter, NativeDrafter):
@@ -131,7 +131,8 @@ class LiveAttempts:
     def _piped(
         self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts
     ) -> PipelineAttempt:
-        depth, alone = self._drafting.depth(request), self._batching.why_alone(verifier.caches)
+        depth = self._drafting.depth(request)
+        alone = ANEW if request.anew else self._batching.why_alone(verifier.caches)
         made = parts.task, verifier, parts.drafter, parts.sampler, parts.ending
         generation = Generation(*made, depth, self._clock, remote=verifier)
         return PipelineAttempt(generation, verifier, parts.drafter, alone)
@@ -146,7 +147,7 @@ class LiveAttempts:
     ) -> WholeAttempt:
         task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
         depth = self._drafting.depth(request)
-        if alone := ANEW if _anew(request) else self._batching.why_alone(verifier.state.caches):
+        if alone := ANEW if request.anew else self._batching.why_alone(verifier.state.caches):
             padded = fixed_rows and verifier.takes_back  # padding goes by being taken back
             rows = FixedRows(verifier, fixed_rows) if padded else verifier
             generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
@@ -181,6 +182,8 @@ class LiveAttempts:
         if kept:
             self._earlier.keep(request, attempt.kept)
         else:
+            if attempt.kept is not None:
+                attempt.kept.leave()
             self._earlier.release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()
@@ -189,8 +192,3 @@ class LiveAttempts:
         """Any thread: the attempt is about to be cancelled, and another one follows."""
         if (request, attempt) in self._live:
             self._parked.add((request, attempt))
-
-
-def _anew(request: EngineRequest) -> bool:
-    """Whether something failed so that nothing of the attempt before is gone on with."""
-    return request.rebuild_all and request.attempt > 1

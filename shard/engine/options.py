@@ -24,6 +24,7 @@ class EngineOptions:
     """For prompts that were read and requests in progress together. 0: nothing is kept."""
     batching: bool = True
     """Requests that are decoded at the same time share their forwards."""
+    stages: int = 1
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":
@@ -37,4 +38,5 @@ class EngineOptions:
             spec.draft_vocabulary,
             spec.prefix_cache_bytes,
             spec.batching,
+            spec.num_stages,
         )

@@ -48,6 +48,11 @@ class EngineRequest:
         return self.attempt > 1 and not self.rebuild_all and whole
 
     @property
+    def anew(self) -> bool:
+        """Whether something failed so that nothing of the attempt before is gone on with."""
+        return self.rebuild_all and self.attempt > 1
+
+    @property
     def ids(self) -> list[int]:
         """The prompt's and those of the rounds that were handed out."""
         return [*self.prompt, *(token for recorded in self.replay for token in recorded.tokens)]

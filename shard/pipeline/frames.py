@@ -12,6 +12,8 @@ from ..model.tensors import ITEM_BYTES, WIRE
 
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
+MAX_TOGETHER = 16
+"""Requests whose rows travel in one frame: as many as run at once."""
 REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -30,6 +32,8 @@ class HiddenBlock:
     """Rows of each forward that the block stands for, as a resume repeats them; empty: one."""
     rebuilds: bool = False
     """Rows that the stages behind the next one hold already."""
+    near_tie: bool = False
+    """Computed with other requests on a stage where that was measured to round otherwise."""
 
 
 def cut(
@@ -49,10 +53,45 @@ def cut(
             reply=block.reply,
             schedule=block.schedule if offset == 0 else (),
             rebuilds=block.rebuilds,
+            near_tie=block.near_tie,
         )
         yield pb.Frame(
             placement=placement, request=block.request, attempt=block.attempt, hidden=hidden
         )
+
+
+def cut_all(
+    blocks: Sequence[HiddenBlock], placement: str, stage: int, dtype: str, hidden_size: int
+) -> list[pb.Frame]:
+    """The frames of several blocks; those of single rows of several requests travel as one."""
+    frames = {id(b): list(cut(b, placement, stage, dtype, hidden_size)) for b in blocks}
+    single = [b for b in blocks if b.rows == 1 and len(frames[id(b)]) == 1]
+    if not 1 < len({b.request for b in single}) == len(single) <= MAX_TOGETHER:
+        single = []  # several rows of one request, as where a stage is rebuilt, keep their order
+    chosen = {id(b) for b in single}
+    rest = [frame for b in blocks if id(b) not in chosen for frame in frames[id(b)]]
+    if not single:
+        return rest
+    together = pb.Together(frames=[frame for b in single for frame in frames[id(b)]])
+    first = single[0]
+    envelope = pb.Frame(
+        placement=placement, request=first.request, attempt=first.attempt, together=together
+    )
+    return [envelope, *rest]
+
+
+def parts_of(together: pb.Together) -> Sequence[pb.Frame]:
+    """Raises InvalidFrame where they are not what `cut_all` makes of its blocks."""
+    parts = together.frames
+    if not 2 <= len(parts) <= MAX_TOGETHER:
+        raise InvalidFrame(f"together.frames must be 2 to {MAX_TOGETHER}", param="together.frames")
+    if any(part.WhichOneof("kind") != "hidden" or part.hidden.rows != 1 for part in parts):
+        raise InvalidFrame(
+            "together.frames must be hidden states of one row each", param="together.frames"
+        )
+    if len({part.request for part in parts}) < len(parts):
+        raise InvalidFrame("together.frames must be of different requests", param="together.frames")
+    return parts
 
 
 def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
@@ -165,4 +204,5 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         data=data[0] if len(data) == 1 else b"".join(data),
         schedule=tuple(first.hidden.schedule),
         rebuilds=first.hidden.rebuilds,
+        near_tie=first.hidden.near_tie,
     )

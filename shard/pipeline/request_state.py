@@ -4,12 +4,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .frames import HiddenBlock
 from .replay_buffer import ReplayBuffer
+
+if TYPE_CHECKING:
+    from .merged import Group
 
 
 @dataclass(slots=True)
@@ -32,6 +35,17 @@ class RequestState:
     """Rows of the drafter's cache that were copied."""
     ids: bytes = b""
     """Of a whole model as it is copied: `digest_of` the ids of its rows."""
+    group: "Group | None" = None
+    """Where its rows are while forwards are shared: `caches` are empty then."""
+
+    def alone(self) -> None:
+        """From here on `caches` hold its rows. Raises StateLost where a shared forward failed."""
+        if self.group is not None:
+            self.group.take_out(self)
+
+    def view(self) -> "RequestState":
+        """This state, or one with views of its rows; what is written to it is lost."""
+        return self if self.group is None else self.group.view(self)
 
     def wrote(self, schedule: Sequence[int]) -> None:
         """Forwards of so many rows each were run."""
@@ -40,10 +54,12 @@ class RequestState:
 
     def can_go_back(self, own: Sequence[Any], position: int) -> bool:
         """Whether the rows from `position` on are some of the last forward's and can be dropped."""
+        self.alone()
         return 0 < self.position - position <= self.last_rows and can_roll_back(own)
 
     def go_back(self, own: Sequence[Any], position: int) -> None:
         """Drops the rows from `position` on. `own`: the caches of the layers that are here."""
+        self.alone()
         rollback(own, self.position - position)
         self.position, self.last_rows = position, 0
         self.lowest = min(self.lowest, position)

@@ -13,13 +13,14 @@ import mlx.core as mx
 
 from ...mtp.rollback import cache_arrays
 from ...placement.cluster import layer_range
-from ...placement.errors import InvalidFrame, PeerLost
+from ...placement.errors import ExoNodeError, InvalidFrame, NumericError, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
 from ..model.numeric import require_finite
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
-from ..model.tensors import from_bytes, to_bytes
+from ..model.tensors import DTYPES, from_bytes, to_bytes
 from .frames import HiddenBlock
+from .merged import SHARED, Merged, offer_merged
 from .request_state import RequestState
 from .state_sender import StateSender
 from .state_store import StateStore
@@ -53,6 +54,10 @@ class Adopted(NamedTuple):
     """To be sent on: the row behind the prompt, where it was asked for and is here."""
 
 
+Outcome = list[HiddenBlock] | Exception
+"""Of a block: what is to be sent on, or why it was not computed."""
+
+
 class StageWorker:
     """Runs the layers [first, end) for many requests, each at its own position."""
 
@@ -70,6 +75,7 @@ class StageWorker:
         self._clock = clock
         self._state_sender = state_sender
         self._copies = copies
+        self._merged = Merged(model, DTYPES[expected.dtype])
         self._sessions: dict[str, Session] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._expired: OrderedDict[str, int] = OrderedDict()
@@ -82,7 +88,71 @@ class StageWorker:
         """Bytes of KV and recurrent state of all live requests, and of copies of others'."""
         own = (self._own(s.state) for s in self._sessions.values())
         held = sum(array.nbytes for caches in own for array in cache_arrays(caches))
+        held += sum(array.nbytes for array in self._merged.arrays())
         return held + (self._copies.bytes if self._copies else 0)
+
+    def probe(self) -> None:
+        """Measures whether merged forwards compute what those of single requests do."""
+        e = self._expected
+        self._merged.probe(e.hidden_size, e.vocabulary, e.context_length)
+
+    def forward_all(self, blocks: Sequence[HiddenBlock]) -> list[Outcome]:
+        """Rows of several requests, by one forward as far as their states allow it."""
+        shared = [block for block in blocks if self._shares(block)]
+        told = dict[str, Outcome]()
+        if len(shared) > 1:
+            told = dict(zip((b.request for b in shared), self._forward_merged(shared), strict=True))
+        return [told.get(block.request) or self._outcome(block) for block in blocks]
+
+    def _shares(self, block: HiddenBlock) -> bool:
+        session = self._sessions.get(block.request)
+        return (
+            session is not None
+            and session.attempt == block.attempt
+            and session.state.position == block.position >= max(1, session.target)
+            and not session.waiting
+            and block.rows == 1
+            and block.reply == pb.REPLY_ALL
+            and self._merged.takes(session.state)
+        )
+
+    def _outcome(self, block: HiddenBlock) -> Outcome:
+        try:
+            return self.forward(block)
+        except (
+            ExoNodeError,
+            RuntimeError,
+        ) as fault:  # its own; the others go on
+            return fault
+
+    def _forward_merged(self, blocks: Sequence[HiddenBlock]) -> list[Outcome]:
+        e, sessions = self._expected, [self._sessions[block.request] for block in blocks]
+        data = b"".join(block.data for block in blocks)
+        entering = from_bytes(data, e.dtype, (len(blocks), 1, e.hidden_size))
+        states = [session.state for session in sessions]
+        try:
+            rows = self._merged.rows(states, [b.tokens[0] for b in blocks], entering)
+        except StateLost:
+            for block, state in zip(blocks, states, strict=True):
+                self._merged.drop(state)
+                del self._sessions[block.request]
+            return [StateLost(SHARED) for _ in blocks]
+        made = zip(blocks, sessions, rows, strict=True)
+        return [self._leaving(block, session, row) for block, session, row in made]
+
+    def _leaving(self, block: HiddenBlock, session: Session, row: bytes) -> Outcome:
+        session.used = self._clock()
+        try:
+            data = self._checked(row, block.position, 1)
+        except NumericError as fault:
+            return fault
+        near_tie = block.near_tie or not self._merged.same
+        out = replace(block, data=data, near_tie=near_tie)
+        if not self._is_last:
+            session.state.replay_buffer.add(out)
+        if self._state_sender is not None:
+            offer_merged(self._state_sender, block.request, session.attempt, session.state)
+        return [out]
 
     def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
         """Hidden in, the blocks that are to be sent on out.
@@ -116,6 +186,7 @@ class StageWorker:
             )
         e = self._expected
         entering = from_bytes(block.data, e.dtype, (1, block.rows, e.hidden_size))
+        state.alone()
         tokens = mx.array([block.tokens], dtype=mx.int32)
         schedule = block.schedule or (block.rows,)
         begun = self._model.meter.now()
@@ -171,6 +242,7 @@ class StageWorker:
         session = self._sessions.get(request)
         if session is not None:
             state = session.state
+            state.alone()
         elif (
             self._copies is None or (state := self._copies.take(request, attempt, position)) is None
         ):
@@ -201,7 +273,7 @@ class StageWorker:
         self._remember(request, attempt)
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
-            del self._sessions[request]
+            self._merged.drop(self._sessions.pop(request).state)
             if self._state_sender is not None:
                 self._state_sender.release(request)
             mx.clear_cache()
@@ -243,6 +315,8 @@ class StageWorker:
             # Not InvalidFrame: the answer can go on once its state is rebuilt.
             stage = self._expected.stage
             raise PeerLost(f"stage {stage} has no state of request {request} any more")
+        if session is not None:
+            self._merged.drop(session.state)
         session = Session(attempt, RequestState(self._model.make_caches()), self._clock())
         self._sessions[request] = session
         self._remember(request, attempt)

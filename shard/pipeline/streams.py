@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from ...placement.errors import ExoNodeError, PeerLost, StateLost, from_code
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
-from .frames import HiddenBlock, cut
+from .frames import HiddenBlock, cut, cut_all
 from .replay_buffer import ReplayBuffer
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,28 @@ class Ring:
             answer = self._waiting[key] = Future()
         quick = block.reply == pb.REPLY_ALL and key not in self._behind
         deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
-        _ = self._loop.call_soon_threadsafe(self._dispatch, key, frames, deadline)
+        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], frames, deadline)
         return answer
+
+    def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
+        sent, going = list[Future[HiddenBlock]](), list[HiddenBlock]()
+        for block in blocks:
+            key = (block.request, block.attempt)
+            sent.append(future := Future())
+            if self._lost is not None:
+                future.set_exception(PeerLost(self._lost))
+            elif (failure := self._failed.pop(key, None)) is not None:
+                future.set_exception(failure)
+            else:
+                self._active.add(key)
+                self._waiting[key] = future
+                going.append(block)
+        keys = [(block.request, block.attempt) for block in going]
+        frames = cut_all(going, self._placement, 1, self._dtype, self._hidden_size)
+        quick = self._behind.isdisjoint(keys)
+        deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
+        _ = self._loop.call_soon_threadsafe(self._dispatch, keys, frames, deadline)
+        return sent
 
     def rollback(self, request: str, attempt: int, position: int) -> None:
         self._tell(request, attempt, rollback=pb.Rollback(position=position))
@@ -171,7 +191,7 @@ class Ring:
         if answer:
             future = self._waiting[key] = Future()
         frame = self._frame(key, adopt=pb.Adopt(position=position, answer=answer))
-        _ = self._loop.call_soon_threadsafe(self._dispatch, key, [frame], PREFILL_DEADLINE_S)
+        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], PREFILL_DEADLINE_S)
         return future
 
     def relay(self, request: str, attempt: int) -> None:
@@ -182,7 +202,9 @@ class Ring:
         key = (request, attempt)
         self._active.discard(key)
         self._behind.discard(key)
-        for known in (self._waiting, self._failed, self._trails):
+        if (awaited := self._waiting.pop(key, None)) is not None:
+            _ = awaited.cancel()  # others may have gone with it, and wait for all to be back
+        for known in (self._failed, self._trails):
             _ = known.pop(key, None)
 
     def release(self, request: str, attempt: int) -> None:
@@ -246,18 +268,22 @@ class Ring:
         elif not future.done():
             future.set_exception(fault)
 
-    def _dispatch(self, key: tuple[str, int], frames: list[pb.Frame], deadline_s: float) -> None:
-        if self._stream is None:
-            self._fail(key, PeerLost("the stages of this placement are not connected yet"))
-            return
-        if self._lost is not None:  # since `send` looked
-            self._fail(key, PeerLost(self._lost))
+    def _dispatch(
+        self, keys: Sequence[tuple[str, int]], frames: list[pb.Frame], deadline_s: float
+    ) -> None:
+        if self._stream is None or self._lost is not None:  # since `send` looked
+            why = self._lost or "the stages of this placement are not connected yet"
+            for key in keys:
+                self._fail(key, PeerLost(why))
             return
         self._stream.send(frames)
-        future = self._waiting.get(key)
-        if future is not None:
-            handle = self._loop.call_later(deadline_s, self._late, key, future, deadline_s)
-            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(handle.cancel))
+        for key in keys:
+            future = self._waiting.get(key)
+            if future is not None:
+                handle = self._loop.call_later(deadline_s, self._late, key, future, deadline_s)
+                future.add_done_callback(
+                    lambda _, handle=handle: self._loop.call_soon_threadsafe(handle.cancel)
+                )
 
     def _late(self, key: tuple[str, int], future: "Future[HiddenBlock]", deadline_s: float) -> None:
         if self._waiting.get(key) is future:

@@ -15,6 +15,7 @@ from ..model.numeric import require_finite
 from ..model.stage_model import StageModel
 from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
 from .frames import HiddenBlock
+from .meeting import Meeting
 from .replay_buffer import ReplayBuffer
 from .request_state import RequestState
 from .stage import forwards
@@ -34,6 +35,13 @@ class Link(Protocol):
 
         The future fails with PeerLost when a stage is gone or late, and with what a stage refused.
         A failure that belongs to no future is raised by the request's next `send`.
+        """
+        ...
+
+    def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
+        """Sends rows of several requests on, to be computed together; a future of each.
+
+        As `send`, but what is wrong with one of them its future says.
         """
         ...
 
@@ -84,8 +92,13 @@ class PipelineVerifier:
         attempt: int,
         dtype: str,
         state: RequestState | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """`state`: what a spare was sent of an earlier attempt; see `take_up`."""
+        """`state`: what a spare was sent of an earlier attempt; see `take_up`.
+
+        `meeting`: where its rows meet those of other requests; None: nowhere.
+        """
+        self._meeting = meeting
         self._model = model
         self._link = link
         self._request = request
@@ -122,12 +135,43 @@ class PipelineVerifier:
         return True
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
+        decodes = want == "all" and tokens.shape[0] == 1 and self.position >= self._rebuilt_to
+        if self._meeting is not None and decodes:
+            return (yield from self._meeting.forward(self, tokens))
+        return (yield from self._forward(tokens, want))
+
+    def forward_alone(self, token: mx.array) -> Generator[Wait, None, Block]:
+        return (yield from self._forward(token, "all"))
+
+    def outgoing(self, token: int, data: bytes) -> HiddenBlock:
+        """The row that a merged forward has just appended; it is kept for a resume."""
+        position = self.position - 1
+        self._require_finite(data, position, 1)
+        block = self._block(position, (token,), data, pb.REPLY_ALL, ())
+        self.state.replay_buffer.add(block)
+        return block
+
+    def leave(self) -> None:
+        """The answer is over."""
+        if self._meeting is not None:
+            self._meeting.leave(self)
+
+    def pause(self) -> None:
+        """Another attempt may go on with the state. Raises StateLost."""
+        if self._meeting is not None:
+            self._meeting.pause(self)
+
+    def _require_finite(self, data: bytes, position: int, rows: int) -> None:
+        stage = f"stage 0 ({layer_range(0, self._model.end)})"
+        require_finite(data, self._dtype, position, rows, stage)
+
+    def _forward(self, tokens: mx.array, want: Want) -> Generator[Wait, None, Block]:
+        self.state.alone()
         ids, rows = tokens[None], tokens.shape[0]
         begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
         data = to_bytes(hidden)
-        stage = f"stage 0 ({layer_range(0, self._model.end)})"
-        require_finite(data, self._dtype, self.position, rows, stage)
+        self._require_finite(data, self.position, rows)
         self._model.meter.add(self.position, rows, begun)
         answer = self._send(tokens, data, _REPLIES[want], ())
         if want == "last" and self.position == self._rebuilt_to:
@@ -141,6 +185,7 @@ class PipelineVerifier:
         return (yield from self._answered(self._behind_prompt, token[None], 1))
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
+        self.state.alone()
         hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
         _ = self._send(tokens, to_bytes(hidden), pb.REPLY_NONE, schedule)
 
@@ -164,22 +209,32 @@ class PipelineVerifier:
         reply: "pb.Reply.ValueType",
         schedule: Sequence[int],
     ) -> "Future[HiddenBlock] | None":
-        block = HiddenBlock(
-            request=self._request,
-            attempt=self._attempt,
-            position=self.position,
-            rows=tokens.shape[0],
-            tokens=tuple(as_ids(tokens)),
-            reply=reply,
-            data=data,
-            schedule=tuple(schedule),
-        )
+        block = self._block(self.position, tuple(as_ids(tokens)), data, reply, schedule)
         self.state.wrote(schedule or (block.rows,))
         self.state.replay_buffer.add(block)
         if self.position > self._rebuilt_to:
             return self._link.send(block)
         self._link.relay(self._request, self._attempt)
         return None
+
+    def _block(
+        self,
+        position: int,
+        ids: tuple[int, ...],
+        data: bytes,
+        reply: "pb.Reply.ValueType",
+        schedule: Sequence[int],
+    ) -> HiddenBlock:
+        return HiddenBlock(
+            request=self._request,
+            attempt=self._attempt,
+            position=position,
+            rows=len(ids),
+            tokens=ids,
+            reply=reply,
+            data=data,
+            schedule=tuple(schedule),
+        )
 
     def rollback(self, rows: int) -> None:
         self.state.go_back(self._own, self.position - rows)

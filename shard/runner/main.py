@@ -204,9 +204,10 @@ class Runner:
         standby = StandbyService(expected, follower, copies)
         peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
-            worker = StageWorker(
-                loaded.model, expected, time.monotonic, follower.state_sender, copies
-            )
+            sender = follower.state_sender
+            worker = StageWorker(loaded.model, expected, time.monotonic, sender, copies)
+            if spec.batching:
+                await asyncio.wrap_future(self._compute.submit(worker.probe))
             self._stage = WorkerService(spec, expected, following, self._compute, worker)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker

@@ -22,6 +22,9 @@ class RingService(StageService):
             case "hidden":
                 if (block := incoming.assembler.add(frame)) is not None:
                     self._ring.answer(block)
+            case "together":
+                for _, block in self.parts(frame, incoming):
+                    self._ring.answer(block)
             case "rollback" | "release" | "adopt":
                 incoming.assembler.forget(frame.request)
             case "renew":

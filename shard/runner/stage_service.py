@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
-from ..pipeline.frames import Assembler, check_envelope
+from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, parts_of
 from ..pipeline.streams import Address, OutgoingStream
 from .next_stage import NextStage
 from .refusal import Context, refuse
@@ -107,6 +107,20 @@ class StageService(peer_pb2_grpc.StageServicer):
                     incoming.up.put_nowait(self.failure(frame, fault))
         finally:
             incoming.up.put_nowait(None)
+
+    def parts(self, frame: pb.Frame, incoming: Incoming) -> list[tuple[pb.Frame, HiddenBlock]]:
+        """The blocks that travel together; what is wrong with one of them goes back up."""
+        sound = list[tuple[pb.Frame, HiddenBlock]]()
+        for part in parts_of(frame.together):
+            try:
+                block = incoming.assembler.add(part)
+                if block is None:
+                    incoming.assembler.forget(part.request)
+                    raise InvalidFrame("a block in parts travels alone", param="hidden.data")
+                sound.append((part, block))
+            except ExoNodeError as fault:
+                incoming.up.put_nowait(self.failure(part, fault))
+        return sound
 
     def failure(self, frame: pb.Frame, fault: BaseException) -> pb.Frame:
         """What went wrong with that frame, for the generator."""

@@ -9,8 +9,8 @@ from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread
 from ..model.stage_limits import StageLimits
-from ..pipeline.frames import HiddenBlock, cut
-from ..pipeline.stage import Adopted, StageWorker
+from ..pipeline.frames import HiddenBlock, cut_all
+from ..pipeline.stage import Adopted, Outcome, StageWorker
 from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
 from .stage_service import Incoming, StageService, unknown_kind
@@ -39,6 +39,10 @@ class WorkerService(StageService):
                 if (block := incoming.assembler.add(frame)) is not None:
                     _ = await incoming.ahead.acquire()
                     self._forward(block, frame, incoming)
+            case "together":
+                if parts := self.parts(frame, incoming):
+                    _ = await incoming.ahead.acquire()
+                    self._forward_all(parts, incoming)
             case "rollback" | "release":
                 incoming.assembler.forget(frame.request)
                 self._apply(frame, incoming)
@@ -80,11 +84,32 @@ class WorkerService(StageService):
 
         self._compute_then(lambda: self._worker.forward(block), finished)
 
+    def _forward_all(
+        self, parts: Sequence[tuple[pb.Frame, HiddenBlock]], incoming: Incoming
+    ) -> None:
+        def finished(future: "Future[list[Outcome]]") -> None:
+            incoming.ahead.release()
+            if (fault := future.exception()) is not None:
+                for frame, _ in parts:
+                    incoming.up.put_nowait(self.failure(frame, fault))
+                return
+            going = list[HiddenBlock]()
+            for (frame, _), outcome in zip(parts, future.result(), strict=True):
+                if isinstance(outcome, Exception):
+                    incoming.up.put_nowait(self.failure(frame, outcome))
+                else:
+                    going += outcome
+            self._send_on(going)
+
+        blocks = [block for _, block in parts]
+        self._compute_then(lambda: self._worker.forward_all(blocks), finished)
+
     def _send_on(self, blocks: Sequence[HiddenBlock]) -> None:
         limits, spec = self._limits, self._spec
-        for block in blocks:
-            frames = cut(block, spec.placement, spec.stage + 1, limits.dtype, limits.hidden_size)
-            self._following.send(list(frames))
+        following = spec.stage + 1
+        frames = cut_all(blocks, spec.placement, following, limits.dtype, limits.hidden_size)
+        if frames:
+            self._following.send(frames)
 
     def _pass_on(self, frame: pb.Frame) -> None:
         """To the next stage; behind the last one is the generator, where it comes from."""

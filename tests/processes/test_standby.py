@@ -60,21 +60,29 @@ async def begun(
 def test_a_spare_takes_its_stages_place_with_what_it_was_sent(
     loop: asyncio.Runner, two: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of four answers, which share their forwards by two."""
+
     async def play() -> None:
         whole = await two.answer(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
         async with a_spare(two) as (spare, endpoint):
-            request = two.request(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
-            got, events = await begun(two, request, 45)
+            fields: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
+            requests = [two.request(STORY["prompt_ids"], **fields) for _ in range(4)]
+            streams = await asyncio.gather(*(begun(two, each, 45) for each in requests))
+            assert all(max(r.forward.batch for r in got.rounds) == 2 for got, _ in streams)
             _ = await eventually(lambda: spare.state.cache_bytes > 0, 180)
             assert spare.state.live_requests == 0, "a copy is no request that runs"
-            await two.client.park(two.endpoints[0], request.request, 1)
-            await events.aclose()
+            for request, (_, events) in zip(requests, streams, strict=True):
+                await two.client.park(two.endpoints[0], request.request, 1)
+                await events.aclose()
             before, two.endpoints[1] = two.endpoints[1], endpoint
             await two.connect()
-            again = pb.GenerateRequest(attempt=2, replay=got.rounds)
-            request.MergeFrom(again)
-            rest, _ = await begun(two, request, TOKENS - 45)
-            assert got.ids + rest.ids == whole.ids
+            for request, (got, _) in zip(requests, streams, strict=True):
+                request.MergeFrom(pb.GenerateRequest(attempt=2, replay=got.rounds))
+            left = TOKENS - 45
+            rests = await asyncio.gather(*(begun(two, each, left) for each in requests))
+            for (got, _), (rest, events) in zip(streams, rests, strict=True):
+                assert (got.ids + rest.ids)[:TOKENS] == whole.ids
+                await events.aclose()
             # What a runner logs comes by another way than its answers.
             _ = await eventually(lambda: "goes on from a copy of" in caplog.text, 180)
             two.endpoints[1] = before
