@@ -7,6 +7,7 @@ from typing import Any, Final, cast
 
 from ...placement.errors import InvalidRequest
 from .answer_format import DEEPSEEK, DEEPSEEK_CALL, HARMONY, call_markers, is_deepseek, is_harmony
+from .grammars import SPACES
 
 FIELD: Final = "tool_choice"
 _MOST_CALLS: Final = 16
@@ -155,7 +156,7 @@ def _harmony_calls(chosen: Sequence[Tool], words: _Words) -> str:
     to the user may come before. The token behind the call ends the answer, so there is no second.
     """
     start, channel, message, end = map(words, HARMONY[:4])
-    hint = f'" "? ({words("<|constrain|>")})? "json"'
+    hint = f'" json" | " "? {words("<|constrain|>")} "json"'
     told = f'{channel} ("analysis" | "commentary") {message} /(?s:.*)/ {end}'
     rules = [f"start: before* ({_any_of(chosen)})", f'before: {told} {start} "assistant"']
     for number, tool in enumerate(chosen):
@@ -168,7 +169,12 @@ def _harmony_calls(chosen: Sequence[Tool], words: _Words) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    return json.dumps({"type": "object", **(tool.get("parameters") or {})})
+    return _json({"type": "object", **(tool.get("parameters") or {})})
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A document whose spaces have an end, as in `grammars.py`."""
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACES}})
 
 
 def _arguments(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
@@ -193,7 +199,7 @@ def _value(rule: str, schema: dict[str, Any], closing: str, words: _Words) -> st
         either = " | ".join(_text(str(choice)) for choice in cast("list[object]", choices))
         return f"{rule}: ({either}) {end}"
     if schema.get("type") != "string":
-        return f"{rule}: %json {json.dumps(schema)} {end}"
+        return f"{rule}: %json {_json(schema)} {end}"
     if words.ends(closing):
         return f"{rule}: /(?s:.*)/ {end}"
     return f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_CHARS: Final = 256 << 10
-_SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
+SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
 """Between a document's tokens: enough to indent it, not enough to go on for ever."""
 _TOLD: Final = 500
 
@@ -67,7 +67,7 @@ def _source(spec: GrammarSpec) -> str:
         case "json_schema":
             try:
                 return LLMatcher.grammar_from_json_schema(
-                    spec.text, defaults={"whitespace_pattern": _SPACES}
+                    spec.text, defaults={"whitespace_pattern": SPACES}
                 )
             except ValueError as fault:
                 raise refused(spec, str(fault)) from fault

@@ -1,6 +1,8 @@
 """Grammars in the formats of published families: behind reasoning and headers, and around calls."""
 
 import json
+import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,12 +116,49 @@ def test_a_call_that_is_insisted_on_goes_by_the_families_own_tokens(family: str)
     assert after(before + call.replace("weather", "wether")) == "never"
     assert after(before + call.replace("3", '"3"')) == "never"
     assert after(before + "It is") == "never"
+    assert read(codec, before + call, TOOL) == ("weather", {"city": "Ulm", "days": 3})
+
+
+def read(codec: TextCodec, text: str, tool: dict[str, Any]) -> tuple[str, Any]:
+    """The one call of an answer, as a runner reads it."""
     form = codec.answer_format
     channels = Channels(form, form.begins_in(codec.encode_chat(ASK)))
-    [found] = [s for s in [*channels.feed(before + call), *channels.finish()] if s.state == "call"]
+    [found] = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
     header = found.opened if "<|message|>" in found.opened else ""
-    [read] = codec.calls(header + found.text, [TOOL]) or []
-    assert (read.name, json.loads(read.arguments)) == ("weather", {"city": "Ulm", "days": 3})
+    [call] = codec.calls(header + found.text, [tool]) or []
+    return call.name, json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_whatever_a_model_prefers_what_it_must_call_is_read(family: str) -> None:
+    """Each token is drawn from all that may follow."""
+    members = {
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    }
+    schema = {"type": "object", "properties": members, "required": ["unit", "days"]}
+    function = {"name": "weather", "parameters": {**schema, "additionalProperties": False}}
+    tool: dict[str, Any] = {"type": "function", "function": function}
+    codec, chance = codec_of(family), random.Random(0)
+    lark = codec.call_grammar('{"names": null, "parallel": false}', [tool])
+    gate = gated(codec, TemplateOptions(), insists=True)
+    begun = BEFORE_A_CALL[family] + ("<|channel|>commentary to" if family == "gpt_oss" else "")
+    for _ in range(12):
+        grammar = codec.grammars.compile(GrammarSpec("lark", lark, "tool_choice"), gate)
+        told = codec.encode_text(begun)
+        grammar.take(told)
+        while not told or told[-1] not in codec.end_tokens:
+            (mask,) = grammar.masks([])
+            assert mask is not None and len(told) < 500
+            told.append(
+                chance.choice([i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1])
+            )
+            grammar.take(told[-1:])
+        answer = codec.decode(told[:-1])
+        assert re.search(r"\s{43}", answer) is None, "spaces without an end"
+        name, arguments = read(codec, answer, tool)
+        assert name == "weather"
+        assert arguments["unit"] in ("C", "F") and arguments["days"] in range(10)
 
 
 def test_a_call_of_harmony_may_be_written_in_each_of_its_forms_and_never_as_an_answer() -> None:
