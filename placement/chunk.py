@@ -10,8 +10,8 @@ from .cost import HEADROOM, ModelSizes
 MOST: Final = 512
 """Longer ones spare little, as they read the weights for so many rows already; and what prompts
 have in common is kept where forwards end."""
-LEAST: Final = 128
-"""Shorter ones cost more than they spare, and would not end with turns."""
+LEAST: Final = 256
+"""Shorter ones would seldom end with turns, where what prompts have in common ends."""
 CHUNK_S: Final = 0.25
 """What a cancel, another answer's next token and a stage's sign of life may wait for."""
 _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
@@ -49,8 +49,8 @@ def prefill_chunk(
 
 
 def _layer_seconds(card: ModelCard, node: NodeFacts, rows: int) -> float:
-    if node.profile is not None and node.profile.prefill_s > 0:
-        return node.profile.prefill_s * rows / MOST
+    if node.prefill_s > 0:
+        return node.prefill_s * rows / MOST
     if node.backend != "cpu":
         return 0.0
     quick = node.float32_products == OWN and card.dtype == "float32" and not card.quantization

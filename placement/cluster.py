@@ -41,6 +41,9 @@ class NodeFacts:
     """On this node's disk, whole."""
     profile: LayerProfile | None = None
     """Of the model that is being placed; None: bytes over bandwidth stand for it."""
+    prefill_s: float = 0.0
+    """A layer's forward over 512 rows of a prompt as it was probed, whatever it took at work since,
+    so that every load chooses alike; 0: not known."""
     profile_dtype: str = ""
     """That it was measured in; empty: not told."""
     dtype: str = "auto"
@@ -137,7 +140,7 @@ def evened(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
 
 def _measured_in(node: NodeFacts, dtype: str) -> NodeFacts:
     measured = BYTES.get(node.profile_dtype)
-    return node if measured in (None, BYTES[dtype]) else replace(node, profile=None)
+    return node if measured in (None, BYTES[dtype]) else replace(node, profile=None, prefill_s=0.0)
 
 
 def _layer_seconds(node: NodeFacts) -> float:

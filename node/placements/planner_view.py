@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
 from ...placement.card import BYTES, ModelCard
+from ...placement.chunk import MOST
 from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
@@ -132,6 +133,7 @@ def node_facts(
 ) -> NodeFacts:
     """Memory is what other models leave of it; `promises` is what they may take here."""
     f = member.facts
+    times = _times(f, placing)
     used: dict[ModelId, int] = {}
     for stage in member.stages:
         took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
@@ -148,7 +150,8 @@ def node_facts(
         chip=f.chip,
         models=frozenset(ModelId(model) for model in f.models),
         profile=_profile(f, placing),
-        profile_dtype=times.dtype if (times := _times(f, placing)) else "",
+        prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
+        profile_dtype=times.dtype if times else "",
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,
     )

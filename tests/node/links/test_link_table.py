@@ -184,7 +184,7 @@ def test_the_planner_is_told_of_dtypes_and_products() -> None:
     facts = pb.NodeFacts(id=A, dtype="float16", float32_products="none", profiles=[times()])
     told = node_facts(MemberFacts(facts), DEMO)
     assert (told.dtype, told.float32_products) == ("float16", "none")
-    assert told.profile_dtype == "float32"
+    assert (told.profile_dtype, told.prefill_s) == ("float32", 0.1)
     old = node_facts(MemberFacts(pb.NodeFacts(id=A)), DEMO)
     assert (old.dtype, old.float32_products, old.profile_dtype) == ("auto", "", "")
 
@@ -243,6 +243,7 @@ def test_what_a_node_takes_at_work_counts_for_it_and_not_for_its_kin() -> None:
     )
     own = view.node(A).profile
     assert own is not None
+    assert view.node(A).prefill_s == 0.1, "as probed, so that every load chooses alike"
     assert (own.decode_s, own.verify_s) == (pytest.approx(3e-3), pytest.approx(8e-3))
     assert (own.prefill_s, own.tail_s) == (pytest.approx(0.2), pytest.approx(6e-3))
     assert view.node(B).profile == PROBED
