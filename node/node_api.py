@@ -151,6 +151,7 @@ class NodeApi:
             self._peering.search.reach,
             self._bringing.layout,
             lambda: self._tokens.trouble,
+            self._local.library.offline_by,
         )
 
     def _trouble(self) -> str:

@@ -45,11 +45,12 @@ class NodeOperations:
         reach: Callable[[], Awaitable[dict[str, Any]]],
         layout: Layout,
         token_trouble: Callable[[], str] = str,
+        offline: str = "",
     ) -> None:
         """`trouble`: what this node itself cannot do now, and why; "" where there is nothing.
         `reach`: whether the others and this node reach each other. `layout`: a model's tensors.
         `token_trouble`: why no API token is accepted. It is shown, and the node is ready all the
-        same: other keys work.
+        same: other keys work. `offline`: the setting that forbids to ask the hub.
         """
         self._models = models
         self._placements = placements
@@ -64,6 +65,7 @@ class NodeOperations:
         self._reach = reach
         self._layout = layout
         self._token_trouble = token_trouble
+        self._offline = offline
 
     async def models(self) -> dict[str, Any]:
         """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
@@ -75,7 +77,8 @@ class NodeOperations:
 
     async def cluster(self) -> dict[str, Any]:
         trouble = "; ".join(filter(None, (self._trouble(), self._token_trouble())))
-        return self._cluster.describe(self._version) | {"trouble": trouble or None}
+        own = {"trouble": trouble or None, "offline": self._offline or None}
+        return self._cluster.describe(self._version) | own
 
     async def reach(self) -> dict[str, Any]:
         return await self._reach()

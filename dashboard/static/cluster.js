@@ -40,7 +40,7 @@ export function Place({ state, data, refresh }) {
           ${ordered(known).map((node) => html`<${Node} key=${node.id} node=${node} spares=${spares} />`)}
         </ul>
         ${cluster && html`<p class="muted small">Cluster <code>${short(cluster.cluster)}</code>, term ${cluster.term}, ${" "}
-          exo-node ${cluster.version}.</p>`}
+          exo-node ${cluster.version}.${cluster.offline && ` Nothing is downloaded, by ${cluster.offline}; models come from this disk and from peers.`}</p>`}
       </section>
       <${Timeline} events=${state.events} />
     </div>`;

@@ -146,6 +146,7 @@ def ports() -> Iterator[Finding]:
 def node(endpoint: "Endpoint") -> Iterator[Finding]:
     """What the running node says of itself and of the others."""
     from .client import call
+    from .output import offline_words
 
     try:
         cluster = call(endpoint, "/v1/cluster")
@@ -159,6 +160,10 @@ def node(endpoint: "Endpoint") -> Iterator[Finding]:
     yield Finding("node", "ok", f"{me.get('name')} answers on http://{endpoint}")
     if trouble := cluster.get("trouble"):
         yield Finding("node", "wrong", str(trouble))
+    if setting := cluster.get("offline"):
+        yield Finding(
+            "downloads", "warning", offline_words(setting), f"unset {setting} to download"
+        )
     if cluster.get("head") is None:
         yield Finding("head", "wrong", "none is elected", "more than half of the nodes must answer")
     if joining.get("open"):

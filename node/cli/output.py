@@ -28,6 +28,7 @@ def status(
     me = next((node for node in nodes if node.get("self")), _NOTHING)
     head = cluster.get("head")
     trouble = [f"TROUBLE  {text_of(cluster['trouble'])}"] if cluster.get("trouble") else []
+    offline = [offline_words(cluster["offline"])] if cluster.get("offline") else []
     lines = [
         f"node     {text_of(me.get('name'))} ({text_of(cluster.get('self'))}), "
         f"http://{text_of(me.get('http_host'))}:{text_of(me.get('http_port'))}, "
@@ -35,6 +36,7 @@ def status(
         f"head     {names.get(head, text_of(head))}, term {text_of(cluster.get('term'))}",
         f"cluster  {text_of(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
         *trouble,
+        *(f"offline  {each}" for each in offline),
         "",
         *table(("NODE", "STATUS", "CHIP", "BACKEND", "MEMORY", "ADDRESS"), map(_node_row, nodes)),
         "",
@@ -47,6 +49,13 @@ def status(
         heads = ("ANSWERED HERE", "ANSWERS", "TOKENS", "PROMPTS CACHED", "SHARED STEPS", "ACCEPTED")
         lines += ["", *table(heads, [_answered_row(*each) for each in answered.items()])]
     return _joined(lines)
+
+
+def offline_words(setting: object) -> str:
+    """What a node does not do because of EXO_OFFLINE or HF_HUB_OFFLINE."""
+    return (
+        f"nothing is downloaded, by {text_of(setting)}; models come from this disk and from peers"
+    )
 
 
 def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:

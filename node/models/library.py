@@ -18,7 +18,7 @@ from ...shard.checkpoint.checkpoint import (
     read_checkpoint,
     read_config,
 )
-from ...shard.checkpoint.download import Progress, download
+from ...shard.checkpoint.download import Progress, download, offline_by
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.hub_cache import locate
 from .places import Part, Place, Source, Stamp, from_cache, in_cache, in_folders, parts, stamp
@@ -57,6 +57,11 @@ class ModelLibrary:
         self._cards: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
         self._closed: list[str] = []
+
+    @property
+    def offline_by(self) -> str:
+        """The setting that forbids to ask the hub; "" where none does."""
+        return offline_by(self._offline)
 
     @property
     def _packaged(self) -> Mapping[ModelId, ModelCard]:

@@ -13,7 +13,7 @@ from .checkpoint import HEAD_FILES
 from .hub_cache import cache_folder, check_names, closed_part, missing_files, snapshot_of
 from .progress import Choose, Progress
 
-__all__ = ["Progress", "download"]
+__all__ = ["Progress", "download", "offline_by"]
 
 
 def download(
@@ -37,14 +37,20 @@ def download(
     cache = cache_folder(cache_dir)
     if fault := closed_part(repository, cache):
         raise DownloadFailed(fault, param="model")
-    if offline or constants.is_offline_mode():
-        variable = "EXO_OFFLINE" if offline else "HF_HUB_OFFLINE"
+    if variable := offline_by(offline):
         return _from_cache_only(repository, revision, cache, variable)
     from .hub_download import fetch_model
 
     return fetch_model(
         repository, revision, on_progress, endpoint=endpoint, cache=cache, choose=choose
     )
+
+
+def offline_by(offline: bool) -> str:
+    """The setting that forbids to ask the hub; "" where none does."""
+    if offline:
+        return "EXO_OFFLINE"
+    return "HF_HUB_OFFLINE" if constants.is_offline_mode() else ""
 
 
 def _from_cache_only(repository: str, revision: str | None, cache: Path, variable: str) -> Path:

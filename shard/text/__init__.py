@@ -14,5 +14,6 @@ messages.py: a chat's messages, and their size
 prompt_encoder.py: sends prompts to helpers, and replaces helpers that hit a limit
 template.py: chat templates, their options, and where they let a system message stand
 token_bytes.py: the bytes of one token
+tokenizer_sizes.py: files that would be read for ever, refused
 tool_calls.py: calls of tools out of a model's text
 """

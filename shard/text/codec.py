@@ -19,14 +19,12 @@ from .grammars import Grammars
 from .messages import too_long
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
+from .tokenizer_sizes import require_reasonable
 from .tool_calls import Call, parse_calls, parser_of
 
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
 _PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
-_TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-_MAX_TEXT_BYTES = 64 << 20
-"""Of a tokenizer's file and of an index; the largest known tokenizer has 35 MB."""
 
 
 class TextCodec:
@@ -46,7 +44,7 @@ class TextCodec:
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":
         """Raises InvalidCheckpoint. Code in the checkpoint is never run."""
-        _check_sizes(folder)
+        require_reasonable(folder)
         _check_plugins(folder)
         try:
             eos: Any = _named_ends(folder)
@@ -199,13 +197,6 @@ def _named_ends(folder: Path) -> object:
             found = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
             ends = found.get("eos_token_id") or ends
     return ends
-
-
-def _check_sizes(folder: Path) -> None:
-    """Raises InvalidCheckpoint for a file that would be read for ever, or into all memory."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _TEXTS and (size := size_of(path)) > _MAX_TEXT_BYTES:
-            raise file_fault(path, f"has {size} bytes, over the limit of {_MAX_TEXT_BYTES}")
 
 
 def _check_plugins(folder: Path) -> None:

@@ -57,6 +57,7 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
         with net.node("two", tmp_path / "two", *flags) as two:
             eventually(lambda: is_whole({"one": one, "two": two}), WITHIN_S)
             eventually(lambda: "mini" in listed(two), WITHIN_S)
+            assert two.call("GET", "/v1/cluster").body["offline"] == "EXO_OFFLINE"
             reply = two.call("POST", "/v1/placements", placed(two))
             assert reply.status == 200, reply
             [told] = [event for event in events(two) if event["kind"] == "copied"]

@@ -273,7 +273,9 @@ def test_models_need_no_running_node(tmp_path: Path) -> None:
 def test_fields_of_another_version_may_be_missing() -> None:
     text = cli_output.status({"nodes": [{"id": "n"}]}, [{"model": "m", "stages": [{}]}])
     assert "m      -       - ?     -" in text
-    assert "no model is loaded" in cli_output.status({}, [])
+    assert "no model is loaded" in cli_output.status({}, []) and "offline" not in text
+    told = cli_output.status({"offline": "EXO_OFFLINE"}, [])
+    assert "offline  nothing is downloaded, by EXO_OFFLINE; models come from this disk" in told
     assert "demo           -" in cli_output.status({}, [{"model": "demo"}], {"demo": {}})
 
 

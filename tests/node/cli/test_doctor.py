@@ -61,8 +61,16 @@ def test_what_is_wrong_is_told_with_its_remedy(stub: Stub) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     gone = {"name": "gone", "host": "127.0.0.1", "port": port, "version": "1", "status": "dead"}
-    answers(stub, gone, {**gone, "name": "old", "version": "0"}, head=None, trouble="no disk")
+    answers(
+        stub,
+        gone,
+        {**gone, "name": "old", "version": "0"},
+        head=None,
+        trouble="no disk",
+        offline="EXO_OFFLINE",
+    )
     findings = doctor(stub)
+    assert [state for state, _ in of(findings, "downloads")] == ["warning"]
     wrong = {each["text"]: each["remedy"] for each in findings if each["state"] == "wrong"}
     assert {"none is elected", "no disk", "old has version 0, this node 1"} <= wrong.keys()
     [remedy] = [wrong[text] for text in wrong if text.startswith("gone at")]

@@ -1,0 +1,62 @@
+"""Refuses tokenizer files that would be read for minutes, or into all memory."""
+
+import json
+from pathlib import Path
+from typing import Any, Final, cast
+
+from ..checkpoint.headers import fault, read_bytes, size_of
+
+_TEXTS: Final = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_MAX_TEXT_BYTES: Final = 64 << 20
+"""Of a tokenizer's file and of an index; the largest known tokenizer has 35 MB."""
+MAX_ENTRIES: Final = 1_000_000
+"""Tokens, and merges: twice the most that is known (Gemma's 514,906 merges). The library takes some
+20 us of a CPU for each."""
+_BYTES_AN_ENTRY: Final = 4  # at least: two quotes, a character and a comma
+
+
+def require_reasonable(folder: Path) -> None:
+    """Raises InvalidCheckpoint, naming the file."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in _TEXTS:
+            continue
+        if (size := size_of(path)) > _MAX_TEXT_BYTES:
+            raise fault(path, f"has {size} bytes, over the limit of {_MAX_TEXT_BYTES}")
+        if size > MAX_ENTRIES * _BYTES_AN_ENTRY:
+            _count(path, read_bytes(path, 0, size))
+
+
+def _count(path: Path, raw: bytes) -> None:
+    match path.name:
+        case "merges.txt" | "vocab.txt":
+            _limit(path, "lines", raw.count(b"\n"))
+        case "tokenizer.json" | "vocab.json":
+            strings = raw.count(b'"') // 2
+            # As pairs merges are two strings each; so many are over one limit or the other.
+            _limit(path, "tokens and parts of merges", strings, factor=3)
+            if strings > MAX_ENTRIES:
+                _limit_parsed(path, raw)
+        case _:
+            return
+
+
+def _limit_parsed(path: Path, raw: bytes) -> None:
+    try:
+        whole: Any = json.loads(raw)
+    except (ValueError, RecursionError):  # whoever loads it says what is wrong
+        return
+    table = cast("dict[str, Any]", whole) if isinstance(whole, dict) else {}
+    if path.name == "vocab.json":
+        _limit(path, "tokens", len(table))
+        return
+    model = table.get("model")
+    for field, what in (("vocab", "tokens"), ("merges", "merges")):
+        found = cast("dict[str, Any]", model).get(field) if isinstance(model, dict) else None
+        _limit(path, what, len(cast("list[Any]", found)) if isinstance(found, dict | list) else 0)
+
+
+def _limit(path: Path, what: str, count: int, factor: int = 1) -> None:
+    if count > (most := factor * MAX_ENTRIES):
+        remedy = "Use the tokenizer of the model that this one was made of."
+        told = f"has {count:,} {what}, over the limit of {most:,}"
+        raise fault(path, told, remedy=remedy)
