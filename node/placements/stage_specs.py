@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...placement.card import ModelCard
-from ...placement.cost import ModelSizes
+from ...placement.cluster import StageAssignment
+from ...placement.cost import HEADROOM, ModelSizes
 from ...placement.drafting import EnabledState, HeadState, choose_drafting
 from ...placement.ids import PlacementId
 from ...placement.plan import Placement
@@ -72,10 +73,18 @@ def build_specs(
             mtp_hidden=mtp.hidden if mtp else "",
             lease_s=lease_s,
             mtp_off_reason=off,
-            prefix_cache_bytes=sizes.caches(stage.first_layer, stage.end_layer, mtp=not off),
+            prefix_cache_bytes=_prefix_room(sizes, stage, mtp=not off),
         )
         for number, stage in enumerate(stages)
     ]
+
+
+def _prefix_room(sizes: ModelSizes, stage: StageAssignment, *, mtp: bool) -> int:
+    """Bytes for prompts that were read and requests in progress: a whole context, and half of the
+    headroom for the recurrent states at their borders. A chunk has the other half."""
+    part, (over, under) = (stage.first_layer, stage.end_layer), HEADROOM
+    need = sizes.need(*part, generator=stage.first_layer == 0, mtp=mtp)
+    return sizes.caches(*part, mtp=mtp) + need * (over - under) // over // 2
 
 
 def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.StageSpec:

@@ -19,10 +19,17 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource
 from exo_node.node.placements.stage_runners import LocalStages
+from exo_node.node.placements.stage_specs import StageSettings, build_specs
 from exo_node.node.placements.stages import Stages
 from exo_node.node.rpc.model_files import ModelFilesClient
 from exo_node.node.runners.supervisor import Supervisor
-from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.cluster import OWN as CPU_PRODUCTS
+from exo_node.placement.cluster import ClusterView, NodeFacts
+from exo_node.placement.cost import ModelSizes
+from exo_node.placement.drafting import EnabledState
+from exo_node.placement.ids import ModelId, NodeId, PlacementId
+from exo_node.placement.library import packaged_cards
+from exo_node.placement.plan import plan, planned_bytes
 from exo_node.proto import peer_pb2 as pb
 
 OWN = (
@@ -124,3 +131,24 @@ def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_pa
     assert without_own(examined) == without_own(run)
     if rows := variables.get("EXO_NATIVE_MTP_STRICT"):
         assert run.fixed_rows >= int(rows)
+
+
+def test_prefixes_have_room_for_a_context_and_the_states_at_its_borders_within_the_plan() -> None:
+    """Recurrent states are nobody's cache: without room for them the second turn of a conversation
+    that fills half of the context would read all of it again."""
+    card = packaged_cards()[ModelId("demo")]
+    here = NodeFacts(NodeId("a"), "a", 10**9, 1e9, "cpu", float32_products=CPU_PRODUCTS)
+    found = plan(card, ClusterView((here,)))
+    [spec] = build_specs(
+        *(PlacementId("p"), card, found, StageSettings(), EnabledState(True)),
+        fingerprint="",
+        lease_s=1,
+    )
+    assert spec.dtype == "float32"
+    wide = card.computed_in("float32")
+    caches = ModelSizes.of(wide, 4096).caches(0, 16, mtp=True)
+    states = 8 * 12 * 4 * 64 * 64 * 4
+    assert spec.prefix_cache_bytes >= caches + states
+    weights = 16 * wide.mean_layer_bytes + wide.endpoint_bytes + wide.mtp_bytes
+    left = planned_bytes(card, found, 0) - weights - spec.prefix_cache_bytes
+    assert left >= planned_bytes(card, found, 0) // 12 - 2, "a chunk's half of the headroom"
