@@ -130,7 +130,7 @@ def _refuse_loaded(id: str, port: str | None, data_dir: str | None) -> None:
 
     for entry in asked(port, data_dir, catalog=False) or ():
         if entry.get("id") == id and entry.get("loaded"):
-            raise ExoNodeError(f"{id} is loaded; unload it first, on the dashboard")
+            raise ExoNodeError(f"{id} is loaded; `exo-node models unload {id}` unloads it")
 
 
 def _ask(id: str) -> None:
