@@ -10,6 +10,7 @@ batch_drafter.py: drafts for all of them
 batch_probe.py: whether a request computes in a batch what it computes alone
 batch_prompts.py: chunks of several prompts in one forward
 batch_verdict.py: what each of them keeps, in one read
+chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
 costs.py: what rounds were measured to cost
 deepseek_v3.py: the DeepSeek-V3 family
 depth.py: how many tokens a round drafts: fixed, or what pays

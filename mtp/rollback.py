@@ -13,6 +13,7 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
+from .chunked_delta import chunked_delta, log_decay
 from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, recurrence_of
 from .kernels.product import Together
 
@@ -21,6 +22,8 @@ MAX_TAPE_ROWS = 64
 
 Restore = Callable[[int], list[mx.array | None]]
 RestoreEach = Callable[[mx.array], list[mx.array | None]]
+Recurrence = Callable[..., tuple[mx.array, mx.array]]
+"""Rows and the state behind them, of q, k, v, a, b and the state before."""
 Written = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """What a gated delta layer's kernel gives for a few rows."""
 
@@ -88,6 +91,8 @@ class TapedGatedDelta(nn.Module):
     """What `project` multiplies its input with."""
     together: Together | None = None
     """Their products in one launch; `kernels.install` sets it."""
+    chunked: bool = False
+    """Whether a prompt's rows are computed some at a time; `take_chunks` sets it."""
 
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""
@@ -100,9 +105,11 @@ class TapedGatedDelta(nn.Module):
         if not isinstance(cache, TapedCache) or cache.lengths is not None:
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
+        if self.chunked and mask is None and rows > MAX_TAPE_ROWS:
+            return self._prompt(inputs, cache, self._by_chunks)
         if self.kernel is not None and mask is None:
             if rows > MAX_ROWS:
-                return self._prompt_by_kernel(inputs, cache, self.kernel)
+                return self._prompt(inputs, cache, self._by_kernel)
             held = self.held(cache, inputs.shape[0], inputs.dtype)
             out, *written = self.few_rows(inputs, *held)
             self.wrote(cache, rows, held, written)
@@ -210,9 +217,19 @@ class TapedGatedDelta(nn.Module):
         cache.record(rows, restore, restore_each)
         cache.advance(rows)
 
-    def _prompt_by_kernel(
-        self, inputs: mx.array, cache: TapedCache, kernel: GatedDelta
-    ) -> mx.array:
+    def _by_kernel(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        assert self.kernel is not None
+        return recurrence_of(self.kernel, q, k, v, a, b, self.fixed, state)
+
+    def _by_chunks(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        decay = log_decay(self.A_log, a, self.dt_bias)
+        return chunked_delta(q, k, v, decay, mx.sigmoid(b), state)
+
+    def _prompt(self, inputs: mx.array, cache: TapedCache, recurrence: Recurrence) -> mx.array:
         """As `_taped`, for any number of rows."""
         batch, rows, _ = inputs.shape
         qkv, z, b, a = self.project(inputs)
@@ -221,16 +238,8 @@ class TapedGatedDelta(nn.Module):
         q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
 
         def recur(upto: int) -> tuple[mx.array, mx.array]:
-            return recurrence_of(
-                kernel,
-                q[:, :upto],
-                k[:, :upto],
-                v[:, :upto],
-                a[:, :upto],
-                b[:, :upto],
-                self.fixed,
-                state,
-            )
+            first = [x[:, :upto] for x in (q, k, v, a, b)]
+            return recurrence(*first, state)
 
         def restore(kept: int) -> list[mx.array | None]:
             if kept == 0:
@@ -271,6 +280,22 @@ def _rows_of_each(window: mx.array, first: mx.array, count: int) -> mx.array:
     """(B, count, C): the rows of each request behind its own `first` (B,)."""
     at = (first[:, None] + mx.arange(count))[:, :, None]
     return mx.take_along_axis(window, mx.broadcast_to(at, (*at.shape[:2], window.shape[2])), axis=1)
+
+
+def take_chunks(models: Sequence[nn.Module]) -> int:
+    """Prompts of recurrent layers are computed in chunks from here on, where MLX has no kernel for
+    them; the number of those layers."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        return 0
+    layers = [
+        module
+        for model in models
+        for _, module in model.named_modules()
+        if isinstance(module, TapedGatedDelta) and module.kernel is None
+    ]
+    for layer in layers:
+        layer.chunked = True
+    return len(layers)
 
 
 def takes_tapes(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from ...mtp.family import Family, family_of
 from ...mtp.kernel_choice import install
 from ...mtp.kernels.trial import Choice
-from ...mtp.rollback import fixed_kinds
+from ...mtp.rollback import MAX_TAPE_ROWS, fixed_kinds, take_chunks
 from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
@@ -152,8 +152,15 @@ def _choose_kernels(
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
     if mx.default_device() == mx.Device(mx.cpu):
-        return (choose_products(mode, time.perf_counter),)
-    return install(parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step)))
+        choices = (choose_products(mode, time.perf_counter),)
+    else:
+        choices = install(
+            parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step))
+        )
+    if mode == "auto" and (layers := take_chunks(parts)):
+        rows = f"more than {MAX_TAPE_ROWS} rows of gated delta"
+        choices += (Choice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),)
+    return choices
 
 
 def _load_head(

@@ -276,6 +276,8 @@ class _Child:
         self._limits = limits
         self._usage = psutil.Process(process.pid)
         self._base = 0
+        assert process.stderr is not None
+        self._said = asyncio.create_task(process.stderr.read())  # to its end, which closes the pipe
 
     def opened(self, longest_token: int) -> None:
         self.longest_token = longest_token
@@ -358,8 +360,7 @@ class _Child:
 
     async def first_ending(self) -> str:
         """As `ending`, and why, of a process that has opened nothing yet."""
-        assert self.process.stderr is not None
-        said = (await self.process.stderr.read()).decode(errors="replace").strip()
+        said = (await self._said).decode(errors="replace").strip()
         ending = await self.ending()
         return f"{ending}: {said.splitlines()[-1][:500]}" if said else ending
 
@@ -368,3 +369,4 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
         _ = await self.process.wait()
+        _ = await asyncio.wait([self._said])

@@ -133,7 +133,7 @@ def _needed() -> set[str]:
         except PackageNotFoundError:
             continue
         waiting += [(Requirement(text), requirement.extras) for text in requires]
-    return {key.partition("[")[0] for key in found}
+    return {key.partition("[")[0] for key in found} - {"pip"}  # which installs them, and llm wants
 
 
 def _normal(name: str) -> str:

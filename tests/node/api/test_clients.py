@@ -655,7 +655,7 @@ def test_llm_answers_streams_calls_and_keeps_a_conversation(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    kinds = pytest.importorskip("llm.default_plugins.openai_models")  # it wants pip, so no pin
+    kinds = pytest.importorskip("llm.default_plugins.openai_models")
     llm = module("llm")
     base = f"http://127.0.0.1:{node.port}/v1"
     told: dict[str, Any] = {"model_id": "exo", "api_base": base, "supports_tools": True}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from api_stub import COMMAND, Stub, as_json, environment, exo_node, serve_stub
+from interrupts import ending_on_interrupt
 
 from exo_node.node.cli import top
 from exo_node.node.cli.client import CallFailed
@@ -211,13 +212,14 @@ def _read_until(screen: int, wanted: bytes) -> bytes:
 def test_on_a_terminal_it_goes_on_without_its_node_and_ends_with_ctrl_c(stub: Stub) -> None:
     screen, terminal = pty.openpty()
     size = {"COLUMNS": "120", "LINES": "30", "TERM": "xterm"}
-    process = subprocess.Popen(
-        [*COMMAND, "top", "--port", str(stub.port)],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=subprocess.PIPE,
-        env=environment(**size),
-    )
+    with ending_on_interrupt():
+        process = subprocess.Popen(
+            [*COMMAND, "top", "--port", str(stub.port)],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=subprocess.PIPE,
+            env=environment(**size),
+        )
     os.close(terminal)
     try:
         _ = _read_until(screen, b"some/model")

@@ -450,7 +450,7 @@ def test_the_child_ends_with_one_line_for_an_error() -> None:
 def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
     settings = load_settings({}, {"EXO_NATIVE_MTP_STRICT": "1"})
     by_id = resolve("demo", settings, frozenset())
-    assert (by_id.dtype, by_id.spec.native_mtp, by_id.spec.fixed_rows) == ("bfloat16", True, 4)
+    assert (by_id.spec.native_mtp, by_id.spec.fixed_rows) == (True, 4)
     assert by_id.spec.end_layer == by_id.card.num_layers
     by_folder = resolve(str(by_id.folder), load_settings({}, {}), frozenset())
     assert by_folder.folder == by_id.folder
