@@ -8,14 +8,17 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from small import small_spec
 
-from exo_node.shard.model import cpu_code, cpu_products
+from exo_node.mtp.kernels.trial import Choice
+from exo_node.shard.model import cpu_code, cpu_products, load
 from exo_node.shard.model.cpu_code import CannotStandIn
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
@@ -201,3 +204,17 @@ def test_mlx_is_found_behind_other_folders_of_its_name(
     monkeypatch.setattr(spec, "submodule_search_locations", homes)
     monkeypatch.setattr(cpu_code, "find_spec", lambda _: spec)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     assert cpu_code.mlx_library() == wanted
+
+
+def test_they_are_tried_by_cpu_time_so_that_a_busy_machine_changes_no_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks: list[Callable[[], float]] = []
+
+    def choose(mode: str, clock: Callable[[], float]) -> Choice:
+        clocks.append(clock)
+        return Choice("cpu_product", mode, 1, False, "nothing was tried")
+
+    monkeypatch.setattr(load, "choose_products", choose)
+    _ = load.load(small_spec(), lambda _: None)
+    assert clocks == [time.process_time]
