@@ -19,7 +19,7 @@ from exo_node.mtp.rollback import cache_arrays, holds_rows
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-CHUNK, ROWS = 128, 1024
+CHUNK, ROWS = 128, 3072
 IDS = [7 * i % 4000 + 3 for i in range(ROWS)]
 
 
