@@ -158,7 +158,8 @@ def _choose_kernels(
         choices = install(
             parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step))
         )
-    if mode == "auto" and (layers := take_chunks(parts)):
+    # The whole model's: what a stage names must not change with the layers that it has of it.
+    if mode == "auto" and (layers := take_chunks([stage.model])):
         rows = f"more than {MAX_TAPE_ROWS} rows of gated delta"
         choices += (Choice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),)
     return choices

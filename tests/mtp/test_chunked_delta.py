@@ -8,11 +8,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
+from small import small_spec
 from tiny import row_of_ids, taped_qwen
 
 from exo_node.mtp.chunked_delta import CHUNK, chunked_delta, log_decay
 from exo_node.mtp.kernels.trial import relative_error
 from exo_node.mtp.rollback import MAX_TAPE_ROWS, cache_arrays, take_chunks, with_tapes
+from exo_node.shard.model.load import load
 
 MANY = MAX_TAPE_ROWS + 7
 
@@ -101,3 +103,16 @@ def test_metal_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert take_chunks([taped_qwen(dtype="float32")]) == 0
+
+
+def test_a_stage_names_it_whatever_layers_it_has() -> None:
+    """Answers that are resumed over another split are exact: the names are compared by layer."""
+    layers = range(small_spec().end_layer)
+    named = {
+        tuple(choice.kernel for choice in load(stage, lambda _: None).kernels if choice.used)
+        for stage in (
+            small_spec(first_layer=i, end_layer=i + 1, stage=int(i > 0), num_stages=len(layers))
+            for i in layers
+        )
+    }
+    assert len(named) == 1 and "chunked_delta" in named.pop()
