@@ -106,19 +106,22 @@ class TextEngine:
         keeps = link is None and options.prefix_cache_bytes > 0
         turn_ends = codec.end_tokens if keeps else frozenset[int]()
         self._earlier = self._new_earlier(turn_ends, link, copies, prefix_disk)
-        self._live = LiveAttempts(
-            self.drafting,
-            self._earlier,
-            self._batching,
-            options.prefill_chunk,
-            turn_ends,
-            codec.special_tokens,
-            clock,
-        )
+        self._live = self._new_live(turn_ends)
         self._admission = Admission(options.context_length)
         self.identity = "off"
         self.batch_identity = "off"
         """Measured by `probe`; "off" where no answers are decoded together."""
+
+    def _new_live(self, turn_ends: frozenset[int]) -> LiveAttempts:
+        return LiveAttempts(
+            self.drafting,
+            self._earlier,
+            self._batching,
+            self._options.prefill_chunk,
+            turn_ends,
+            self._codec.special_tokens,
+            self._clock,
+        )
 
     def _new_earlier(
         self,
