@@ -112,6 +112,24 @@ def as_exception(fault: BaseException) -> Exception:
     return ExoNodeError(f"a library tried to end the process: {type(fault).__name__}: {fault}")
 
 
+def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
+    """What runs `work` on the compute thread, and the future of its result."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        # The edge of the compute thread: a job may raise anything, and who waits must hear it.
+        except BaseException as fault:
+            future.set_exception(as_exception(fault))
+        else:
+            future.set_result(result)
+
+    return run, future
+
+
 class ComputeThread:
     """Started at construction; `close` ends it after the current step."""
 
@@ -128,21 +146,13 @@ class ComputeThread:
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
         """Runs `job` before the next step of any generation."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = job()
-            # The edge of the compute thread: a job may raise anything, and who waits must hear it.
-            except BaseException as fault:
-                future.set_exception(as_exception(fault))
-            else:
-                future.set_result(result)
-
+        run, future = as_job(job)
         self._inbox.put(run)
         return future
+
+    def post(self, run: Callable[[], None]) -> None:
+        """As `submit`, for what reports its own faults."""
+        self._inbox.put(run)
 
     def drive(
         self,

@@ -7,6 +7,7 @@ merged.py: forwards that several requests of a stage share
 replay_buffer.py: what a stage sent on, from which the next one is rebuilt
 request_state.py: what a stage holds of a request
 stage.py: what a stage does with a frame: sessions, attempts, leases
+stage_queue.py: what waits for a stage's compute thread, and in which order
 state_sender.py: copies of a stage's state: what is sent, and when
 state_store.py: copies of a stage's state: what its spare keeps
 streams.py: gRPC streams between runners

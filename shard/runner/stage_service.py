@@ -10,6 +10,7 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, parts_of
+from ..pipeline.stage_queue import Kind
 from ..pipeline.streams import Address, OutgoingStream
 from .next_stage import NextStage
 from .refusal import Context, refuse
@@ -20,8 +21,10 @@ Up = asyncio.Queue[pb.Frame | None]
 """What goes back to the stage above; None ends the stream."""
 
 
-BLOCKS_AHEAD = 4
-"""Blocks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
+CHUNKS_AHEAD = 4
+"""Chunks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
+ROWS_AHEAD = 32
+"""The same for rows of answers, of which each request in flight has one."""
 
 
 class Incoming:
@@ -30,7 +33,12 @@ class Incoming:
     def __init__(self, limits: StageLimits) -> None:
         self.up: Up = asyncio.Queue()
         self.assembler = Assembler(limits)
-        self.ahead = asyncio.Semaphore(BLOCKS_AHEAD)
+        self.chunks_ahead = asyncio.Semaphore(CHUNKS_AHEAD)
+        self.rows_ahead = asyncio.Semaphore(ROWS_AHEAD)
+
+    def ahead(self, kind: Kind) -> asyncio.Semaphore:
+        """What a block of that kind takes while it waits."""
+        return self.chunks_ahead if kind == "chunk" else self.rows_ahead
 
 
 class StageService(peer_pb2_grpc.StageServicer):

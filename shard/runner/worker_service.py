@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
-from ..engine.compute import ComputeThread
+from ..engine.compute import ComputeThread, as_job
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut_all
 from ..pipeline.stage import Adopted, Outcome, StageWorker
+from ..pipeline.stage_queue import Kind, StageQueue, kind_of
 from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
 from .stage_service import Incoming, StageService, unknown_kind
@@ -32,19 +33,22 @@ class WorkerService(StageService):
         super().__init__(spec, limits, following)
         self._compute = compute
         self._worker = worker
+        self._queue = StageQueue()
 
     async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
         match frame.WhichOneof("kind"):
             case "hidden":
                 if (block := incoming.assembler.add(frame)) is not None:
-                    _ = await incoming.ahead.acquire()
+                    _ = await incoming.ahead(kind_of(block)).acquire()
                     self._forward(block, frame, incoming)
             case "together":
                 if parts := self.parts(frame, incoming):
-                    _ = await incoming.ahead.acquire()
+                    _ = await incoming.ahead("row").acquire()
                     self._forward_all(parts, incoming)
             case "rollback" | "release":
                 incoming.assembler.forget(frame.request)
+                if frame.HasField("release"):
+                    _ = self._queue.drop(frame.request, int(frame.attempt))
                 self._apply(frame, incoming)
             case "renew":
                 self._apply(frame, incoming)
@@ -69,26 +73,48 @@ class WorkerService(StageService):
     def lost_below(self, fault: PeerLost) -> None:
         """The generator learns of it from the streams that end."""
 
-    def _compute_then(self, work: Callable[[], T], then: Callable[["Future[T]"], None]) -> None:
-        """`then` hears of the result on the event loop."""
-        loop, future = asyncio.get_running_loop(), self._compute.submit(work)
+    def _compute_then(
+        self,
+        requests: Sequence[str],
+        work: Callable[[], T],
+        then: Callable[["Future[T]"], None],
+        *,
+        attempt: int = 0,
+        kind: Kind = "word",
+    ) -> None:
+        """`then` hears of the result on the event loop, or that it was dropped: cancelled."""
+        loop, (run, future) = asyncio.get_running_loop(), as_job(work)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(then, done))
+        self._queue.add(requests, attempt, kind, run, future.cancel)
+        self._compute.post(self._run_next)
+
+    def _run_next(self) -> None:
+        """As many times as something was added; what was dropped is not there any more."""
+        if (run := self._queue.next()) is not None:
+            run()
 
     def _forward(self, block: HiddenBlock, frame: pb.Frame, incoming: Incoming) -> None:
+        kind = kind_of(block)
+
         def finished(future: "Future[list[HiddenBlock]]") -> None:
-            incoming.ahead.release()
+            incoming.ahead(kind).release()
+            if future.cancelled():
+                return  # the request is over
             if (fault := future.exception()) is not None:
                 incoming.up.put_nowait(self.failure(frame, fault))
                 return
             self._send_on(future.result())
 
-        self._compute_then(lambda: self._worker.forward(block), finished)
+        forward, attempt = self._worker.forward, block.attempt
+        self._compute_then(
+            [block.request], lambda: forward(block), finished, attempt=attempt, kind=kind
+        )
 
     def _forward_all(
         self, parts: Sequence[tuple[pb.Frame, HiddenBlock]], incoming: Incoming
     ) -> None:
         def finished(future: "Future[list[Outcome]]") -> None:
-            incoming.ahead.release()
+            incoming.ahead("row").release()
             if (fault := future.exception()) is not None:
                 for frame, _ in parts:
                     incoming.up.put_nowait(self.failure(frame, fault))
@@ -102,7 +128,8 @@ class WorkerService(StageService):
             self._send_on(going)
 
         blocks = [block for _, block in parts]
-        self._compute_then(lambda: self._worker.forward_all(blocks), finished)
+        requests = [block.request for block in blocks]
+        self._compute_then(requests, lambda: self._worker.forward_all(blocks), finished, kind="row")
 
     def _send_on(self, blocks: Sequence[HiddenBlock]) -> None:
         limits, spec = self._limits, self._spec
@@ -136,7 +163,7 @@ class WorkerService(StageService):
                 )
 
         adopt, answer = self._worker.adopt, frame.adopt.answer
-        self._compute_then(lambda: adopt(name, attempt, position, answer=answer), finished)
+        self._compute_then([name], lambda: adopt(name, attempt, position, answer=answer), finished)
 
     def _resend(self, frame: pb.Frame) -> None:
         """The next stage was replaced: it gets what this one sent the lost one."""
@@ -149,7 +176,8 @@ class WorkerService(StageService):
                 return
             self._send_on(future.result())
 
-        self._compute_then(lambda: self._worker.missing(name, attempt, held, position), finished)
+        missing = self._worker.missing
+        self._compute_then([name], lambda: missing(name, attempt, held, position), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Rollback, release and renew: here first, then at the stages behind this one."""
@@ -169,4 +197,6 @@ class WorkerService(StageService):
                 incoming.up.put_nowait(self.failure(frame, fault))
             self._pass_on(frame)
 
-        self._compute_then(apply, finished)
+        # A renewal need not wait for what is queued of its request.
+        ordered = [] if frame.HasField("renew") else [name]
+        self._compute_then(ordered, apply, finished)
