@@ -5,6 +5,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from models import Family, bytes_of_ends, bytes_of_layers, make_checkpoint
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.load import Loaded, bytes_read
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 
 HIDDEN, LAYERS = 64, 4
@@ -173,6 +175,16 @@ def test_the_generator_reads_its_layers_and_the_ends(wide: Path) -> None:
     own = bytes_of_layers(checkpoint, 0, 2) + bytes_of_ends(checkpoint)
     overhead = load_part(wide, 0, 2).checkpoint_bytes_read - own
     assert 0 <= overhead < bytes_of_layers(checkpoint, 0, 1) // 4
+
+
+def test_what_a_compiler_read_counts_for_no_checkpoint(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    _ = big.write_bytes(bytes(3_000_000))
+    before = bytes_read()
+    _ = subprocess.run(["/bin/cat", str(big)], check=True, stdout=subprocess.DEVNULL)
+    assert bytes_read() - before < 1_000_000
+    _ = big.read_bytes()
+    assert bytes_read() - before >= 3_000_000 or sys.platform == "darwin"
 
 
 def load_part(folder: Path, first: int, end: int, layers: int = 6) -> Loaded:
