@@ -5,7 +5,8 @@
 
 Random weights; acceptance is forced, as in bench/shapes.py. MLX's kernels are measured first, then
 ours under the same weights in one process. `verify`: milliseconds of a forward of so many rows,
-each waited for, and their cost in such forwards of one row. `host`: what the host does for one:
+each waited for, and their cost in such forwards of one row. `ahead`: rounds that are built while
+others run. `host`: what the host does for one:
 milliseconds to build its graph, to hand that to the GPU and to wait for it, and its
 operations. `same_bits`: whether a verify's logits are those of single steps. `batch`: the same
 forwards for several requests at once, and whether each computes what it computes alone.
@@ -29,6 +30,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import PUBLISHED, Subject, Variant
 
+from exo_node.mtp.ahead import AHEAD_BY
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.kernel_choice import Mode
@@ -50,6 +52,8 @@ class Plan:
     batches: tuple[int, ...]
     first_token: int
     modes: tuple[Mode, ...]
+    stock_step: bool
+    """Of MLX's kernels `generate_step` alone."""
 
 
 def main() -> None:
@@ -66,7 +70,8 @@ def main() -> None:
             shares,
             tuple(options.batches),
             options.first_token,
-            ("auto",) if options.only_ours else ("mlx", "auto"),
+            ("auto",) if options.only_ours or options.stock_step else ("mlx", "auto"),
+            options.stock_step,
         )
         report["shapes"].append(_shape(name, int(bits or 16), plan))
         mx.clear_cache()
@@ -94,6 +99,9 @@ def _options() -> argparse.Namespace:
     )
     _ = parser.add_argument("--only-ours", action="store_true", help="without MLX's kernels")
     _ = parser.add_argument(
+        "--stock-step", action="store_true", help="of MLX's kernels mlx-lm's own loop alone"
+    )
+    _ = parser.add_argument(
         "--acceptance",
         type=lambda text: tuple(float(each) for each in text.split(",")),
         help="share of drafts accepted at K = 1, 2, ..; default: as published for the shape",
@@ -117,6 +125,7 @@ def _setting() -> dict[str, Any]:
 def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
     subject = Subject(name, bits, plan.repeats, plan.prompt)
     arms: dict[str, dict[str, Any]] = {}
+    stock = _generate_step(subject, min(plan.prompt, 64)) if plan.stock_step else 0.0
     for mode in plan.modes:
         begun = time.perf_counter()
         chosen = subject.choose(mode)
@@ -129,7 +138,10 @@ def _shape(name: str, bits: int, plan: Plan) -> dict[str, Any]:
         contexts = (plan.prompt, *(() if mode == "mlx" else plan.contexts))
         arm |= _arm(subject, plan, contexts, () if mode == "mlx" else plan.batches)
         print(json.dumps({"shape": f"{name}:{bits}", mode: arm}), flush=True)
-    shape = {"shape": name, "bits": bits, **arms}
+    shape: dict[str, Any] = {"shape": name, "bits": bits, **arms}
+    if stock:
+        shape |= {"stock_tok_s": stock, "plain_to_stock": arms["auto"]["plain_tok_s"] / stock}
+        print(json.dumps({"stock_tok_s": stock, "ratio": shape["plain_to_stock"]}), flush=True)
     return shape | ({"ratios": _ratios(arms["mlx"], arms["auto"])} if "mlx" in arms else {})
 
 
@@ -139,14 +151,11 @@ def _arm(
     measured = subject.measure(Variant())
     print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
-    for k, share in enumerate(plan.acceptance[:3], start=1):
-        costs = measured[f"K={k}"]
-        cost = share * costs["accepted_all_steps"] + (1 - share) * costs["accepted_none_steps"]
-        arm[f"K={k}"] = costs | {
-            "acceptance": share,
-            "speedup": round((1 + share * k) / cost, 3),
-            "tok_s": round((1 + share * k) / cost * measured["plain_tok_s"], 1),
-        }
+    arm |= _speedups(measured, plan.acceptance)
+    if set(measured["kernels"]) >= AHEAD_BY:
+        ahead = subject.measure(Variant(ahead=1))
+        print(json.dumps(ahead), flush=True)
+        arm["ahead"] = _speedups(ahead, plan.acceptance)
     arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
     print(json.dumps(arm["host"]), flush=True)
     arm["verify"] = {str(n): _verify(subject, n, plan.repeats) for n in contexts}
@@ -159,6 +168,20 @@ def _arm(
         arm["first_token_s"] = _first_token(subject, plan.first_token)
         print(json.dumps({"first_token_s": arm["first_token_s"]}), flush=True)
     return arm
+
+
+def _speedups(measured: dict[str, Any], acceptance: Sequence[float]) -> dict[str, Any]:
+    """By K: what rounds cost, and what that makes of such an acceptance."""
+    found: dict[str, Any] = {}
+    for k, share in enumerate(acceptance[:3], start=1):
+        costs = measured[f"K={k}"]
+        cost = share * costs["accepted_all_steps"] + (1 - share) * costs["accepted_none_steps"]
+        found[f"K={k}"] = costs | {
+            "acceptance": share,
+            "speedup": round((1 + share * k) / cost, 3),
+            "tok_s": round((1 + share * k) / cost * measured["plain_tok_s"], 1),
+        }
+    return found
 
 
 def _first_token(subject: Subject, rows: int) -> float:

@@ -1,11 +1,12 @@
 """What a round of native MTP costs at the shapes of large models, with random weights.
 
     python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
-        [--variants plain rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
+        [--variants plain ahead=1 rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
         [--kernels mlx]
 
 Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
-from that many first ids, `head` quantises the draft head to so many bits.
+from that many first ids, `head` quantises the draft head to so many bits, `ahead` builds each round
+while the one before it runs.
 
 No text is meant: ids and acceptance are forced, so that a round with every draft accepted and one
 with none (which also replays the recurrent layers) are timed apart. Costs are in plain steps of the
@@ -29,6 +30,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 
 from exo_node.mtp.accept import VerifyResult
+from exo_node.mtp.ahead import Ahead
+from exo_node.mtp.batch_drafter import BatchHead
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits, prepare
 from exo_node.mtp.fixed_rows import FixedRows
@@ -122,6 +125,7 @@ class Variant:
     rows: int = 0
     vocabulary: int = 0
     head: int = 0
+    ahead: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
@@ -224,7 +228,12 @@ class Subject:
         local = LocalVerifier(self.target, with_tapes(self.model.make_cache()))
         verifier = FixedRows(local, variant.rows) if variant.rows else local
         task = Task(self._ids, max_tokens=10_000, prefill_chunk=512)
-        steps = Generation(task, verifier, drafter, chooser, _Endless()).steps()
+        ahead = None
+        if k and variant.ahead:
+            drafting = BatchHead(head, self._family.embed, logits)
+            ahead = Ahead(self.target, drafting, local, chooser)
+        made = task, verifier, drafter, chooser, _Endless()
+        steps = Generation(*made, ahead=ahead).steps()
         begun = time.perf_counter()
         times: list[float] = []
         for step in steps:

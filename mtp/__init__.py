@@ -1,6 +1,7 @@
 """Native multi-token prediction: draft, verify, accept, roll back.
 
 accept.py: which drafts stand: greedy prefix, ratio, block, coupled
+ahead.py: rounds that are built while the one before them runs
 answer.py: one answer's tokens: chosen, counted, ended
 attention_choice.py: which attention serves a few rows
 batch.py: several answers, one forward a round

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from .rollback import TapedCache, cache_arrays
+from .rollback import TapedCache, cache_arrays, kept_rows
 
 ROOM: Final = KVCache.step
 """Rows by which the room grows."""
@@ -306,10 +306,15 @@ def take_back(caches: Sequence[BatchCache], rows: int, kept: Sequence[int]) -> N
     """
     if all(each == rows for each in kept):
         return
-    of_each = mx.array(list(kept), dtype=mx.int32)
+    keep_of(caches, mx.array(list(kept), dtype=mx.int32))
+
+
+def keep_of(caches: Sequence[BatchCache], kept: mx.array) -> None:
+    """Recurrent layers keep `kept` (B,) rows of the last forward, at least 1 of each request."""
+    at = kept_rows(kept)
     for cache in caches:
         if isinstance(cache, BatchTapedCache):
-            cache.keep(of_each)
+            cache.keep(at)
 
 
 def _batched(layer: list[Any], positions: Positions) -> BatchCache:

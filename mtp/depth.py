@@ -123,7 +123,8 @@ class AdaptiveDepth:
         self._costs.add(position, k, seconds)
         self.saw(k, accepted)
         self._until_look -= 1 + accepted
-        if self._look is not None:
+        # Rounds that were begun before a look are read during it.
+        if self._look is not None and k == self._look.k:
             self._look.left -= 1
             self._look.emitted += 1 + accepted
             if self._look.left == 0:

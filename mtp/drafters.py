@@ -152,6 +152,12 @@ class NativeDrafter:
         self._speculative = 0
         return self.state
 
+    def hand_over(self) -> DrafterState:
+        """As `settled`; nothing of it is here until `take_up`."""
+        state = self.settled()
+        self.cache, self._read = KVCache(), None
+        return state
+
     def arrays(self) -> list[mx.array]:
         return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .ahead import Ahead, Flight
 from .answer import Answer, check_finite, round_of
 from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
-from .drafters import NoDrafter
+from .drafters import NativeDrafter, NoDrafter
 from .logprobs import Scores
 from .rebuild import Rebuild
 from .sampler import Sampler
@@ -76,12 +77,14 @@ class Generation:
         clock: Callable[[], float] = lambda: 0.0,
         leaves: Callable[[], bool] = _never,
         remote: RemoteVerifier | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """`depth` None: every round drafts as many tokens as the drafter's k.
 
         `clock` gives the seconds that an adaptive `depth` learns from; no other one needs it.
         `leaves` is asked before each round: whether others are to compute the next ones.
         `remote`: the verifier once more, if its logits come from other nodes.
+        `ahead`: where rounds may be built while others run; the sampler is free then.
         """
         self._task = task
         self._verifier = verifier
@@ -91,6 +94,7 @@ class Generation:
         self._clock = clock
         self._leaves = leaves
         self._remote = remote
+        self._overlaps = ahead
         self.answer = Answer(task.max_tokens, task.top_logprobs, sampler, ending)
         self.token: mx.array | None = None
         """(1,) the token behind which an answer that left goes on; its row is not written."""
@@ -100,6 +104,11 @@ class Generation:
         self._drafter, self.token = drafter, token
         if self.answer.parked_at is not None:
             self._park(self.answer.parked_at)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether nobody can tell now what verifier and drafter hold."""
+        return self._overlaps is not None and self._overlaps.runs
 
     def settle(self) -> Drafter:
         """Between two steps: computes what they left under way. The drafter that goes with it."""
@@ -126,6 +135,8 @@ class Generation:
                 flight = yield from self._issue(token)
                 token, reason = yield from self._plain(flight, plan.rounds)
                 ahead = None
+            elif (overlaps := self._ahead_of(plan)) is not None:
+                token, reason = yield from self._overlapped(overlaps, token, plan)
             else:
                 token, reason, ahead = yield from self._round(token, ahead or self._draft(plan))
         return reason
@@ -216,6 +227,53 @@ class Generation:
             following = self._draft(plan) if plan.k else NextRound(plan, None, 0.0)
         yield round_of(ids, k, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
+
+    def _ahead_of(self, plan: Plan) -> Ahead | None:
+        """What builds rounds ahead, where more than one of `plan` is to follow."""
+        ahead, several = self._overlaps, self.answer.room > 2 * (plan.k + 1)
+        return ahead if ahead is not None and ahead.may and several else None
+
+    def _overlapped(self, ahead: Ahead, token: mx.array, plan: Plan) -> Generator[Step, None, Next]:
+        """Rounds of which each is built before the verdict of the one before it is read.
+
+        Ends where the answer does, where it leaves, and where nothing is to be drafted.
+        """
+        position, unsound = self._verifier.position, 0
+        assert isinstance(self._drafter, NativeDrafter)
+        ahead.begin(token, self._drafter)
+        flight: Flight | None = ahead.issue(plan.k)
+        while flight is not None:
+            begun = self._clock()
+            following = None if unsound else self._issued(ahead, flight.k + 1, position)
+            accepted, ids, sound = flight.read()
+            check_finite(ids, position + 1)
+            if not sound:
+                unsound = unsound or position + 1
+            elif flight.k:
+                self._depth.learn(flight.k, accepted, position, self._clock() - begun)
+            reason, ids = self.answer.cut(ids)
+            forward = Forward(position, flight.k + 1)
+            position += len(ids)
+            ahead.told(position)
+            token = as_row(ids[-1:])
+            yield round_of(ids, flight.k, min(accepted, len(ids)), forward, None)
+            if reason is not None:
+                return token, reason
+            flight = following or (None if unsound else self._issued(ahead, 0, position))
+        ahead.end(position)
+        if unsound:
+            self._park(unsound)
+        return token, None
+
+    def _issued(self, ahead: Ahead, unread: int, position: int) -> Flight | None:
+        """The next round, behind `unread` tokens at most that no verdict tells of yet.
+
+        None where the answer leaves, drafts nothing more or may have no room for it.
+        """
+        if self._leaves() or not ahead.may or not (k := self._depth.plan(position).k):
+            return None
+        room = self.answer.room - unread
+        return ahead.issue(min(k, room - 1)) if room > (unread > 0) else None
 
     def _park(self, position: int) -> None:
         """Drafts nothing from here on: what the head gives is no distribution."""

@@ -6,7 +6,7 @@ before. The recurrence is sequential in float32, so the replay repeats the same 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -14,14 +14,41 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
 from .chunked_delta import chunked_delta, log_decay
-from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, recurrence_of
+from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, beginning, recurrence_of
 from .kernels.product import Together
 
 MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
 
+
+class Chosen(NamedTuple):
+    """What a kernel left behind every row of a forward, and the row that each request keeps: known
+    to the GPU alone, perhaps. The kernel begins there; nothing is copied."""
+
+    window: mx.array
+    """(B, n + 3, C) the convolution's rows."""
+    states: mx.array
+    """(n, B, v heads, v dim, k dim) behind each row."""
+    at: mx.array
+    """(2, B) int32, as `GatedDelta.rows` takes it."""
+
+    def arrays(self) -> "list[mx.array | None]":
+        """What a cache holds of it."""
+        batch = self.at.shape[1]
+        window = _rows_of_each(self.window, self.at[1], self.window.shape[1] - self.states.shape[0])
+        return [window, self.states[self.at[0], mx.arange(batch)]]
+
+
+def kept_rows(rows: mx.array) -> mx.array:
+    """(2, B) as `Chosen.at`, where each request keeps `rows` (B,) of the last forward."""
+    return mx.stack([rows - 1, rows]).astype(mx.int32)
+
+
+Held = tuple[mx.array, mx.array, mx.array]
+"""A choice, or the convolution's last rows and the states (B, v heads, v dim, k dim), and where
+they begin: what a kernel goes on from."""
 Restore = Callable[[int], list[mx.array | None]]
-RestoreEach = Callable[[mx.array], list[mx.array | None]]
+RestoreEach = Callable[[mx.array], "list[mx.array | None] | Chosen"]
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
 """Rows and the state behind them, of q, k, v, a, b and the state before."""
 Written = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
@@ -35,13 +62,26 @@ class TapedCache(ArraysCache):
     """A recurrent layer's state, and how to get back to an earlier row of the last forward."""
 
     def __init__(self, size: int) -> None:
+        self.chosen: Chosen | None = None
+        """In place of `cache`, until somebody reads that."""
         super().__init__(size)
         self._tape: tuple[int, Restore, RestoreEach | None] | None = None
+
+    @property
+    def cache(self) -> list[mx.array | None]:
+        if self.chosen is not None:
+            self._arrays, self.chosen = self.chosen.arrays(), None
+        return self._arrays
+
+    @cache.setter
+    def cache(self, arrays: list[mx.array | None]) -> None:
+        self._arrays, self.chosen = arrays, None
 
     def record(self, rows: int, restore: Restore, each: RestoreEach | None = None) -> None:
         """`restore(m)` gives the state after the first m of the `rows` rows just written.
 
-        `each` (B,): the same for a batch, of which every request keeps 1 row or more of its own.
+        `each`: the same for a batch, of which every request keeps 1 row or more of its own; see
+        `keep`.
         """
         self._tape = (rows, restore, each)
 
@@ -57,12 +97,16 @@ class TapedCache(ArraysCache):
             self.cache = restore(written - rows)
         self._tape = None
 
-    def keep(self, rows: mx.array) -> None:
-        """Keeps the first `rows` (B,) of the last forward, at least 1 of each request."""
+    def keep(self, at: mx.array) -> None:
+        """Keeps some rows of the last forward, at least 1 of each request: `kept_rows`."""
         each = None if self._tape is None else self._tape[2]
         if each is None:
             raise AssertionError("the last forward left no tape for a batch")
-        self.cache = each(rows)
+        kept = each(at)
+        if isinstance(kept, Chosen):
+            self.chosen = kept
+        else:
+            self.cache = kept
         self._tape = None
 
 
@@ -153,7 +197,8 @@ class TapedGatedDelta(nn.Module):
                 return [conv_state, state]
             return [mx.contiguous(conv_input[:, kept : kept + width]), recur(kept)[1]]
 
-        def restore_each(kept: mx.array) -> list[mx.array | None]:
+        def restore_each(at: mx.array) -> list[mx.array | None]:
+            kept = at[1]
             # A masked row leaves a state as it was: the others' operations are those of `recur`.
             mask = mx.arange(rows) < kept[:, None]
             return [_rows_of_each(conv_input, kept, width), recur(rows, mask)[1]]
@@ -169,7 +214,13 @@ class TapedGatedDelta(nn.Module):
         alone = mask is None and isinstance(cache, TapedCache) and cache.lengths is None
         return self.kernel is not None and alone and rows <= MAX_ROWS
 
-    def held(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def held(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> Held:
+        """What a kernel goes on from."""
+        if cache.chosen is not None:
+            return cache.chosen
+        return *self.last_of(cache, batch, dtype), beginning(batch)
+
+    def last_of(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """The convolution's last rows and the state; zeros before the first row."""
         before, state = cache[0], cache[1]
         if before is None:
@@ -178,13 +229,15 @@ class TapedGatedDelta(nn.Module):
             state = mx.zeros(shape, dtype=mx.float32)
         return before, state
 
-    def few_rows(self, inputs: mx.array, before: mx.array, state: mx.array) -> Written:
-        """(B, n, v heads v dim), what `out_proj` takes; the convolution's rows with those before
-        them, its last ones, and the state after each row and after the last."""
+    def few_rows(
+        self, inputs: mx.array, before: mx.array, state: mx.array, at: mx.array
+    ) -> Written:
+        """From what was `held`: (B, n, v heads v dim), what `out_proj` takes; the convolution's
+        rows with those before them, its last ones, and the state after each row and the last."""
         assert self.kernel is not None
         batch, rows, _ = inputs.shape
         qkv, z, b, a = self.project(inputs)
-        out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state)
+        out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state, at)
         return (
             out.reshape(batch, rows, -1),
             window,
@@ -197,23 +250,22 @@ class TapedGatedDelta(nn.Module):
         self,
         cache: TapedCache,
         rows: int,
-        held: tuple[mx.array, mx.array],
+        held: Held,
         written: Sequence[mx.array],
     ) -> None:
         """Keeps what `few_rows` gave behind its first array, from what was `held`."""
         window, last, states, state = written
-        batch, width, _ = held[0].shape
+        width = last.shape[1]
 
         def restore(kept: int) -> list[mx.array | None]:
             if kept == 0:
-                return list(held)
+                return Chosen(*held).arrays() if held[1].ndim == states.ndim else list(held[:2])
             return [window[:, kept : kept + width], _one_of(states, kept - 1)]
 
-        def restore_each(kept: mx.array) -> list[mx.array | None]:
-            each = states[kept - 1, mx.arange(batch)]
-            return [_rows_of_each(window, kept, width), each]
+        def restore_each(at: mx.array) -> Chosen:
+            return Chosen(window, states, at)
 
-        cache[0], cache[1] = last, state
+        cache.cache = [last, state]
         cache.record(rows, restore, restore_each)
         cache.advance(rows)
 
@@ -233,7 +285,7 @@ class TapedGatedDelta(nn.Module):
         """As `_taped`, for any number of rows."""
         batch, rows, _ = inputs.shape
         qkv, z, b, a = self.project(inputs)
-        before, state = self.held(cache, batch, inputs.dtype)
+        before, state = self.last_of(cache, batch, inputs.dtype)
         window = mx.concatenate([before, qkv], axis=1)
         q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
 

@@ -41,6 +41,14 @@ class Sampler:
         """Whether its choices are `greedy_choice` of the logits as they are."""
         return self._sampling.greedy and not self._processors.active and self._grammar is None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether its choices depend on the logits alone, and on noise of a round: neither on what
+        was committed before, nor on a position."""
+        s = self._sampling
+        drawn = s.greedy or (s.seed is None and s.xtc_probability == 0)
+        return drawn and not self._processors.active and self._grammar is None
+
     def token(self, logits: mx.array, position: int) -> mx.array:
         """The target's token (1,) at `position` from its logits (1, V), or NO_TOKEN."""
         return self._targets(self._allowed(logits), position)

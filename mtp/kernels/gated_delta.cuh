@@ -133,15 +133,17 @@ __device__ __forceinline__ void recurrence(const T* q, const T* k, const T* v, c
 }
 
 // Grid (v heads, batch), D D / 32 threads: all of a layer between its projections for up to 16 rows.
-// In: the projections qkv, z, b, a; the convolution's last three rows and its kernel; the state.
-// Out: y, the convolution's rows with the new ones behind, the state after every row. Numbers are
-// rounded to T where mlx-lm's operations round.
+// In: the projections qkv, z, b, a; the convolution's rows before them and its kernel; states; and
+// where each sequence begins: at (2, batch) is which of the states is its own, and the first of the
+// three rows of the convolution. Out: y, the convolution's rows with the new ones behind, the state
+// after every row. Numbers are rounded to T where mlx-lm's operations round.
 template <int D, class T>
 __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b, const T* a,
                                            const T* before, const T* kernel, const float* a_log,
                                            const T* dt_bias, const T* norm, const float* state,
-                                           T* y, T* window, float* states, float eps, int batch,
-                                           int rows, int k_heads, int v_heads) {
+                                           const int* at, T* y, T* window, float* states, float eps,
+                                           int batch, int rows, int k_heads, int v_heads,
+                                           int before_rows) {
   constexpr int MOST = 16, THREADS = D * D / 32, WARPS = THREADS / 32, EACH = D / 32;
   __shared__ __align__(16) T s[3][MOST][D];
   __shared__ float so[MOST][D], sg[MOST], sb[MOST];
@@ -149,7 +151,8 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
   const int h = blockIdx.x, n = blockIdx.y, group = v_heads / k_heads, hk = h / group;
   const int row = tid / (D / 16) * 2, keys = k_heads * D, channels = 2 * keys + v_heads * D;
   float st[2][16];
-  load_state<D, T>(st, state + ((long long)n * v_heads + h) * D * D, row, j);
+  const T* last = before + ((long long)n * before_rows + at[batch + n]) * channels;
+  load_state<D, T>(st, state + (((long long)at[n] * batch + n) * v_heads + h) * D * D, row, j);
   for (int i = tid; i < 3 * D; i += THREADS) {  // the convolution and silu, a channel a thread
     const int part = i / D, d = i % D;
     const int c = part == 0 ? hk * D + d : part == 1 ? keys + hk * D + d : 2 * keys + h * D + d;
@@ -159,7 +162,7 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
     for (int e = 0; e < 4; ++e) w[e] = num(kernel[c * 4 + e]);
 #pragma unroll
     for (int e = 0; e < 3; ++e) {
-      const T x = before[((long long)n * 3 + e) * channels + c];
+      const T x = last[(long long)e * channels + c];
       if (mine) window[((long long)n * (3 + rows) + e) * channels + c] = x;
       in[e] = num(x);
     }

@@ -2,6 +2,7 @@
 recurrence. MLX has neither there: mlx-lm runs a loop over rows, some 25 launches for each."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
@@ -11,7 +12,7 @@ from .cuda import TYPES, CudaKernel
 MAX_ROWS = 16
 """Rows of one launch whose states are all kept, so that a rollback is a choice among them."""
 
-_IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps")
+_IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class GatedDelta:
         self._rows = CudaKernel(
             f"gated_delta_rows_{label}",
             f"exo::layer_rows<{size}>(qkv, z, b, a, before, kernel, a_log, dt_bias, norm, state, "
-            "y, window, states, eps[0], qkv_shape[0], qkv_shape[1], "
-            f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2])",
+            "at, y, window, states, eps[0], qkv_shape[0], qkv_shape[1], "
+            f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
             _IN,
             ("y", "window", "states"),
             file="gated_delta.cuh",
@@ -76,22 +77,25 @@ class GatedDelta:
         before: mx.array,
         layer: Layer,
         state: mx.array,
+        at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Up to MAX_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C) and the
         state after each row (n, B, v heads, D, D).
 
-        `before` are the convolution's last 3 rows, `state` what the recurrence left.
+        `before` are the convolution's last 3 rows, `state` what the recurrence left: (B, v heads,
+        D, D). Or both are what an earlier call gave, of which `at` (2, B) int32 says for each
+        sequence which state is its own, and which is the first of its 3 rows.
         """
         batch, rows, channels = qkv.shape
         s = self._sizes
         y, window, states = self._rows(
-            [qkv, z, b, a, before, *layer.arrays(state)],
+            [qkv, z, b, a, before, *layer.arrays(state), beginning(batch) if at is None else at],
             (s.v_heads, batch, 1),
             s.size * s.size // 32,
             [
                 ((batch, rows, s.v_heads, s.size), s.dtype),
                 ((batch, 3 + rows, channels), s.dtype),
-                ((rows, *state.shape), mx.float32),
+                ((rows, *state.shape[-4:]), mx.float32),
             ],
         )
         return y, window, states
@@ -114,6 +118,14 @@ class GatedDelta:
             [(v.shape, s.dtype), (state.shape, mx.float32)],
         )
         return y, last
+
+
+@lru_cache(maxsize=64)
+def beginning(batch: int) -> mx.array:
+    """`at` where there is one state of each sequence, and its last 3 rows."""
+    made = mx.zeros((2, batch), dtype=mx.int32)
+    mx.eval(made)
+    return made
 
 
 def recurrence_of(

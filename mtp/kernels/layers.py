@@ -49,10 +49,12 @@ class RowsLayer(nn.Module):
             mx.async_eval(y)
         return y
 
-    def with_the_recurrence(self, x: mx.array, before: mx.array, state: mx.array) -> Arrays:
+    def with_the_recurrence(
+        self, x: mx.array, before: mx.array, state: mx.array, at: mx.array
+    ) -> Arrays:
         m = cast("Any", self)
         mixer = m.linear_attn
-        out, *written = mixer.few_rows(m.input_layernorm(x), before, state)
+        out, *written = mixer.few_rows(m.input_layernorm(x), before, state, at)
         return *self.rest(sum_with(mixer.out_proj, out, x)), *written
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:

@@ -6,6 +6,7 @@ from typing import Final
 
 import mlx.core as mx
 
+from ...mtp.ahead import Ahead
 from ...mtp.batch import Batch, Held, Member
 from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
@@ -74,13 +75,15 @@ class Batching:
         depth: DepthPolicy,
         new_drafter: Callable[[DrafterState | None], Drafter],
         clock: Callable[[], float] = lambda: 0.0,
+        ahead: Ahead | None = None,
     ) -> Seat:
         """An answer for `steps`; the parts are those of a `Generation` and of a `Seat`."""
 
         def leaves() -> bool:
             return self.leaves(seat)
 
-        generation = Generation(task, verifier, drafter, sampler, ending, depth, clock, leaves)
+        made = task, verifier, drafter, sampler, ending, depth, clock, leaves
+        generation = Generation(*made, ahead=ahead)
         seat = Seat(generation, verifier, drafter, depth, new_drafter)
         return seat
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_prompts import PromptBatch, PromptsBroken
 from ...mtp.family import family_of
@@ -34,7 +35,7 @@ from .drafting import Drafting
 from .earlier import Earlier
 from .events import Delta, Done, EngineEvent, Retold
 from .live import LiveAttempts, Measured
-from .local import FamilyTarget, Target, WholeTarget
+from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
 from .options import EngineOptions
 from .prefix_disk import PrefixDisk
 from .probing import (
@@ -73,6 +74,7 @@ class TextEngine:
         copies: StateStore | None = None,
         kernels: tuple[str, ...] = (),
         prefix_disk: PrefixDisk | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
         """`link` leads to the other stages; None when this stage is the whole model.
 
@@ -81,6 +83,7 @@ class TextEngine:
         `copies`: what this one, a spare, was sent.
         `kernels`: those of our own under the model, for the stats.
         `prefix_disk`: where prefixes outlive this engine.
+        `runs_ahead`: whether rounds are built while others run; None: where `kernels` make it pay.
         """
         self._codec = codec
         self._stage = stage
@@ -106,6 +109,8 @@ class TextEngine:
         keeps = link is None and options.prefix_cache_bytes > 0
         turn_ends = codec.end_tokens if keeps else frozenset[int]()
         self._earlier = self._new_earlier(turn_ends, link, copies, prefix_disk)
+        fit = set(kernels) >= AHEAD_BY if runs_ahead is None else runs_ahead
+        self._runs_ahead = fit and options.async_draft_eval
         self._live = self._new_live(turn_ends)
         self._admission = Admission(options.context_length)
         self.identity = "off"
@@ -121,7 +126,14 @@ class TextEngine:
             turn_ends,
             self._codec.special_tokens,
             self._clock,
+            self._new_ahead if self._runs_ahead else None,
         )
+
+    def _new_ahead(self, verifier: LocalVerifier, sampler: Sampler) -> Ahead:
+        head, sender = self.drafting.batch_head(), self._state_sender
+        assert head is not None
+        wanted = (lambda: True) if sender is None else (lambda: not sender.following)
+        return Ahead(self._target, head, verifier, sampler, wanted)
 
     def _new_earlier(
         self,

@@ -7,6 +7,7 @@ from typing import Final
 
 import mlx.core as mx
 
+from ...mtp.ahead import Ahead, can_run_ahead
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.fixed_rows import FixedRows
@@ -60,8 +61,10 @@ class LiveAttempts:
         turn_ends: frozenset[int],
         special_tokens: tuple[int, ...],
         clock: Callable[[], float],
+        ahead: "Callable[[LocalVerifier, Sampler], Ahead] | None" = None,
     ) -> None:
-        """`special_tokens`: see `Sampler`; `turn_ends`: see `Task`."""
+        """`special_tokens`: see `Sampler`; `turn_ends`: see `Task`. `ahead`: what builds rounds
+        while others run, where that pays."""
         self._drafting = drafting
         self._earlier = earlier
         self._batching = batching
@@ -69,6 +72,7 @@ class LiveAttempts:
         self._turn_ends = turn_ends
         self._special_tokens = special_tokens
         self._clock = clock
+        self._ahead = ahead
         self._live: dict[tuple[str, int], Attempt] = {}
         self._parked: set[tuple[str, int]] = set()
 
@@ -154,11 +158,20 @@ class LiveAttempts:
             seat = None
         else:
             again = self._new_drafter(sampler, request)
-            seat = self._batching.seat(
-                task, verifier, drafter, sampler, ending, depth, again, self._clock
-            )
+            made = task, verifier, drafter, sampler, ending, depth, again, self._clock
+            seat = self._batching.seat(*made, self._ahead_of(request, verifier, drafter, sampler))
             generation = seat.generation
         return WholeAttempt(generation, verifier, drafter, self._batching, seat, alone, cached)
+
+    def _ahead_of(
+        self, request: EngineRequest, verifier: LocalVerifier, drafter: Drafter, sampler: Sampler
+    ) -> Ahead | None:
+        fits = isinstance(drafter, NativeDrafter) and can_run_ahead(verifier.state.caches)
+        if self._ahead is None or not fits or not sampler.is_free:
+            return None
+        if request.top_logprobs is not None or request.async_draft_eval is False:
+            return None
+        return self._ahead(verifier, sampler)
 
     def _new_drafter(
         self, sampler: Sampler, request: EngineRequest

@@ -74,6 +74,11 @@ class StateSender:
         self._turns.clear()
         self.names = ()
 
+    @property
+    def following(self) -> bool:
+        """Whether there is a spare."""
+        return self._following
+
     def due(self, request: str) -> bool:
         """Whether it is the request's turn to be copied; asked at each of its rounds."""
         self._next = ""

@@ -13,6 +13,7 @@ from kernel_cases import delta_case, product_case
 from exo_node.mtp.kernels import gated_delta, product
 from exo_node.mtp.kernels.cuda import available
 from exo_node.mtp.kernels.trial import relative_error
+from exo_node.mtp.rollback import Chosen, kept_rows
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 ON_GPU = available()
@@ -65,6 +66,24 @@ def test_a_layers_rows_are_those_of_plain_operations_and_of_single_steps(
         assert mx.array_equal(one[:, 0], y[:, i]).item()
         assert mx.array_equal(after[0], states[i]).item()
         state, before = after[0], moved[:, 1:]
+
+
+@pytest.mark.parametrize("sizes", DELTAS, ids=str)
+def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
+    sizes: gated_delta.Sizes,
+) -> None:
+    case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
+    _, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
+    kept = mx.array([4, 2])
+    chosen = Chosen(window, states, kept_rows(kept))
+    last, state = (a for a in chosen.arrays() if a is not None)
+    assert mx.array_equal(last, mx.stack([window[0, 4:7], window[1, 2:5]])).item()
+    assert mx.array_equal(state, mx.stack([states[3, 0], states[1, 1]])).item()
+    row = case.row(4)
+    got = kernel.rows(*row, window, case.layer, states, chosen.at)
+    wanted = kernel.rows(*row, mx.contiguous(last), case.layer, state)
+    for ours, copied in zip(got, wanted, strict=True):
+        assert mx.array_equal(ours, copied).item()
 
 
 @pytest.mark.parametrize("sizes", DELTAS, ids=str)
