@@ -24,13 +24,15 @@ class Wait:
     future: "Future[Any]"
     reads: bool | None = None
     """Whether a chunk of a prompt follows; None: as before."""
+    goes_on: bool = False
+    """Whether its turn goes on behind this: no other one's chunk is to come before."""
 
     @classmethod
     def a_turn(cls, *, reads: bool | None = None) -> "Wait":
         """Lets others have their turn."""
         done: Future[Any] = Future()
         done.set_result(None)
-        return cls(done, reads)
+        return cls(done, reads, goes_on=True)
 
 
 class Block(NamedTuple):

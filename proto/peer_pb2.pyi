@@ -74,7 +74,9 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_LAST: _Reply.ValueType  # 2
     """the end of a prompt"""
     REPLY_NONE: _Reply.ValueType  # 3
-    """a chunk before it: the next one may follow at once"""
+    """rows that an earlier attempt had already"""
+    REPLY_COMPUTED: _Reply.ValueType  # 4
+    """a chunk before the end: none, but word that it was computed"""
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
     """Which rows the generator wants back from the last stage."""
@@ -84,7 +86,9 @@ REPLY_ALL: Reply.ValueType  # 1
 REPLY_LAST: Reply.ValueType  # 2
 """the end of a prompt"""
 REPLY_NONE: Reply.ValueType  # 3
-"""a chunk before it: the next one may follow at once"""
+"""rows that an earlier attempt had already"""
+REPLY_COMPUTED: Reply.ValueType  # 4
+"""a chunk before the end: none, but word that it was computed"""
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
@@ -2213,6 +2217,7 @@ class Frame(_message.Message):
     ADOPT_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2233,6 +2238,8 @@ class Frame(_message.Message):
     def missing(self) -> Global___Missing: ...
     @_builtins.property
     def together(self) -> Global___Together: ...
+    @_builtins.property
+    def computed(self) -> Global___Computed: ...
     def __init__(
         self,
         *,
@@ -2247,12 +2254,13 @@ class Frame(_message.Message):
         adopt: Global___Adopt | None = ...,
         missing: Global___Missing | None = ...,
         together: Global___Together | None = ...,
+        computed: Global___Computed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing", "together"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing", "together", "computed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2352,6 +2360,27 @@ class Hidden(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hidden: _TypeAlias = Hidden  # noqa: Y015
+
+@_typing.final
+class Computed(_message.Message):
+    """From the last stage: a block that wanted REPLY_COMPUTED was computed by all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Computed: _TypeAlias = Computed  # noqa: Y015
 
 @_typing.final
 class Rollback(_message.Message):

@@ -38,12 +38,27 @@ class LoopbackLink:
             future.set_exception(fault)
             return future
         if block.reply == pb.REPLY_NONE:
+            assert not back
             return None
         assert len(back) == 1
         # The way back is checked as the generator's runner checks it: for the stage after the last.
         last = self._expectations[-1]
         future.set_result(self._carry(back[0], replace(last, stage=last.stage + 1)))
         return future
+
+    def send_chunk(self, block: HiddenBlock) -> "Future[None]":
+        """What a stage refuses is raised at once."""
+        (back,) = self._through(0, block)
+        last = self._expectations[-1]
+        wire = (last.placement, last.stage + 1, last.dtype, last.hidden_size)
+        (told,) = cut(back, *wire)
+        assert told.computed.position == block.position
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def check(self, request: str, attempt: int) -> None:
+        """What fails is raised where it happens."""
 
     def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
         """What a stage refuses comes back in the block's own future."""

@@ -1,7 +1,9 @@
 """The one thread that owns MLX: short jobs first, running generations in turn.
 
 A turn of one that reads its prompt is a whole chunk, so there is one such turn between two rounds
-of those that answer: they never wait for more than one chunk, however many prompts are read.
+of those that answer: they never wait for more than one chunk, however many prompts are read. The
+turn of an answer whose rounds come from other nodes begins when one is back, and ends when the next
+one has set out.
 
 MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
 happen here; bytes, ids and texts are handed over.
@@ -13,13 +15,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ...mtp.seams import Wait
 from ...mtp.steps import Prefilled
 from ...placement.errors import ExoNodeError
 
 T = TypeVar("T")
+BACK: Final = 2
+"""The most items that an answer hands out with what it waited for: a prompt's end and a round."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,12 @@ class Run:
         """Whether its last turn computed nothing and went on to wait."""
         self.reads = True
         """Whether its next turn is likely a chunk of its prompt."""
+        self.goes_on = False
+        """Whether its last turn was only a part of one: it comes before the next chunk."""
+        self._back = 0
+        """Items since it waited that are no turn: it hands them out before it sets out again."""
+        self.had = 0
+        """When it had its last turn; see `Turns`."""
 
     def cancel(self) -> None:
         """From any thread: the generator is closed at once, even while it waits for a future."""
@@ -84,9 +94,11 @@ class Run:
             return self._end(as_exception(fault))
         self.waited = isinstance(item, Wait)
         if isinstance(item, Wait):
+            self.goes_on, self._back = item.goes_on, BACK
             self.reads = self.reads if item.reads is None else item.reads
             item.future.add_done_callback(lambda _: self._wake(self))
             return False
+        self.goes_on, self._back = self._back > 0, max(0, self._back - 1)
         self.reads = isinstance(item, Prefilled) and item.done < item.total
         self._deliver(item)
         with self._lock:
@@ -222,8 +234,8 @@ class Turns:
         self._answering: deque[Run] = deque()
         self._reading: deque[Run] = deque()
         self._reading_behind: deque[Run] = deque()
-        self._left = 0
-        """Of those that answer, before the next chunk."""
+        self._time = 1
+        """Grows with each chunk: those of `_answering` are due that had their turn before it."""
         self._read = False
         """Whether the last turn was one of those that read."""
         self._spares = 0
@@ -234,24 +246,30 @@ class Turns:
 
     def add(self, run: Run) -> None:
         if not run.reads:
+            if run.goes_on:
+                run.had = 0
             self._answering.append(run)
         else:
             (self._reading_behind if run.background else self._reading).append(run)
 
     def spare(self) -> None:
         """The last turn was no chunk: each of the others that read may have one before the rest."""
-        if self._spares:
+        if self._read and self._spares:
             self._spares -= 1
-            self._read = False
+            self._time -= 1
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
-        if self._read:
-            self._left, self._read = len(self._answering), False
-            self._spares = max(0, len(self._reading) + len(self._reading_behind) - 1)
         reading = self._reading or self._reading_behind
-        if self._answering and (self._left or not reading):
-            self._left = max(0, self._left - 1)
-            return self._answering.popleft()
+        due = next((run for run in self._answering if run.had < self._time), None)
+        if due is None and not reading:
+            due = self._answering[0]
+        if due is not None:
+            self._answering.remove(due)
+            due.had, self._read = self._time, False
+            return due
+        if not self._read:
+            self._spares = len(self._reading) + len(self._reading_behind) - 1
         self._read = True
+        self._time += 1
         return reading.popleft()

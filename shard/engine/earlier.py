@@ -11,6 +11,7 @@ from ...mtp.schedule import prefill_ends
 from ...placement.errors import StateLost
 from ..model.stage_model import StageModel
 from ..pipeline.meeting import Meeting
+from ..pipeline.pacing import Pacing
 from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
@@ -58,6 +59,7 @@ class Earlier:
         self._sender = sender
         self._copies = copies
         self._clock = clock
+        self._pacing = None if link is None else Pacing(options.stages)
         self._kept: dict[str, Kept] = {}
         budget = options.prefix_cache_bytes if link is None else 0
         self._disk = disk
@@ -192,7 +194,17 @@ class Earlier:
     ) -> PipelineVerifier:
         name, attempt, dtype = request.request, request.attempt, self._options.dtype
         meeting = None if request.anew else self._meeting
-        return PipelineVerifier(self._stage, link, name, attempt, dtype, state, meeting)
+        return PipelineVerifier(
+            self._stage,
+            link,
+            name,
+            attempt,
+            dtype,
+            state,
+            meeting,
+            self._pacing,
+            background=request.background,
+        )
 
     def _ends(self, request: EngineRequest) -> list[int]:
         return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)

@@ -39,7 +39,15 @@ class HiddenBlock:
 def cut(
     block: HiddenBlock, placement: str, stage: int, dtype: str, hidden_size: int
 ) -> Iterator[pb.Frame]:
-    """The frames of a block for `stage` (num_stages: for the generator)."""
+    """The frames of a block for `stage` (num_stages: for the generator).
+
+    Of a chunk that comes back, which has no data, word that it was computed.
+    """
+    if block.reply == pb.REPLY_COMPUTED and not block.data:
+        computed = pb.Computed(position=block.position)
+        yield pb.Frame(
+            placement=placement, request=block.request, attempt=block.attempt, computed=computed
+        )
     for offset in range(0, len(block.data), MAX_DATA):
         hidden = pb.Hidden(
             stage=stage,
@@ -65,7 +73,7 @@ def cut_all(
 ) -> list[pb.Frame]:
     """The frames of several blocks; those of single rows of several requests travel as one."""
     frames = {id(b): list(cut(b, placement, stage, dtype, hidden_size)) for b in blocks}
-    single = [b for b in blocks if b.rows == 1 and len(frames[id(b)]) == 1]
+    single = [b for b in blocks if b.rows == 1 and b.data and len(frames[id(b)]) == 1]
     if not 1 < len({b.request for b in single}) == len(single) <= MAX_TOGETHER:
         single = []  # several rows of one request, as where a stage is rebuilt, keep their order
     chosen = {id(b) for b in single}
@@ -125,7 +133,7 @@ def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
             hidden.position + hidden.rows <= expected.context_length,
             f"at most {expected.context_length} minus the rows",
         ),
-        ("reply", hidden.reply in (1, 2, 3), "all, last or none"),
+        ("reply", hidden.reply in (1, 2, 3, 4), "all, last, none or computed"),
         ("data", 1 <= len(hidden.data) <= MAX_DATA, f"1 to {MAX_DATA} bytes"),
         (
             "tokens",

@@ -123,7 +123,7 @@ class Meeting:
         self._asks.append(ask)
         try:
             if self._asks[0] is not ask:
-                yield Wait(ask.came)
+                yield Wait(ask.came, goes_on=True)  # to set out, if nobody took it along
             for _ in range(PATIENCE):
                 if ask.trip is not None or self._complete(ask):
                     break

@@ -85,10 +85,11 @@ class ReplayBuffer:
                 replace(
                     block,
                     attempt=attempt,
-                    reply=block.reply if self._answer else pb.REPLY_NONE,
+                    reply=block.reply if last else pb.REPLY_NONE,
                     rebuilds=True,
                 )
                 for block in lacked
+                for last in (self._answer and block.reply == pb.REPLY_LAST,)
             ]
 
 

@@ -158,8 +158,8 @@ class StageWorker:
         """Hidden in, the blocks that are to be sent on out.
 
         Nothing where the last stage has nothing to send back, and where the rows behind a block are
-        still to be rebuilt. Raises InvalidFrame for an old attempt or a position that is not the
-        session's.
+        still to be rebuilt; without data where it only tells that the block was computed. Raises
+        InvalidFrame for an old attempt or a position that is not the session's.
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
         if session.state.position < session.target <= block.position:
@@ -194,7 +194,8 @@ class StageWorker:
         state.wrote(schedule)
         leaving = self._outgoing(block, out, state)
         session.used = self._clock()  # only now it was computed, which may take longer than a lease
-        if leaving is not None and len(schedule) == 1:  # else not all of it was one forward
+        one = len(schedule) == 1
+        if leaving is not None and leaving.data and one:  # else not all of it was one forward
             self._model.meter.add(block.position, block.rows, begun)
         sends = [] if leaving is None else [leaving]
         if not self._is_last:
@@ -341,9 +342,10 @@ class StageWorker:
     def _outgoing(
         self, block: HiddenBlock, out: mx.array, state: RequestState
     ) -> HiddenBlock | None:
-        if self._is_last and block.reply == pb.REPLY_NONE:
+        if self._is_last and block.reply in (pb.REPLY_NONE, pb.REPLY_COMPUTED):
             mx.eval(cache_arrays(self._own(state)))
-            return None
+            told = block.reply == pb.REPLY_COMPUTED
+            return replace(block, tokens=(), data=b"", schedule=()) if told else None
         if self._is_last and block.reply == pb.REPLY_LAST:
             last = block.position + block.rows - 1
             data = self._checked(to_bytes(out[:, -1:]), last, 1)

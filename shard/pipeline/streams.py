@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 DECODE_DEADLINE_S = 8.0
 PREFILL_DEADLINE_S = 60.0
 """How long the answer to a block may take; a stage whose process hangs shows in nothing else."""
+MOST_ROWS = 512
+"""Of a chunk."""
 RENEW_S = 3.0
 """Between two signs that a request lives though nothing of it moves: a third of its lease."""
 
@@ -121,6 +123,10 @@ class Ring:
         """Of attempts that go on with what stages hold; and whether the prompt's end is awaited."""
         self._behind: set[tuple[str, int]] = set()
         """Requests with blocks under way that get no answer: the next answer waits for them."""
+        self._chunks: dict[tuple[tuple[str, int], int], Future[None]] = {}
+        """Those under way, by request and position."""
+        self._rebuilds_s: dict[tuple[str, int], float] = {}
+        """What stages may need of an attempt's rows before they compute its next chunk."""
         self._lost: str | None = None
         self._renewal: asyncio.TimerHandle | None = None
 
@@ -133,10 +139,7 @@ class Ring:
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         key = (block.request, block.attempt)
-        if self._lost is not None:
-            raise PeerLost(self._lost)
-        if (failure := self._failed.pop(key, None)) is not None:
-            raise failure
+        self.check(*key)
         self._active.add(key)
         frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
         answer: Future[HiddenBlock] | None = None
@@ -148,6 +151,22 @@ class Ring:
         deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
         _ = self._loop.call_soon_threadsafe(self._dispatch, [key], frames, deadline)
         return answer
+
+    def send_chunk(self, block: HiddenBlock) -> "Future[None]":
+        key = (block.request, block.attempt)
+        self.check(*key)
+        self._active.add(key)
+        self._behind.add(key)
+        frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
+        computed = self._chunks[key, block.position] = Future()
+        _ = self._loop.call_soon_threadsafe(self._dispatch_chunk, key, block.position, frames)
+        return computed
+
+    def check(self, request: str, attempt: int) -> None:
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        if (failure := self._failed.pop((request, attempt), None)) is not None:
+            raise failure
 
     def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
         sent, going = list[Future[HiddenBlock]](), list[HiddenBlock]()
@@ -187,6 +206,7 @@ class Ring:
         self._active.add(key)
         self._behind.add(key)  # the first answer waits for what is rebuilt
         self._trails[key] = (replay_buffer, answer)
+        self._rebuilds_s[key] = PREFILL_DEADLINE_S * (position // MOST_ROWS)
         future: Future[HiddenBlock] | None = None
         if answer:
             future = self._waiting[key] = Future()
@@ -204,8 +224,9 @@ class Ring:
         self._behind.discard(key)
         if (awaited := self._waiting.pop(key, None)) is not None:
             _ = awaited.cancel()  # others may have gone with it, and wait for all to be back
-        for known in (self._failed, self._trails):
+        for known in (self._failed, self._trails, self._rebuilds_s):
             _ = known.pop(key, None)
+        self._none_under_way(key)
 
     def release(self, request: str, attempt: int) -> None:
         self.park(request, attempt)
@@ -218,6 +239,12 @@ class Ring:
         future = self._waiting.pop(key, None)
         if future is not None and not future.done():
             future.set_result(block)
+
+    def computed(self, frame: pb.Frame) -> None:
+        """All stages have computed a chunk; one that is over nobody waits for."""
+        key = (frame.request, int(frame.attempt))
+        if (future := self._chunks.pop((key, int(frame.computed.position)), None)) is not None:
+            future.set_result(None)
 
     def missing(self, frame: pb.Frame) -> None:
         """The next stage was replaced: it gets what this one sent the lost one."""
@@ -267,6 +294,13 @@ class Ring:
                 _ = self._failed.setdefault(key, fault)
         elif not future.done():
             future.set_exception(fault)
+        self._none_under_way(key)
+
+    def _none_under_way(self, key: tuple[str, int]) -> None:
+        """Whoever waits for one of its chunks need not any more."""
+        for known in [known for known in list(self._chunks) if known[0] == key]:
+            if (future := self._chunks.pop(known, None)) is not None:
+                future.set_result(None)
 
     def _dispatch(
         self, keys: Sequence[tuple[str, int]], frames: list[pb.Frame], deadline_s: float
@@ -284,6 +318,18 @@ class Ring:
                 future.add_done_callback(
                     lambda _, handle=handle: self._loop.call_soon_threadsafe(handle.cancel)
                 )
+
+    def _dispatch_chunk(self, key: tuple[str, int], position: int, frames: list[pb.Frame]) -> None:
+        self._dispatch([key], frames, PREFILL_DEADLINE_S)
+        future = self._chunks.get((key, position))
+        if future is not None:
+            deadline_s = PREFILL_DEADLINE_S + self._rebuilds_s.get(key, 0.0)
+            handle = self._loop.call_later(deadline_s, self._late_chunk, key, position, deadline_s)
+            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(handle.cancel))
+
+    def _late_chunk(self, key: tuple[str, int], position: int, deadline_s: float) -> None:
+        if (key, position) in self._chunks:
+            self._fail(key, PeerLost(f"a stage did not answer within {deadline_s:.0f} s"))
 
     def _late(self, key: tuple[str, int], future: "Future[HiddenBlock]", deadline_s: float) -> None:
         if self._waiting.get(key) is future:

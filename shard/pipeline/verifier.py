@@ -16,6 +16,7 @@ from ..model.stage_model import StageModel
 from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
 from .frames import HiddenBlock
 from .meeting import Meeting
+from .pacing import Pacing, Place
 from .replay_buffer import ReplayBuffer
 from .request_state import RequestState
 from .stage import forwards
@@ -23,7 +24,7 @@ from .stage import forwards
 _REPLIES: dict[Want, "pb.Reply.ValueType"] = {
     "all": pb.REPLY_ALL,
     "last": pb.REPLY_LAST,
-    "none": pb.REPLY_NONE,
+    "none": pb.REPLY_COMPUTED,
 }
 
 
@@ -36,6 +37,17 @@ class Link(Protocol):
         The future fails with PeerLost when a stage is gone or late, and with what a stage refused.
         A failure that belongs to no future is raised by the request's next `send`.
         """
+        ...
+
+    def send_chunk(self, block: HiddenBlock) -> "Future[None]":
+        """As `send`, for a chunk before a prompt's end; done once all stages have computed it.
+
+        And where they never will: what went wrong the request's next call raises.
+        """
+        ...
+
+    def check(self, request: str, attempt: int) -> None:
+        """Raises what went wrong with the request and no future has told."""
         ...
 
     def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
@@ -93,11 +105,18 @@ class PipelineVerifier:
         dtype: str,
         state: RequestState | None = None,
         meeting: Meeting | None = None,
+        pacing: Pacing | None = None,
+        *,
+        background: bool = False,
     ) -> None:
         """`state`: what a spare was sent of an earlier attempt; see `take_up`.
 
         `meeting`: where its rows meet those of other requests; None: nowhere.
+        `pacing`: how its prompt's chunks follow each other; None: at once. `background`: behind
+        those of others.
         """
+        self._pacing = pacing
+        self._background = background
         self._meeting = meeting
         self._model = model
         self._link = link
@@ -136,9 +155,32 @@ class PipelineVerifier:
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
         decodes = want == "all" and tokens.shape[0] == 1 and self.position >= self._rebuilt_to
+        if want != "all" and self._pacing is not None and self._sends(tokens):
+            return (yield from self._paced(self._pacing, tokens, want))
+        self._has_read()
         if self._meeting is not None and decodes:
             return (yield from self._meeting.forward(self, tokens))
         return (yield from self._forward(tokens, want))
+
+    def _sends(self, tokens: mx.array) -> bool:
+        """Whether the rows go on to the other stages, which do not hold them yet."""
+        return self.position + tokens.shape[0] > self._rebuilt_to
+
+    def _paced(self, pacing: Pacing, tokens: mx.array, want: Want) -> Generator[Wait, None, Block]:
+        """A chunk of the prompt, when it may set out."""
+        place = yield from pacing.place(self, background=self._background)
+        try:
+            self._link.check(self._request, self._attempt)
+            block = yield from self._forward(tokens, want, place)
+        finally:
+            place.close()
+            if want == "last":
+                self._has_read()
+        return block
+
+    def _has_read(self) -> None:
+        if self._pacing is not None:
+            self._pacing.done(self)
 
     def forward_alone(self, token: mx.array) -> Generator[Wait, None, Block]:
         return (yield from self._forward(token, "all"))
@@ -153,11 +195,13 @@ class PipelineVerifier:
 
     def leave(self) -> None:
         """The answer is over."""
+        self._has_read()
         if self._meeting is not None:
             self._meeting.leave(self)
 
     def pause(self) -> None:
         """Another attempt may go on with the state. Raises StateLost."""
+        self._has_read()
         if self._meeting is not None:
             self._meeting.pause(self)
 
@@ -165,7 +209,10 @@ class PipelineVerifier:
         stage = f"stage 0 ({layer_range(0, self._model.end)})"
         require_finite(data, self._dtype, position, rows, stage)
 
-    def _forward(self, tokens: mx.array, want: Want) -> Generator[Wait, None, Block]:
+    def _forward(
+        self, tokens: mx.array, want: Want, place: Place | None = None
+    ) -> Generator[Wait, None, Block]:
+        """`place`: the chunk's, which it keeps until all stages have computed it."""
         self.state.alone()
         ids, rows = tokens[None], tokens.shape[0]
         begun = self._model.meter.now()
@@ -173,7 +220,7 @@ class PipelineVerifier:
         data = to_bytes(hidden)
         self._require_finite(data, self.position, rows)
         self._model.meter.add(self.position, rows, begun)
-        answer = self._send(tokens, data, _REPLIES[want], ())
+        answer = self._send(tokens, data, _REPLIES[want], (), place)
         if want == "last" and self.position == self._rebuilt_to:
             return (yield from self.again(tokens[-1:]))
         if answer is None:
@@ -186,6 +233,7 @@ class PipelineVerifier:
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         self.state.alone()
+        self._has_read()
         hidden = forwards(self._model, tokens[None], None, self.caches, schedule)
         _ = self._send(tokens, to_bytes(hidden), pb.REPLY_NONE, schedule)
 
@@ -208,14 +256,26 @@ class PipelineVerifier:
         data: bytes,
         reply: "pb.Reply.ValueType",
         schedule: Sequence[int],
+        place: Place | None = None,
     ) -> "Future[HiddenBlock] | None":
         block = self._block(self.position, tuple(as_ids(tokens)), data, reply, schedule)
         self.state.wrote(schedule or (block.rows,))
         self.state.replay_buffer.add(block)
         if self.position > self._rebuilt_to:
-            return self._link.send(block)
+            return self._send_on(block, place)
         self._link.relay(self._request, self._attempt)
         return None
+
+    def _send_on(self, block: HiddenBlock, place: Place | None) -> "Future[HiddenBlock] | None":
+        if block.reply == pb.REPLY_COMPUTED:
+            computed = self._link.send_chunk(block)
+            if place is not None:
+                place.keep(computed)
+            return None
+        answer = self._link.send(block)
+        if place is not None and answer is not None:
+            place.keep(answer)
+        return answer
 
     def _block(
         self,

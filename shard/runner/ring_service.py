@@ -29,6 +29,8 @@ class RingService(StageService):
                 incoming.assembler.forget(frame.request)
             case "renew":
                 pass  # it came round the ring: every stage has seen it
+            case "computed":
+                self._ring.computed(frame)
             case "failure":
                 self._ring.fail(frame)
             case kind:

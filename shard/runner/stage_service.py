@@ -21,8 +21,11 @@ Up = asyncio.Queue[pb.Frame | None]
 """What goes back to the stage above; None ends the stream."""
 
 
-CHUNKS_AHEAD = 4
-"""Chunks of one stream that may wait for the compute thread; gRPC's flow control holds the rest."""
+CHUNKS_AHEAD = 2
+"""Chunks of one stream, beyond one for each stage, that may wait for the compute thread.
+
+gRPC's flow control holds the rest: some only where a stage is rebuilt, since `Pacing` sends fewer.
+"""
 ROWS_AHEAD = 32
 """The same for rows of answers, of which each request in flight has one."""
 
@@ -30,10 +33,10 @@ ROWS_AHEAD = 32
 class Incoming:
     """One stream from the stage above."""
 
-    def __init__(self, limits: StageLimits) -> None:
+    def __init__(self, limits: StageLimits, stages: int) -> None:
         self.up: Up = asyncio.Queue()
         self.assembler = Assembler(limits)
-        self.chunks_ahead = asyncio.Semaphore(CHUNKS_AHEAD)
+        self.chunks_ahead = asyncio.Semaphore(stages + CHUNKS_AHEAD)
         self.rows_ahead = asyncio.Semaphore(ROWS_AHEAD)
 
     def ahead(self, kind: Kind) -> asyncio.Semaphore:
@@ -95,7 +98,7 @@ class StageService(peer_pb2_grpc.StageServicer):
         request_iterator: AsyncIterator[pb.Frame],
         context: "Context",
     ) -> AsyncIterator[pb.Frame]:
-        incoming = Incoming(self._limits)
+        incoming = Incoming(self._limits, self._spec.num_stages)
         self._incoming.add(incoming)
         reader = asyncio.create_task(self._read(request_iterator, incoming))
         try:

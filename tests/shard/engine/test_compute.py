@@ -198,6 +198,61 @@ def test_who_only_waits_does_not_hold_up_those_that_answer() -> None:
     assert all(had.count(each) >= 60 // 4 for each in waits)
 
 
+def test_an_answer_whose_round_is_back_sets_out_before_the_next_chunk(compute: Compute) -> None:
+    """What it waits for is done in the middle of the second chunk."""
+    log: list[str] = []
+    back: Future[None] = Future()
+
+    def reading() -> Steps:
+        for chunk in range(4):
+            if chunk == 1:
+                back.set_result(None)
+            log.append("X")
+            yield Prefilled(chunk, 9)
+
+    def answering() -> Steps:
+        yield Prefilled(1, 1)
+        log.append("out")
+        yield Wait(back)
+        log.append("round")
+        yield 0
+        yield Wait.a_turn()  # for others that set out with it
+        log.append("out")
+        yield Wait(Future())
+
+    with compute.held():
+        _ = compute.drive(answering())
+        _, outcome = compute.drive(reading())
+    assert outcome.wait() is None
+    assert " ".join(log) in ("out X X round out X X", "X out X round out X X")
+
+
+def test_an_answer_has_no_second_turn_before_the_next_chunk(compute: Compute) -> None:
+    log: list[str] = []
+
+    def reading() -> Steps:
+        for chunk in range(8):
+            log.append("X")
+            yield Prefilled(chunk, 9)
+
+    def answering() -> Steps:
+        """Each of its rounds is back at once: other nodes are fast."""
+        yield Prefilled(1, 1)
+        for _ in range(64):
+            log.append("a")
+            back: Future[None] = Future()
+            back.set_result(None)
+            yield Wait(back)
+            yield 0
+
+    with compute.held():
+        _ = compute.drive(answering())
+        _, outcome = compute.drive(reading())
+    assert outcome.wait() is None
+    told = "".join(log)
+    assert re.fullmatch("(aa?X){8}a*", told), told
+
+
 def test_prompts_in_the_background_are_read_last(compute: Compute) -> None:
     log: list[str] = []
 

@@ -88,7 +88,7 @@ def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:
     )
     assert len(PROMPT) == 13
     _ = answer(engine, request(PROMPT, max_tokens=2))
-    assert replies == [pb.REPLY_NONE] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
+    assert replies == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:

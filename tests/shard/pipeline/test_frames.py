@@ -113,7 +113,7 @@ MUTATIONS: list[tuple[str, object]] = [
     ("hidden.tokens", [1, 2, 50]),
     ("hidden.tokens", [1, 2, 2**32 - 1]),
     ("hidden.reply", 0),
-    ("hidden.reply", 4),
+    ("hidden.reply", 5),
 ]
 # Frames behind the first carry no tokens, so an offset that is off shows there first.
 NAMED_INSTEAD = {"hidden.offset": "hidden.tokens"}
@@ -281,7 +281,9 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
         position=draw(st.integers(0, 2**32 - 16)),
         rows=rows,
         tokens=tuple(draw(st.lists(st.integers(0, 999), min_size=rows, max_size=rows))),
-        reply=draw(st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_NONE])),
+        reply=draw(
+            st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_NONE, pb.REPLY_COMPUTED])
+        ),
         data=(unit * (size // len(unit) + 1))[:size],
     )
     return block, expected

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ async def settled() -> None:
     _ = await done.wait()
 
 
-async def fault_of(future: "Future[HiddenBlock]") -> BaseException | None:
+async def fault_of(future: "Future[Any]") -> BaseException | None:
     wrapped = asyncio.wrap_future(future)
     _ = await asyncio.wait([wrapped], timeout=60)
     assert wrapped.done()
@@ -189,6 +190,73 @@ def test_before_the_stages_are_connected_a_request_fails() -> None:
         assert isinstance(fault, PeerLost) and "not connected" in fault.message
 
     on_a_ring(play, connected=False)
+
+
+def chunk(request: str = "r1", position: int = 0, attempt: int = 1) -> HiddenBlock:
+    return replace(block(request, attempt, pb.REPLY_COMPUTED), position=position)
+
+
+def computed(request: str = "r1", position: int = 0, attempt: int = 1) -> pb.Frame:
+    told = pb.Computed(position=position)
+    return pb.Frame(placement="p1", request=request, attempt=attempt, computed=told)
+
+
+def test_a_chunk_is_done_when_all_stages_have_computed_it() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        first, second = ring.send_chunk(chunk()), ring.send_chunk(chunk(position=1))
+        other = ring.send_chunk(chunk("r2"))
+        await settled()
+        assert [f.hidden.reply for f in stream.sent] == [pb.REPLY_COMPUTED] * 3
+        for told in (computed(attempt=2), computed("nobody"), computed(position=7)):
+            ring.computed(told)
+        assert not any(future.done() for future in (first, second, other))
+        ring.computed(computed(position=1))
+        assert (first.done(), second.done(), other.done()) == (False, True, False)
+        ring.computed(computed(position=1))  # once more: nobody waits for it
+        ring.computed(computed())
+        assert first.done() and not other.done()
+
+    on_a_ring(play)
+
+
+def test_what_fails_of_a_chunk_is_raised_by_the_next_call_and_nobody_waits_for_it() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        failed, other = ring.send_chunk(chunk()), ring.send_chunk(chunk("r2"))
+        ring.fail(failure())
+        assert failed.done() and not other.done()
+        ring.check("r2", 1)
+        with pytest.raises(InvalidFrame):
+            ring.check("r1", 1)
+        ring.lose(PeerLost("gone"))
+        assert other.done()
+        with pytest.raises(PeerLost, match="gone"):
+            _ = ring.send_chunk(chunk("r2", 1))
+
+    on_a_ring(play)
+
+
+def test_nobody_waits_for_the_chunks_of_a_request_that_is_over() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        released, other = ring.send_chunk(chunk()), ring.send_chunk(chunk(attempt=2))
+        ring.release("r1", 1)
+        assert released.done() and not other.done()
+
+    on_a_ring(play)
+
+
+def test_a_chunk_that_nobody_hears_of_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "PREFILL_DEADLINE_S", 0.05)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        in_time, late = ring.send_chunk(chunk("r2")), ring.send_chunk(chunk())
+        ring.computed(computed("r2"))
+        assert await fault_of(late) is None
+        assert in_time.done()
+        ring.check("r2", 1)
+        with pytest.raises(PeerLost, match="did not answer"):
+            ring.check("r1", 1)
+
+    on_a_ring(play)
 
 
 @pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST])
