@@ -253,6 +253,31 @@ def test_an_answer_has_no_second_turn_before_the_next_chunk(compute: Compute) ->
     assert re.fullmatch("(aa?X){8}a*", told), told
 
 
+def test_an_answer_that_waited_once_takes_turns_as_the_others_do(compute: Compute) -> None:
+    log: list[str] = []
+
+    def reading() -> Steps:
+        for chunk in range(8):
+            log.append("X")
+            yield Prefilled(chunk, 9)
+
+    def answering() -> Steps:
+        yield Prefilled(1, 1)
+        admitted: Future[None] = Future()
+        admitted.set_result(None)
+        yield Wait(admitted)
+        for _ in range(64):
+            log.append("a")
+            yield 0
+
+    with compute.held():
+        _ = compute.drive(answering())
+        _, outcome = compute.drive(reading())
+    assert outcome.wait() is None
+    told = "".join(log)
+    assert re.fullmatch("X?a{1,4}X(aX){6,7}a*", told), told
+
+
 def test_prompts_in_the_background_are_read_last(compute: Compute) -> None:
     log: list[str] = []
 

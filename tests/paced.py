@@ -1,0 +1,258 @@
+"""A pipeline whose compute threads take turns of virtual time: who computes what when is no chance.
+
+Services, ring, queues, turns and models are the real ones; streams and clocks are not. A forward
+over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; on the last stage `slow` times as long.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from engines import engine_of, load_quietly, spec
+from small import LAYERS, small_checkpoint
+
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.compute import Run, Turns
+from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.pipeline import streams
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.runner.ring_service import RingService
+from exo_node.shard.runner.stage_service import Incoming, StageService
+from exo_node.shard.runner.worker_service import WorkerService
+
+CHUNK_S, ROW_S = 10.0, 1.0
+ROWS = 4
+"""Of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """That one stage began."""
+
+    at: float
+    stage: int
+    rows: int
+    first_id: int
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.rows > 1
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What one generation handed out, and when."""
+
+    run: Run | None = None
+    ids: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])
+    ended: list[BaseException | None] = field(default_factory=list[BaseException | None])
+
+    def gap(self, since: float, until: float) -> float:
+        inside = [since, *(when for when in self.times if since < when < until), until]
+        return max(b - a for a, b in itertools.pairwise(inside))
+
+
+class _Thread:
+    """A compute thread: one piece of work at a time, each as long as its forwards take."""
+
+    def __init__(self, world: "PacedPipeline") -> None:
+        self._world = world
+        self._inbox: deque[Any] = deque()
+        self._turns = Turns()
+        self._busy = False
+
+    def post(self, run: Any) -> None:
+        self._inbox.append(run)
+        self.go_on()
+
+    def go_on(self) -> None:
+        if self._busy or not (self._inbox or self._turns):
+            return
+        self._busy = True
+        self._world.taken_s = 0.0
+        self._world.left_over = []
+        self._work()
+        told, self._world.left_over = self._world.left_over, None
+        self._world.later(self._world.taken_s, lambda: self._ended(told))
+
+    def _ended(self, told: Sequence[Callable[[], None]]) -> None:
+        for each in told:
+            each()
+        self._busy = False
+        self.go_on()
+
+    def _work(self) -> None:
+        """As `ComputeThread` does: what came first, then one turn."""
+        while self._inbox:
+            message = self._inbox.popleft()
+            if not isinstance(message, Run):
+                message()
+                return
+            self._turns.add(message)
+        run = self._turns.next()
+        if run.turn():
+            self._turns.add(run)
+        elif run.waited:
+            self._turns.spare()
+
+
+class PacedPipeline:
+    """`stages` stages of the small model. It is also the event loop of all of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, stages: int, slow: int = 1) -> None:
+        self.now = 0.0
+        self.taken_s = 0.0
+        self.left_over: list[Callable[[], None]] | None = None
+        """What a thread tells the loop while it works: heard of when it has done so."""
+        self.log: list[Forward] = []
+        self._asked: list[Told] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._patch(patch)
+        self.stages = stages
+        self.slow = slow
+        self._build([LAYERS * i // stages for i in range(stages + 1)])
+
+    def _patch(self, patch: pytest.MonkeyPatch) -> None:
+        hidden = StageModel.hidden
+
+        def timed(model: StageModel, ids: Any, *rest: Any) -> Any:
+            rows = ids.shape[1]
+            stage = self._firsts.index(model.first)
+            self.log.append(Forward(self.now, stage, rows, ids[0, 0].item()))
+            times = self.slow if stage == self.stages - 1 else 1
+            self.taken_s += times * (CHUNK_S if rows > 1 else ROW_S)
+            return hidden(model, ids, *rest)
+
+        patch.setattr(StageModel, "hidden", timed)
+        patch.setattr(asyncio, "get_running_loop", lambda: self)
+
+    def _build(self, bounds: Sequence[int]) -> None:
+        self._firsts = bounds[:-1]
+        specs = [
+            spec(small_checkpoint(), a, b, i, num_stages=self.stages, num_layers=LAYERS)
+            for i, (a, b) in enumerate(itertools.pairwise(bounds))
+        ]
+        for each in specs:
+            each.prefill_chunk = ROWS
+        loaded = [load_quietly(each) for each in specs]
+        self.threads = [_Thread(self) for _ in specs]
+        self.ring = streams.Ring("p1", self.stages, "float32", loaded[0].expected.hidden_size)
+        self._workers: list[StageWorker] = []
+        self.services: list[StageService] = []
+        ends = [_Stream(self, (i + 1) % self.stages) for i in range(self.stages)]
+        self.services.append(
+            RingService(specs[0], loaded[0].expected, cast("Any", None), self.ring)
+        )
+        for i in range(1, self.stages):
+            expected = loaded[i].expected
+            worker = StageWorker(loaded[i].model, expected, lambda: self.now)
+            self._workers.append(worker)
+            compute, end = cast("Any", self.threads[i]), cast("Any", ends[i])
+            self.services.append(WorkerService(specs[i], expected, end, compute, worker))
+        self._incoming = [
+            Incoming(service._limits, self.stages)  # pyright: ignore[reportPrivateUsage]
+            for service in self.services
+        ]
+        self.ring.connect(cast("Any", ends[0]))
+        self.engine = engine_of(loaded[0], specs[0], cast("Any", self.ring))
+
+    # ---- the event loop
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
+        if self.left_over is not None:
+            self.left_over.append(lambda: call(*args))
+        else:
+            call(*args)
+
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> "_Never":
+        """Renewals and deadlines, of which none is due here."""
+        del seconds, call, args
+        return _Never()
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), call))
+
+    def deliver(self, stage: int, frames: Sequence[pb.Frame]) -> None:
+        for frame in frames:
+            taking = self.services[stage].take(frame, self._incoming[stage])
+            with pytest.raises(StopIteration):  # it never waits: no stream is ever held up
+                taking.send(None)
+
+    # ---- what tests do
+
+    def ask(self, request: EngineRequest) -> Told:
+        told = Told()
+
+        def deliver(event: object) -> None:
+            assert told.run is not None
+            told.run.read()
+            if isinstance(event, Delta):
+                told.ids += event.round.tokens
+                told.times.append(self.now)
+
+        self._asked.append(told)
+        steps = cast("Generator[Any, None, None]", self.engine.generate(request))
+        wake = self.threads[0].post
+        told.run = Run(steps, deliver, told.ended.append, wake, request.background)
+        wake(told.run)
+        return told
+
+    def until(self, done: Callable[[], bool]) -> float:
+        """The time at which it is so; fails the test where nothing happens any more."""
+        while not done():
+            assert self._events, "it stands still"
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+        return self.now
+
+    def cancel(self, told: Told) -> None:
+        assert told.run is not None
+        told.run.cancel()
+
+    def end(self) -> None:
+        """Cancels what goes on; returns when nothing happens any more."""
+        for told in self._asked:
+            if not told.ended:
+                self.cancel(told)
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+    def chunks(self, stage: int, since: float = -1.0) -> list[Forward]:
+        return [f for f in self.log if f.stage == stage and f.is_chunk and f.at > since]
+
+    @property
+    def held(self) -> list[int]:
+        """Requests whose state each stage holds."""
+        return [self.engine.live_requests, *(worker.live_requests for worker in self._workers)]
+
+    @property
+    def refused(self) -> int:
+        """What stages sent back: failures."""
+        return sum(incoming.up.qsize() for incoming in self._incoming)
+
+
+class _Never:
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+
+class _Stream:
+    """To a stage: frames are there at once, still as bytes."""
+
+    def __init__(self, world: PacedPipeline, stage: int) -> None:
+        self._world = world
+        self._stage = stage
+
+    def send(self, frames: Iterable[pb.Frame]) -> None:
+        copies = [pb.Frame.FromString(frame.SerializeToString()) for frame in frames]
+        self._world.deliver(self._stage, copies)

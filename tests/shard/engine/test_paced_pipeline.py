@@ -1,0 +1,133 @@
+"""A prompt beside answers in a pipeline: who waits for whom, in virtual time, on real stages."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from engines import answer, request
+from paced import CHUNK_S, ROW_S, ROWS, Forward, PacedPipeline, Told
+from small import PROMPT, small_engine
+
+from exo_node.shard.engine.engine import TextEngine
+
+CHUNKS = 12
+"""Of a long prompt."""
+ANSWERS = 3
+
+
+def prompt(number: int, chunks: int = CHUNKS) -> list[int]:
+    """Each chunk begins with an id that tells whose it is."""
+    rows = itertools.islice(itertools.cycle(PROMPT), chunks * ROWS)
+    return [number if i % ROWS == 0 else token for i, token in enumerate(rows)]
+
+
+def short(number: int) -> list[int]:
+    return [40 + number, *PROMPT[:2]]
+
+
+@pytest.fixture(params=[(2, 1), (3, 3)], ids=["two", "three, one slow"])
+def pipeline(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PacedPipeline]:
+    made = PacedPipeline(monkeypatch, *request.param)
+    yield made
+    made.end()
+    assert made.held == [0] * made.stages
+
+
+@pytest.fixture(scope="module")
+def whole() -> TextEngine:
+    return small_engine(prefill_chunk=ROWS)
+
+
+def read(pipeline: PacedPipeline, number: int, **changes: bool) -> Told:
+    return pipeline.ask(request(prompt(number), max_tokens=2, ignore_end=True, **changes))
+
+
+def answers(pipeline: PacedPipeline, count: int = ANSWERS) -> list[Told]:
+    told = [pipeline.ask(request(short(i), max_tokens=400, ignore_end=True)) for i in range(count)]
+    _ = pipeline.until(lambda: all(len(each.ids) > 3 for each in told))
+    return told
+
+
+def first_token(pipeline: PacedPipeline, told: Told) -> float:
+    return pipeline.until(lambda: bool(told.ids))
+
+
+def of(chunks: Sequence[Forward], number: int) -> list[Forward]:
+    return [chunk for chunk in chunks if chunk.first_id == number]
+
+
+def test_an_answer_waits_for_a_chunk_on_each_stage_at_most(pipeline: PacedPipeline) -> None:
+    others = answers(pipeline)
+    begun, joined = pipeline.now, read(pipeline, 7)
+    end = first_token(pipeline, joined)
+    # On each stage the chunk under way, a row of each other answer, and one of its own.
+    stages = pipeline.stages - 1 + pipeline.slow
+    round_s = stages * (CHUNK_S + 2 * ANSWERS * ROW_S)
+    assert max(other.gap(begun, end) for other in others) <= round_s
+    assert pipeline.refused == 0
+
+
+def test_a_prompt_waits_for_a_row_of_each_answer_behind_each_chunk(
+    pipeline: PacedPipeline,
+) -> None:
+    begun, alone = pipeline.now, read(pipeline, 7)
+    alone_s = first_token(pipeline, alone) - begun
+    # The slowest stage stood still for its first chunk only.
+    assert alone_s == (CHUNKS * pipeline.slow + pipeline.stages - 1) * CHUNK_S
+    _ = answers(pipeline)
+    begun, beside = pipeline.now, read(pipeline, 8)
+    beside_s = first_token(pipeline, beside) - begun
+    assert beside_s <= alone_s * (1 + 1.5 * ANSWERS * ROW_S / CHUNK_S)
+
+
+def test_ids_are_those_of_each_alone(pipeline: PacedPipeline, whole: TextEngine) -> None:
+    others = answers(pipeline)
+    joined = [read(pipeline, 7), read(pipeline, 8)]
+    _ = pipeline.until(lambda: all(each.ended for each in joined))
+    pipeline.end()
+    for number, each in zip((7, 8), joined, strict=True):
+        assert each.ended == [None]
+        wanted = answer(whole, request(prompt(number), max_tokens=2, ignore_end=True))
+        assert tuple(each.ids) == wanted.ids
+    for number, each in enumerate(others):
+        wanted = answer(whole, request(short(number), max_tokens=len(each.ids), ignore_end=True))
+        assert tuple(each.ids) == wanted.ids
+    assert pipeline.refused == 0
+
+
+def test_prompts_take_turns_on_every_stage(pipeline: PacedPipeline) -> None:
+    first, second = read(pipeline, 7), read(pipeline, 8)
+    _ = pipeline.until(lambda: bool(first.ids and second.ids))
+    for stage in range(pipeline.stages):
+        whose = [chunk.first_id for chunk in pipeline.chunks(stage)]
+        ahead = list(itertools.accumulate(1 if number == 7 else -1 for number in whose))
+        assert max(map(abs, ahead)) <= pipeline.stages + 1, whose
+
+
+def test_a_prompt_passes_those_in_the_background(pipeline: PacedPipeline) -> None:
+    behind = read(pipeline, 7, background=True)
+    _ = pipeline.until(lambda: len(pipeline.chunks(0)) == 5)
+    begun, front = pipeline.now, read(pipeline, 8)
+    end = first_token(pipeline, front)
+    assert not behind.ids
+    # Those that were under way already, and none that set out later.
+    last = pipeline.stages - 1
+    assert len(of(pipeline.chunks(last, begun), 7)) <= pipeline.stages + 1
+    assert end - begun <= (CHUNKS + 2 * pipeline.stages) * pipeline.slow * CHUNK_S
+    _ = pipeline.until(lambda: bool(behind.ended))
+    assert behind.ended == [None]
+
+
+def test_a_cancelled_prompt_stops_within_a_chunk_on_every_stage(pipeline: PacedPipeline) -> None:
+    _ = answers(pipeline)
+    gone = read(pipeline, 7)
+    _ = pipeline.until(lambda: len(pipeline.chunks(pipeline.stages - 1)) >= 4 + ANSWERS)
+    begun = pipeline.now
+    pipeline.cancel(gone)
+    after = read(pipeline, 8)
+    _ = pipeline.until(lambda: bool(after.ended))
+    for stage in range(pipeline.stages):
+        assert len(of(pipeline.chunks(stage, begun), 7)) <= 1
+    assert pipeline.refused == 0
