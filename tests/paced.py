@@ -1,7 +1,8 @@
 """A pipeline whose compute threads take turns of virtual time: who computes what when is no chance.
 
 Services, ring, queues, turns and models are the real ones; streams and clocks are not. A forward
-over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; on the last stage `slow` times as long.
+over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; on the last stage
+`slow` times as long.
 """
 
 import asyncio
