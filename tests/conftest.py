@@ -6,6 +6,9 @@ import random
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import as_runners  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
 import hypothesis
 import kept_profiles
 import mlx.core as mx
