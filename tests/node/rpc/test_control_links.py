@@ -12,7 +12,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.rpc.link_rpc import MAX_ANSWER_BYTES, LinkClient, LinkService
+from exo_node.node.rpc.link_rpc import (
+    _CHUNK,  # pyright: ignore[reportPrivateUsage]
+    MAX_ANSWER_BYTES,
+    LinkClient,
+    LinkService,
+)
 from exo_node.node.trust.certificates import (
     Credentials,
     channel_credentials,
@@ -66,15 +71,21 @@ def with_peer(tmp_path: Path, run: Callable[[Peer], Awaitable[None]]) -> None:
 
 
 def test_a_link_is_timed_by_size_and_in_both_directions(tmp_path: Path) -> None:
+    """By a clock that goes on by a millisecond at each look, whatever the machine's speed."""
+    tick = 2.0**-10
+
     async def run(found: Peer) -> None:
-        client = LinkClient(found.credentials, time.perf_counter)
+        ticks = itertools.count(0.0, tick)
+        client = LinkClient(found.credentials, lambda: next(ticks))
         measured = await client.measure(found.address, found.node)
         sizes = [(each.bytes, each.count) for each in measured.echoes]
         assert sizes == [(1024, 30), (8192, 20), (65536, 10)]
-        assert all(0 < each.min_s <= each.p50_s < 1 for each in measured.echoes)
-        # Loopback; anything below would be a mistake in the arithmetic, above too.
-        assert 1e6 < measured.bandwidth_out < 1e11
-        assert 1e6 < measured.bandwidth_in < 1e11
+        assert all(each.min_s == each.p50_s == tick for each in measured.echoes)
+        # A look for each chunk, and an echo's time is taken off: 16 chunks in 15 ticks. Where the
+        # machine stands still fewer come before the limit; one alone counts as half a tick.
+        chunk_s = _CHUNK / tick
+        assert chunk_s < measured.bandwidth_out <= 2 * chunk_s
+        assert chunk_s < measured.bandwidth_in <= 2 * chunk_s
 
     with_peer(tmp_path, run)
 
