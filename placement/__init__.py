@@ -10,6 +10,7 @@ correction.py: probed layer times, corrected by those at work
 cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, and why not
 dtype.py: the dtype that a placement computes in
+dtype_bytes.py: bytes of one number, by dtype
 errors.py: the error tree, drawn in its docstring
 fitting.py: whether a model fits, in short
 ids.py: names that several processes use

@@ -18,6 +18,7 @@ from .config import (
     config_facts,
     shown,
 )
+from .dtype_bytes import BYTES
 from .errors import InvalidCard
 from .ids import ModelId
 
@@ -26,8 +27,6 @@ MAX_K = 8
 SHIPPED_MAX_K = 3
 """Drafts a round that a card of this package may ask for."""
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of one number, by dtype."""
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _SIXTEENTHS_PER_BYTE = 16

@@ -1,11 +1,14 @@
 """How many rows of a prompt one forward reads."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from .card import BYTES, ModelCard
 from .cluster import OWN, NodeFacts, StageAssignment
 from .cost import HEADROOM, ModelSizes
+from .dtype_bytes import BYTES
+
+if TYPE_CHECKING:
+    from .card import ModelCard
 
 MOST: Final = 512
 """Longer ones spare little, as they read the weights for so many rows already; and what prompts
@@ -19,7 +22,7 @@ _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
 
 
 def prefill_chunk(
-    card: ModelCard,
+    card: "ModelCard",
     nodes: Sequence[NodeFacts],
     stages: Sequence[StageAssignment],
     context: int,
@@ -48,7 +51,7 @@ def prefill_chunk(
     return rows
 
 
-def _layer_seconds(card: ModelCard, node: NodeFacts, rows: int) -> float:
+def _layer_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
     if node.prefill_s > 0:
         return node.prefill_s * rows / MOST
     if node.backend != "cpu":
@@ -57,12 +60,12 @@ def _layer_seconds(card: ModelCard, node: NodeFacts, rows: int) -> float:
     return _weights(card) * rows / (_OWN_RATE if quick else _MLX_RATE)
 
 
-def _row_bytes(card: ModelCard) -> int:
+def _row_bytes(card: "ModelCard") -> int:
     """Of what a layer makes of one row: as many numbers as its matrices have columns, about."""
     return _weights(card) // card.hidden_size * BYTES[card.dtype]
 
 
-def _weights(card: ModelCard) -> int:
+def _weights(card: "ModelCard") -> int:
     """Of a mean layer, those that a row is multiplied with."""
     plain = BYTES[card.dtype]
     if card.quantization is None:

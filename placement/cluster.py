@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .card import BYTES
+from .dtype_bytes import BYTES
 from .ids import ModelId, NodeId
 
 

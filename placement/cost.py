@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from .card import ModelCard
 from .cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
+
+if TYPE_CHECKING:
+    from .card import ModelCard
 
 HEADROOM = (6, 5)
 """For activations, recurrent state, fragmentation: 20 %, as a fraction of integers."""
@@ -49,7 +51,7 @@ class ModelSizes:
     head_cache: int
 
     @classmethod
-    def of(cls, card: ModelCard, context: int) -> Self:
+    def of(cls, card: "ModelCard", context: int) -> Self:
         cache = context * card.kv_bytes_per_layer_token
         mtp = card.native_mtp
         head_cache = mtp.num_layers * context * card.kv_bytes_per_head_token if mtp else 0
@@ -88,7 +90,7 @@ class ModelSizes:
 
 
 def stage_bytes(
-    card: ModelCard, first: int, end: int, generator: bool, context: int, mtp: bool
+    card: "ModelCard", first: int, end: int, generator: bool, context: int, mtp: bool
 ) -> int:
     """Bytes that layers [first, end) need on a node, 20 % headroom included.
 
@@ -99,7 +101,7 @@ def stage_bytes(
 
 
 def seconds_per_token(
-    card: ModelCard, stages: Sequence[StageAssignment], view: ClusterView
+    card: "ModelCard", stages: Sequence[StageAssignment], view: ClusterView
 ) -> float:
     """Seconds from one token to the next of one request, plain decoding, short context.
 
@@ -119,26 +121,26 @@ def seconds_per_token(
     return compute + sum(hop_seconds(card, view.between(a.id, b.id)) for a, b in ring)
 
 
-def layer_seconds(card: ModelCard, node: NodeFacts) -> float:
+def layer_seconds(card: "ModelCard", node: NodeFacts) -> float:
     """One layer, one row."""
     measured = node.profile.decode_s if node.profile else 0.0
     return min(_sane(measured, card.active_layer_bytes / _bandwidth_of(node)), _NEVER_S)
 
 
-def tail_seconds(card: ModelCard, node: NodeFacts) -> float:
+def tail_seconds(card: "ModelCard", node: NodeFacts) -> float:
     """What the generator adds to a token: final norm, lm_head, sampling."""
     measured = node.profile.tail_s if node.profile else 0.0
     return min(_sane(measured, card.lm_head_bytes / _bandwidth_of(node)), _NEVER_S)
 
 
-def hop_seconds(card: ModelCard, links: Sequence[LinkFacts]) -> float:
+def hop_seconds(card: "ModelCard", links: Sequence[LinkFacts]) -> float:
     """One hidden row over the quickest of `links`; over an assumed one where there is none."""
     if not links:
         return _over(card, UNMEASURED_ROUND_TRIP_S, UNMEASURED_LINK_BANDWIDTH)
     return min(_over(card, link.round_trip_s, link.bandwidth) for link in links)
 
 
-def mtp_speedup(card: ModelCard, node: NodeFacts) -> float:
+def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     """How many times as fast one request is with native MTP on this node, at least 1.
 
     As measured; else from the measured verify and ASSUMED_ACCEPTANCE, a draft being one layer and
@@ -163,7 +165,7 @@ def _bandwidth_of(node: NodeFacts) -> float:
     return _sane(node.memory_bandwidth, UNMEASURED_BANDWIDTH)
 
 
-def _over(card: ModelCard, round_trip_s: float, bandwidth: float) -> float:
+def _over(card: "ModelCard", round_trip_s: float, bandwidth: float) -> float:
     # Not `<= 0`: a peer's NaN takes the assumed figure too. A round trip of 0 is a fine one.
     latency = round_trip_s if 0 <= round_trip_s < _NEVER_S else UNMEASURED_ROUND_TRIP_S
     rate = _sane(bandwidth, UNMEASURED_LINK_BANDWIDTH)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .candidates import Candidate, Task, pipelines, seconds_of, singles
-from .card import BYTES, ModelCard
+from .card import ModelCard
 from .cluster import ClusterView, NodeFacts
 from .dtype import Dtype, dtypes_of, is_fast, needs_float32
+from .dtype_bytes import BYTES
 from .errors import InsufficientMemory
 from .options import Allowed, PlanOptions, allowed
 from .reasons import split_by_hand, too_wide

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
-from ...placement.card import BYTES, ModelCard
+from ...placement.card import ModelCard
 from ...placement.chunk import MOST
 from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
 from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
+from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound
 from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
