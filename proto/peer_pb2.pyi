@@ -63,6 +63,30 @@ DTYPE_BFLOAT16: Dtype.ValueType  # 2
 DTYPE_FLOAT16: Dtype.ValueType  # 3
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
+class _Border:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BorderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Border.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BORDER_UNSPECIFIED: _Border.ValueType  # 0
+    """nothing by itself"""
+    BORDER_KEPT: _Border.ValueType  # 1
+    """all of it"""
+    BORDER_FIRST_TURN: _Border.ValueType  # 2
+    """all of it; it ends the prompt's first turn and is the last to go"""
+
+class Border(_Border, metaclass=_BorderEnumTypeWrapper):
+    """What is kept of the state behind a forward over a prompt, by every stage alike."""
+
+BORDER_UNSPECIFIED: Border.ValueType  # 0
+"""nothing by itself"""
+BORDER_KEPT: Border.ValueType  # 1
+"""all of it"""
+BORDER_FIRST_TURN: Border.ValueType  # 2
+"""all of it; it ends the prompt's first turn and is the last to go"""
+Global___Border: _TypeAlias = Border  # noqa: Y015
+
 class _Reply:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -2309,6 +2333,7 @@ class Hidden(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     REBUILDS_FIELD_NUMBER: _builtins.int
     NEAR_TIE_FIELD_NUMBER: _builtins.int
+    BORDER_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
     position: _builtins.int
@@ -2325,6 +2350,8 @@ class Hidden(_message.Message):
     """rows that the other stages hold already: nothing of it is sent on"""
     near_tie: _builtins.bool
     """computed with other requests where that was measured to round otherwise"""
+    border: Global___Border.ValueType
+    """of one forward over a prompt, whose states others may go on from"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """(1, rows, hidden_size) of the whole block"""
@@ -2352,10 +2379,11 @@ class Hidden(_message.Message):
         schedule: _abc.Iterable[_builtins.int] | None = ...,
         rebuilds: _builtins.bool = ...,
         near_tie: _builtins.bool = ...,
+        border: Global___Border.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2439,26 +2467,38 @@ Global___Renew: _TypeAlias = Renew  # noqa: Y015
 
 @_typing.final
 class Adopt(_message.Message):
-    """A new attempt goes on behind `position` rows. A stage that holds an earlier attempt's state keeps
-    it, less what it is ahead; one that holds fewer rows says Missing. Passed on.
+    """A new attempt goes on behind `position` rows. A stage that holds an earlier attempt's state, or the
+    prompt's prefix, keeps it, less what it is ahead; one that holds fewer rows says Missing. Passed on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     answer: _builtins.bool
     """the last stage is to send the row behind the prompt, which ends there"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a first attempt that goes on from a kept prefix: the ids of its `position` rows, and the rows
+        of each forward that read them.
+        """
+
+    @_builtins.property
+    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         answer: _builtins.bool = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        schedule: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position", "schedule", b"schedule", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

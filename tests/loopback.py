@@ -10,7 +10,8 @@ from dataclasses import replace
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, cut
+from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
+from exo_node.shard.pipeline.prefixes import PromptRead
 from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.stage import StageWorker
 
@@ -89,11 +90,21 @@ class LoopbackLink:
         replay_buffer: ReplayBuffer,
         *,
         answer: bool,
+        prefix: PromptRead | None = None,
     ) -> "Future[HiddenBlock] | None":
         """What a stage lacks is sent at once, as far as the one before it has it."""
+        told = pb.Adopt(position=position, answer=answer)
+        if prefix is not None:
+            told.tokens.extend(prefix.ids)
+            told.schedule.extend(prefix.schedule)
+        ids = {"tokens": told.tokens, "schedule": told.schedule}
         self._trail, self._awaited = replay_buffer, Future() if answer else None
         for number, worker in enumerate(self._workers):
-            held, reply = worker.adopt(request, attempt, position, answer=answer)
+            e = self._expectations[number]
+            check_envelope(
+                pb.Frame(placement=e.placement, request=request, attempt=attempt, adopt=told), e
+            )
+            held, reply = worker.adopt(request, attempt, position, answer=answer, **ids)
             self._came_back([] if reply is None else [reply])
             if held == position:
                 continue

@@ -18,4 +18,5 @@ prefix_disk.py: prefixes on disk, for the next process
 probing.py: what is measured before the first request
 request.py: what the engine is asked
 request_limits.py: what a request may ask of a model
+stage_prefixes.py: what a pipeline's stage keeps of prompts
 """

@@ -41,7 +41,7 @@ class PipelineAttempt:
     drafter: Drafter
     alone_because: str
     cached: int = 0
-    """Rows of the prompt that a prefix cache had; a pipeline keeps none."""
+    """Rows of the prompt that this stage's prefix cache had."""
 
     @property
     def kept(self) -> PipelineVerifier:
@@ -49,9 +49,14 @@ class PipelineAttempt:
         return self.verifier
 
     def take_up(self, request: EngineRequest) -> None:
-        """The other stages go on with what they hold of an earlier attempt. Raises PeerLost."""
+        """The other stages go on with what they hold of an earlier attempt, or of a prefix.
+
+        Raises PeerLost.
+        """
         if request.keeps:
             self.verifier.begin_rebuild(request.committed, answer=not request.replay)
+        elif self.cached:
+            self.verifier.begin_behind_prefix()
 
     def steps(self) -> Steps:
         return self.generation.steps()

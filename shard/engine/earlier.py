@@ -22,6 +22,7 @@ from .options import EngineOptions
 from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
 from .request import EngineRequest
+from .stage_prefixes import Borders, StagePrefixes
 
 
 class Beginning(NamedTuple):
@@ -61,9 +62,12 @@ class Earlier:
         self._clock = clock
         self._pacing = None if link is None else Pacing(options.stages)
         self._kept: dict[str, Kept] = {}
-        budget = options.prefix_cache_bytes if link is None else 0
         self._disk = disk
-        self.prefixes = PrefixCache(budget, stage.make_caches)
+        self.prefixes = PrefixCache(
+            options.prefix_cache_bytes, lambda: stage.own_caches(stage.make_caches())
+        )
+        in_stages = link is not None and self.prefixes.enabled
+        self._staged = StagePrefixes(stage, self.prefixes) if in_stages else None
 
     def begin(
         self,
@@ -77,7 +81,7 @@ class Earlier:
         """
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
-            return Beginning(self._piped(request, self._link, kept))
+            return self._piped(request, self._link, kept, live_bytes)
         if (taken := self._copied(request)) is not None:
             verifier = LocalVerifier(self._target, taken.caches, taken.position, prompts)
             return Beginning(verifier, taken.drafter)
@@ -131,6 +135,9 @@ class Earlier:
         if not self.prefixes.enabled:
             return None
         self.prefixes.shrink(live_bytes())
+        if self._staged is not None:
+            ends = self._ends(request)[:-1]  # the last forward's logits are wanted
+            return self._staged.find(request.request, request.attempt, request.prompt, ends)
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
         found = self.prefixes.find(prompt, ends, drafts=drafts)
         beyond = found.position if found else 0
@@ -149,6 +156,12 @@ class Earlier:
     ) -> None:
         """The first `rows` rows of its prompt were read."""
         if not self.prefixes.enabled or not attempt.cached < rows < len(request.prompt):
+            return
+        if self._staged is not None:
+            state = attempt.verifier.state
+            if state.read.border == state.position == rows:
+                self._staged.keep(state)
+            self.prefixes.shrink(live_bytes())
             return
         drafter, ends = attempt.generation.settle(), self._ends(request)
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
@@ -169,7 +182,21 @@ class Earlier:
             return None
         return None if request.k and state.drafter is None else state
 
-    def _piped(self, request: EngineRequest, link: Link, kept: Kept | None) -> PipelineVerifier:
+    def _piped(
+        self,
+        request: EngineRequest,
+        link: Link,
+        kept: Kept | None,
+        live_bytes: Callable[[], int],
+    ) -> Beginning:
+        if request.attempt == 1 and kept is None:
+            # A later attempt goes on with what stages hold of it, or reads all of its prompt.
+            found = self.prefix_of(request, live_bytes)
+            cached = 0 if found is None else found.position
+            return Beginning(self._verifier(request, link, found, cached), None, cached)
+        return Beginning(self._taken_up(request, link, kept))
+
+    def _taken_up(self, request: EngineRequest, link: Link, kept: Kept | None) -> PipelineVerifier:
         verifier = kept.verifier if kept else self._from_copy(request, link)
         if (
             verifier is not None
@@ -190,10 +217,17 @@ class Earlier:
         return self._verifier(request, link, state)
 
     def _verifier(
-        self, request: EngineRequest, link: Link, state: RequestState | None = None
+        self,
+        request: EngineRequest,
+        link: Link,
+        state: RequestState | None = None,
+        cached: int = 0,
     ) -> PipelineVerifier:
         name, attempt, dtype = request.request, request.attempt, self._options.dtype
         meeting = None if request.anew else self._meeting
+        border = None
+        if self._staged is not None:
+            border = Borders(request.prompt, self._ends(request), self._turn_ends, cached).at
         return PipelineVerifier(
             self._stage,
             link,
@@ -204,6 +238,7 @@ class Earlier:
             meeting,
             self._pacing,
             background=request.background,
+            border=border,
         )
 
     def _ends(self, request: EngineRequest) -> list[int]:

@@ -17,7 +17,7 @@ from ...mtp.seams import Drafter, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
-from ...placement.errors import InvalidRequest, PeerLost, StateLost
+from ...placement.errors import InvalidRequest, NumericError, PeerLost, StateLost
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import DTYPES
@@ -106,8 +106,7 @@ class TextEngine:
         self._batching = self._new_batching()
         self._meeting = self._new_meeting(link)
         self._prompts = self._new_prompts()
-        keeps = link is None and options.prefix_cache_bytes > 0
-        turn_ends = codec.end_tokens if keeps else frozenset[int]()
+        turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
         self._earlier = self._new_earlier(turn_ends, link, copies, prefix_disk)
         fit = set(kernels) >= AHEAD_BY if runs_ahead is None else runs_ahead
         self._runs_ahead = fit and options.async_draft_eval
@@ -289,6 +288,9 @@ class TextEngine:
                 raise InvalidRequest(request.grammar.failed) from fault
             self._earlier.prefixes.clear()
             raise numeric_error(fault.position, self._options.dtype, alone=self._alone) from fault
+        except NumericError:  # of a stage's numbers
+            self._earlier.prefixes.clear()
+            raise
         except (BatchBroken, PromptsBroken) as fault:
             if fault.__cause__ is not None:  # the others hear of it as well
                 log.error("%s", fault, exc_info=fault)

@@ -126,20 +126,20 @@ class LiveAttempts:
         parts = _Parts(task, drafter, sampler, ending)
         match verifier:
             case PipelineVerifier():
-                attempt = self._piped(request, verifier, parts)
+                attempt = self._piped(request, verifier, parts, cached)
             case LocalVerifier():
                 attempt = self._whole(request, verifier, parts, cached, measured.fixed_rows)
         self._live[request.request, request.attempt] = attempt
         return attempt
 
     def _piped(
-        self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts
+        self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts, cached: int
     ) -> PipelineAttempt:
         depth = self._drafting.depth(request)
         alone = ANEW if request.anew else self._batching.why_alone(verifier.caches)
         made = parts.task, verifier, parts.drafter, parts.sampler, parts.ending
         generation = Generation(*made, depth, self._clock, remote=verifier)
-        return PipelineAttempt(generation, verifier, parts.drafter, alone)
+        return PipelineAttempt(generation, verifier, parts.drafter, alone, cached)
 
     def _whole(
         self,

@@ -6,10 +6,11 @@ what it holds is, bit for bit, what reading them again would give.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -21,6 +22,8 @@ from .cache_parts import Rows, State, has_rows, joined, row_bytes, rows_of, stat
 STATE_EVERY = 4096
 """Rows after which a state is kept, however large it is beside its keys and values."""
 
+NOTHING_SENT: Final[Mapping[tuple[int, int], bytes]] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -29,6 +32,18 @@ class Prefix:
     caches: list[Any]
     position: int
     drafter: DrafterState | None
+    forwards: "tuple[PrefixForward, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixForward:
+    """A forward over a kept prefix."""
+
+    end: int
+    kept: bool
+    """Whether the state behind it is here as well."""
+    first_turn: bool
+    sent: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,8 @@ class _Node:
     drafter: _Drafter | None = None
     first_turn: bool = False
     """It ends with the prompt's first turn, as a rule the system's: the last to go."""
+    sent: bytes = b""
+    """What left a pipeline's stage for the next one, of its rows; empty: not kept."""
     used: int = 0
     state_used: int = 0
     children: dict[bytes, "_Node"] = field(default_factory=dict[bytes, "_Node"])
@@ -83,7 +100,7 @@ class _Node:
     def bytes(self) -> int:
         states = sum(state.bytes for state in self.states or ())
         rows = sum(rows.bytes for rows in self.rows if rows is not None)
-        return rows + states + (self.drafter.bytes if self.drafter else 0)
+        return rows + states + len(self.sent) + (self.drafter.bytes if self.drafter else 0)
 
     @property
     def path(self) -> "list[_Node]":
@@ -145,16 +162,35 @@ class PrefixCache:
         known = list(self._walk(prompt, done))
         kept = max((node.end for node in known if node.states is not None), default=0)
         goes_on = prompt[rows - 1] in turn_ends or done[-1:] == list(ends[-2:-1])
-        if kept < rows and not (goes_on or _is_worth(caches, rows - kept)):
+        if kept < rows and not (goes_on or is_worth(caches, rows - kept)):
             return
-        node = above = self._root
         first_turn = next((end for end in done if prompt[end - 1] in turn_ends), 0)
+        self.put(prompt, done, caches, drafter, first_turn)
+
+    def put(
+        self,
+        prompt: Sequence[int],
+        done: Sequence[int],
+        caches: Sequence[Any],
+        drafter: DrafterState | None,
+        first_turn: int,
+        sent: Mapping[tuple[int, int], bytes] = NOTHING_SENT,
+    ) -> None:
+        """Keeps all that `caches` hold: the rows of `prompt` that forwards ending at `done` read.
+
+        `first_turn`: the row behind the first turn, or 0. `sent`: of a pipeline's stage, what left
+        it for the rows [begin, end), as far as it is known.
+        """
+        node = above = self._root
         for begin, end in pairwise((0, *done)):
             above = node if node.drafter is not None else above
             key = _key(prompt[begin:end])
             if key not in node.children:
                 self._add(_Node(node, key, end, first_turn=end == first_turn), begin, caches)
             node = node.children[key]
+            if not node.sent:
+                node.sent = sent.get((begin, end), b"")
+                self.bytes += len(node.sent)
         before = node.bytes
         if node.states is None:
             node.states = tuple(state_of(cache) for cache in caches if not has_rows(cache))
@@ -220,7 +256,11 @@ class PrefixCache:
             caches[layer] = joined([part for part in parts if part is not None])
         drafter = _joined_drafter(path) if drafts else None
         mx.eval(cache_arrays(caches), cache_arrays([drafter.cache]) if drafter else [])
-        return Prefix(caches, node.end, drafter)
+        forwards = (
+            PrefixForward(each.end, each.states is not None, each.first_turn, each.sent)
+            for each in path
+        )
+        return Prefix(caches, node.end, drafter, tuple(forwards))
 
     def _victim(self) -> _Node | None:
         """The node to drop, or the state of one on which others stand."""
@@ -238,7 +278,7 @@ class PrefixCache:
             waiting += each.children.values()
 
 
-def _is_worth(caches: Sequence[Any], rows: int) -> bool:
+def is_worth(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
     state = sum(a.nbytes for c in caches if not has_rows(c) for a in cache_arrays([c]))
     row = sum(row_bytes(c) for c in caches if has_rows(c))

@@ -34,6 +34,8 @@ class HiddenBlock:
     """Rows that the stages behind the next one hold already."""
     near_tie: bool = False
     """Computed with other requests on a stage where that was measured to round otherwise."""
+    border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
+    """What is kept of the state behind it; see `prefixes.py`."""
 
 
 def cut(
@@ -62,6 +64,7 @@ def cut(
             schedule=block.schedule if offset == 0 else (),
             rebuilds=block.rebuilds,
             near_tie=block.near_tie,
+            border=block.border,
         )
         yield pb.Frame(
             placement=placement, request=block.request, attempt=block.attempt, hidden=hidden
@@ -118,6 +121,29 @@ def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
         )
     if kind is None:
         raise InvalidFrame("the frame has no kind", param="kind")
+    if kind == "adopt":
+        check_adopt(frame.adopt, expected)
+
+
+def check_adopt(adopt: pb.Adopt, expected: StageLimits) -> None:
+    """The prefix that it names, if it does. Raises InvalidFrame naming the field."""
+    tokens, schedule = adopt.tokens, adopt.schedule
+    if not tokens and not schedule:
+        return
+    if len(tokens) != adopt.position or max(tokens) >= expected.vocabulary:
+        raise InvalidFrame(
+            "adopt.tokens must be one id of the vocabulary for each row", param="adopt.tokens"
+        )
+    if sum(schedule) != adopt.position or not 1 <= min(schedule) <= max(schedule) <= (
+        expected.max_rows
+    ):
+        raise InvalidFrame(
+            f"adopt.schedule must be forwards of 1 to {expected.max_rows} rows that add up to "
+            "adopt.position",
+            param="adopt.schedule",
+        )
+    if adopt.answer:
+        raise InvalidFrame("adopt.answer must be false with a prefix", param="adopt.answer")
 
 
 def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
@@ -149,6 +175,16 @@ def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
                 and sum(hidden.schedule) == hidden.rows
             ),
             "of forwards whose rows add up to the block's, in the first frame",
+        ),
+        (
+            "border",
+            hidden.border == pb.BORDER_UNSPECIFIED
+            or (
+                hidden.border in (pb.BORDER_KEPT, pb.BORDER_FIRST_TURN)
+                and hidden.reply in (pb.REPLY_NONE, pb.REPLY_COMPUTED)
+                and not hidden.schedule
+            ),
+            "one of a single forward within a prompt",
         ),
     )
     for field, good, wanted in checks:
@@ -213,4 +249,5 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         schedule=tuple(first.hidden.schedule),
         rebuilds=first.hidden.rebuilds,
         near_tie=first.hidden.near_tie,
+        border=first.hidden.border,
     )

@@ -45,6 +45,12 @@ class ReplayBuffer:
                 self.begins = oldest.position + oldest.rows
                 self._sent = max(0, self._sent - 1)
 
+    def begin_at(self, row: int) -> None:
+        """Nothing of the rows before `row` can be sent again."""
+        with self._lock:
+            self._blocks.clear()
+            self._bytes, self._sent, self.begins = 0, 0, row
+
     def roll_back(self, position: int) -> None:
         """The rows from `position` on do not count."""
         with self._lock:

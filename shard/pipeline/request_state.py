@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .frames import HiddenBlock
+from .prefixes import PromptRead
 from .replay_buffer import ReplayBuffer
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class RequestState:
     """Rows of the drafter's cache that were copied."""
     ids: bytes = b""
     """Of a whole model as it is copied: `digest_of` the ids of its rows."""
+    read: PromptRead = field(default_factory=PromptRead)
+    """Of a pipeline's stage: the prompt, as far as forwards here read it."""
     group: "Group | None" = None
     """Where its rows are while forwards are shared: `caches` are empty then."""
 
@@ -64,6 +67,7 @@ class RequestState:
         self.position, self.last_rows = position, 0
         self.lowest = min(self.lowest, position)
         self.replay_buffer.roll_back(position)
+        self.read.roll_back(position)
 
 
 def digest_of(ids: Sequence[int]) -> bytes:

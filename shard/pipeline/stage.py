@@ -21,12 +21,15 @@ from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, from_bytes, to_bytes
 from .frames import HiddenBlock
 from .merged import SHARED, Merged, offer_merged
+from .prefixes import Prefixes
+from .replay_buffer import TRAIL_BYTES
 from .request_state import RequestState
 from .state_sender import StateSender
 from .state_store import StateStore
 
-MAX_WAITING = 16
-"""Blocks that may wait for rows before them; a generator that asks for answers sends one."""
+MAX_WAITING = 4096
+"""Blocks that may wait for rows before them, of at most TRAIL_BYTES; a generator that asks for
+answers sends one, and one that reads the rest of a prompt all of its chunks."""
 REMEMBERED_REQUESTS = 4096
 """Ended requests whose attempt is kept, so that frames that come late are refused."""
 
@@ -68,13 +71,18 @@ class StageWorker:
         clock: Callable[[], float],
         state_sender: StateSender | None = None,
         copies: StateStore | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """`state_sender`: what a spare is sent; `copies`: what this one, a spare, was sent."""
+        """`state_sender`: what a spare is sent; `copies`: what this one, a spare, was sent.
+
+        `prefixes`: what is kept of prompts here; None: nothing.
+        """
         self._model = model
         self._expected = expected
         self._clock = clock
         self._state_sender = state_sender
         self._copies = copies
+        self._prefixes = prefixes
         self._merged = Merged(model, DTYPES[expected.dtype])
         self._sessions: dict[str, Session] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
@@ -90,6 +98,11 @@ class StageWorker:
         held = sum(array.nbytes for caches in own for array in cache_arrays(caches))
         held += sum(array.nbytes for array in self._merged.arrays())
         return held + (self._copies.bytes if self._copies else 0)
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Kept of prompts; they go where requests need the room."""
+        return self._prefixes.bytes if self._prefixes else 0
 
     def probe(self) -> None:
         """Measures whether merged forwards compute what those of single requests do."""
@@ -159,15 +172,14 @@ class StageWorker:
 
         Nothing where the last stage has nothing to send back, and where the rows behind a block are
         still to be rebuilt; without data where it only tells that the block was computed. Raises
-        InvalidFrame for an old attempt or a position that is not the session's.
+        InvalidFrame for an old attempt or a position that is not the session's, StateLost where
+        more is sent meanwhile than may wait.
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
         if session.state.position < session.target <= block.position:
-            if len(session.waiting) >= MAX_WAITING:
-                raise InvalidFrame(
-                    f"{MAX_WAITING} blocks wait already for rows that are being rebuilt",
-                    param="hidden.position",
-                )
+            held = len(block.data) + sum(len(each.data) for each in session.waiting)
+            if len(session.waiting) >= MAX_WAITING or held > TRAIL_BYTES:
+                raise StateLost("too many blocks wait already for rows that are being rebuilt")
             session.waiting.append(block)
             return []
         out = self._forward(session, block)
@@ -197,22 +209,49 @@ class StageWorker:
         one = len(schedule) == 1
         if leaving is not None and leaving.data and one:  # else not all of it was one forward
             self._model.meter.add(block.position, block.rows, begun)
+        if block.reply != pb.REPLY_ALL and not block.schedule:
+            state.read.add(block.position, block.tokens, block.border)
         sends = [] if leaving is None else [leaving]
         if not self._is_last:
             state.replay_buffer.add(sends[0])
             if block.rebuilds:
                 sends = state.replay_buffer.unsent(session.attempt)
+        self._keep_prefix(block, state)
         if self._state_sender is not None:
             self._state_sender.offer(block.request, session.attempt, state)
         return sends
 
-    def adopt(self, request: str, attempt: int, position: int, *, answer: bool = False) -> Adopted:
+    def _keep_prefix(self, block: HiddenBlock, state: RequestState) -> None:
+        """What others may go on from, where the generator says so."""
+        if self._prefixes is None or block.reply == pb.REPLY_ALL:
+            return
+        if block.border != pb.BORDER_UNSPECIFIED:
+            self._prefixes.keep(state)
+        if self._prefixes.bytes:
+            self._prefixes.shrink(self.cache_bytes())
+
+    def adopt(
+        self,
+        request: str,
+        attempt: int,
+        position: int,
+        *,
+        answer: bool = False,
+        tokens: Sequence[int] = (),
+        schedule: Sequence[int] = (),
+    ) -> Adopted:
         """An attempt goes on behind `position` rows, with what this stage holds of an earlier one.
 
         Where that is less, or fits those rows nowhere, blocks from `position` on wait until the
         rows before it were rebuilt. `answer`: the last stage is to send what is behind the prompt.
+        `tokens`: the ids of those rows, where the first attempt goes on from a prefix, read by
+        forwards of `schedule` rows each.
         """
         state = self._held(request, attempt, position, answer=answer)
+        if tokens and attempt > self._attempts.get(request, 0) and self._prefixes is not None:
+            self._prefixes.shrink(self.cache_bytes())
+            ends = list(accumulate(schedule))
+            state = self._prefixes.find(request, attempt, tokens, ends)
         if state is not None:
             self._sessions[request] = Session(attempt, state, self._clock())
             self._remember(request, attempt)
@@ -358,9 +397,14 @@ class StageWorker:
 
     def _checked(self, data: bytes, position: int, rows: int) -> bytes:
         e, m = self._expected, self._model
-        require_finite(
-            data, e.dtype, position, rows, f"stage {e.stage} ({layer_range(m.first, m.end)})"
-        )
+        try:
+            require_finite(
+                data, e.dtype, position, rows, f"stage {e.stage} ({layer_range(m.first, m.end)})"
+            )
+        except NumericError:
+            if self._prefixes is not None:
+                self._prefixes.clear()
+            raise
         return data
 
 

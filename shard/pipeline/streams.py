@@ -14,6 +14,7 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from .frames import HiddenBlock, cut, cut_all
+from .prefixes import PromptRead
 from .replay_buffer import ReplayBuffer
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,7 @@ class Ring:
         replay_buffer: ReplayBuffer,
         *,
         answer: bool,
+        prefix: PromptRead | None = None,
     ) -> "Future[HiddenBlock] | None":
         key = (request, attempt)
         if self._lost is not None:
@@ -210,7 +212,11 @@ class Ring:
         future: Future[HiddenBlock] | None = None
         if answer:
             future = self._waiting[key] = Future()
-        frame = self._frame(key, adopt=pb.Adopt(position=position, answer=answer))
+        adopt = pb.Adopt(position=position, answer=answer)
+        if prefix is not None:
+            adopt.tokens.extend(prefix.ids)
+            adopt.schedule.extend(prefix.schedule)
+        frame = self._frame(key, adopt=adopt)
         _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], PREFILL_DEADLINE_S)
         return future
 

@@ -1,7 +1,8 @@
 """The verifier of a placement of several stages, on its generator: its own layers, then theirs."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
 from .frames import HiddenBlock
 from .meeting import Meeting
 from .pacing import Pacing, Place
+from .prefixes import PromptRead
 from .replay_buffer import ReplayBuffer
 from .request_state import RequestState
 from .stage import forwards
@@ -69,11 +71,13 @@ class Link(Protocol):
         replay_buffer: ReplayBuffer,
         *,
         answer: bool,
+        prefix: PromptRead | None = None,
     ) -> "Future[HiddenBlock] | None":
         """Tells every stage that an attempt goes on behind `position` rows with what they hold.
 
         A next stage that holds fewer is sent the trail, as far as it is, and then by `relay`.
-        `answer`: the prompt ends there; the future is of the row behind it. Raises PeerLost.
+        `answer`: the prompt ends there; the future is of the row behind it. `prefix`: those rows,
+        where a first attempt goes on from what earlier requests left. Raises PeerLost.
         """
         ...
 
@@ -88,6 +92,10 @@ class Link(Protocol):
     def release(self, request: str, attempt: int) -> None:
         """Tells every stage that the request is over."""
         ...
+
+
+Border = Callable[[int, Sequence[Any]], "pb.Border.ValueType"]
+"""What is kept of the state behind the first rows of the prompt, so many, with a stage's caches."""
 
 
 class PipelineVerifier:
@@ -108,15 +116,17 @@ class PipelineVerifier:
         pacing: Pacing | None = None,
         *,
         background: bool = False,
+        border: Border | None = None,
     ) -> None:
-        """`state`: what a spare was sent of an earlier attempt; see `take_up`.
+        """`state`: what a spare was sent of an earlier attempt, see `take_up`; or a kept prefix.
 
         `meeting`: where its rows meet those of other requests; None: nowhere.
         `pacing`: how its prompt's chunks follow each other; None: at once. `background`: behind
-        those of others.
+        those of others. `border`: None where nothing is kept.
         """
         self._pacing = pacing
         self._background = background
+        self._border = border
         self._meeting = meeting
         self._model = model
         self._link = link
@@ -142,6 +152,19 @@ class PipelineVerifier:
         self._rebuilt_to = rows
         self._behind_prompt = self._link.adopt(
             self._request, self._attempt, rows, self.state.replay_buffer, answer=answer
+        )
+
+    def begin_behind_prefix(self) -> None:
+        """The other stages go on from what they kept of the rows that are here. Raises PeerLost."""
+        state = self.state
+        self._rebuilt_to = state.position
+        _ = self._link.adopt(
+            self._request,
+            self._attempt,
+            state.position,
+            state.replay_buffer,
+            answer=False,
+            prefix=state.read,
         )
 
     def take_up(self, attempt: int, rows: int) -> bool:
@@ -260,6 +283,10 @@ class PipelineVerifier:
     ) -> "Future[HiddenBlock] | None":
         block = self._block(self.position, tuple(as_ids(tokens)), data, reply, schedule)
         self.state.wrote(schedule or (block.rows,))
+        if reply != pb.REPLY_ALL and not schedule:
+            if self._border is not None and reply == pb.REPLY_COMPUTED:
+                block = replace(block, border=self._border(self.position, self._own))
+            self.state.read.add(block.position, block.tokens, block.border)
         self.state.replay_buffer.add(block)
         if self.position > self._rebuilt_to:
             return self._send_on(block, place)

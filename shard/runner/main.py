@@ -40,6 +40,7 @@ from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
+from ..engine.stage_prefixes import StagePrefixes
 from ..model.fused_code import compiling_apart
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.layer_timer import LayerTimer
@@ -205,7 +206,8 @@ class Runner:
         peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
             sender = follower.state_sender
-            worker = StageWorker(loaded.model, expected, time.monotonic, sender, copies)
+            prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes)
+            worker = StageWorker(loaded.model, expected, time.monotonic, sender, copies, prefixes)
             if spec.batching:
                 await asyncio.wrap_future(self._compute.submit(worker.probe))
             self._stage = WorkerService(spec, expected, following, self._compute, worker)
@@ -328,9 +330,7 @@ class Runner:
                 progress=self._compute.progress,
                 layers=self._meter.means(),
                 head_parked=watch.drafting.parked if isinstance(watch, TextEngine) else "",
-                prefix_cache_bytes=(
-                    watch.prefix_cache_bytes if isinstance(watch, TextEngine) else 0
-                ),
+                prefix_cache_bytes=watch.prefix_cache_bytes,
             )
 
         def looked() -> "asyncio.Future[pb.RunnerState]":

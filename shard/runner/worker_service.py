@@ -162,8 +162,13 @@ class WorkerService(StageService):
                     pb.Frame(placement=placement, request=name, attempt=attempt, missing=lacked)
                 )
 
-        adopt, answer = self._worker.adopt, frame.adopt.answer
-        self._compute_then([name], lambda: adopt(name, attempt, position, answer=answer), finished)
+        adopt, told = self._worker.adopt, frame.adopt
+        prefix = {"tokens": list(told.tokens), "schedule": list(told.schedule)}
+
+        def work() -> Adopted:
+            return adopt(name, attempt, position, answer=told.answer, **prefix)
+
+        self._compute_then([name], work, finished)
 
     def _resend(self, frame: pb.Frame) -> None:
         """The next stage was replaced: it gets what this one sent the lost one."""

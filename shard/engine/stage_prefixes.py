@@ -1,0 +1,118 @@
+"""What a pipeline's stage keeps of prompts, and where the generator has all stages keep it."""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ...proto import peer_pb2 as pb
+from ..model.stage_model import StageModel
+from ..pipeline.frames import HiddenBlock
+from ..pipeline.request_state import RequestState
+from .prefix_cache import Prefix, PrefixCache, is_worth
+
+
+class StagePrefixes:
+    """The `Prefixes` of a stage: its own layers' caches, and what it sent on."""
+
+    def __init__(self, model: StageModel, kept: PrefixCache) -> None:
+        """`kept`: of the stage's own caches."""
+        self._model = model
+        self._kept = kept
+
+    @classmethod
+    def of(cls, model: StageModel, budget: int) -> "StagePrefixes | None":
+        """None where nothing is to be kept; `budget` in bytes, live requests included."""
+        if not budget:
+            return None
+        return cls(model, PrefixCache(budget, lambda: model.own_caches(model.make_caches())))
+
+    @property
+    def bytes(self) -> int:
+        return self._kept.bytes
+
+    def find(
+        self, request: str, attempt: int, ids: Sequence[int], ends: Sequence[int]
+    ) -> RequestState | None:
+        found = self._kept.find(ids, [*ends, len(ids) + 1], drafts=False)
+        if found is None:
+            return None
+        caches = self._model.make_caches()
+        # Entries of other stages' layers are aliases of own ones: they stay that.
+        own = self._model.own_caches(caches)
+        taken = {id(mine): cache for mine, cache in zip(own, found.caches, strict=True)}
+        state = RequestState([taken.get(id(cache), cache) for cache in caches], found.position)
+        self._read_again(state, request, attempt, ids, found)
+        return state
+
+    def keep(self, state: RequestState) -> None:
+        read = state.read
+        if len(read.ids) != state.position:
+            return  # begun by a copy: not all of its ids are known
+        state.alone()
+        sent = {
+            (block.position, block.position + block.rows): block.data
+            for block in state.replay_buffer.after(0)
+            if not block.schedule
+        }
+        own = self._model.own_caches(state.caches)
+        self._kept.put(read.ids, read.ends, own, None, read.first_turn, sent)
+
+    def shrink(self, live: int) -> None:
+        self._kept.shrink(live)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    @property
+    def _is_last(self) -> bool:
+        return self._model.end == self._model.num_layers
+
+    def _read_again(
+        self,
+        state: RequestState,
+        request: str,
+        attempt: int,
+        ids: Sequence[int],
+        found: Prefix,
+    ) -> None:
+        """The state is as if it had read the prompt itself, what it sent on included."""
+        ends = (0, *(forward.end for forward in found.forwards))
+        for (begin, end), forward in zip(pairwise(ends), found.forwards, strict=True):
+            tokens = tuple(ids[begin:end])
+            border = pb.BORDER_KEPT if forward.kept else pb.BORDER_UNSPECIFIED
+            border = pb.BORDER_FIRST_TURN if forward.first_turn else border
+            state.read.add(begin, tokens, border)
+            if self._is_last:
+                continue
+            if not forward.sent:
+                state.replay_buffer.begin_at(end)
+                continue
+            none = pb.REPLY_NONE
+            block = HiddenBlock(
+                request, attempt, begin, end - begin, tokens, none, forward.sent, border=border
+            )
+            state.replay_buffer.add(block)
+
+
+class Borders:
+    """What every stage keeps of one prompt; the generator decides, by its own layers."""
+
+    def __init__(
+        self, prompt: Sequence[int], ends: Sequence[int], turn_ends: Collection[int], cached: int
+    ) -> None:
+        """`ends`: of all forwards over `prompt`; `cached`: rows that were kept already."""
+        within = ends[:-1]  # nobody goes on from the last: its logits are wanted
+        self._within = frozenset(within)
+        self._certain = {end for end in within if prompt[end - 1] in turn_ends}
+        self._first = min(self._certain, default=0)
+        self._certain |= set(within[-1:])
+        self._last = cached
+
+    def at(self, rows: int, own: Sequence[Any]) -> "pb.Border.ValueType":
+        """Behind `rows` rows, which the stage's caches hold."""
+        if rows not in self._within:
+            return pb.BORDER_UNSPECIFIED
+        if rows not in self._certain and not is_worth(own, rows - self._last):
+            return pb.BORDER_UNSPECIFIED
+        self._last = rows
+        return pb.BORDER_FIRST_TURN if rows == self._first else pb.BORDER_KEPT
