@@ -28,7 +28,7 @@ class LoopbackLink:
         self._workers = workers
         self._expectations = expectations
         self._observe = observe
-        self._trail = ReplayBuffer()
+        self._trails: dict[tuple[str, int], ReplayBuffer] = {}
         self._awaited: Future[HiddenBlock] | None = None
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
@@ -98,7 +98,8 @@ class LoopbackLink:
             told.tokens.extend(prefix.ids)
             told.schedule.extend(prefix.schedule)
         ids = {"tokens": told.tokens, "schedule": told.schedule}
-        self._trail, self._awaited = replay_buffer, Future() if answer else None
+        self._trails[request, attempt] = replay_buffer
+        self._awaited = Future() if answer else None
         for number, worker in enumerate(self._workers):
             e = self._expectations[number]
             check_envelope(
@@ -118,8 +119,7 @@ class LoopbackLink:
         return self._awaited
 
     def relay(self, request: str, attempt: int) -> None:
-        del request
-        for block in self._trail.unsent(attempt):
+        for block in self._trails[request, attempt].unsent(attempt):
             self._came_back(self._through(0, block))
 
     def _came_back(self, blocks: Sequence[HiddenBlock]) -> None:

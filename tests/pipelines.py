@@ -21,6 +21,7 @@ from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.request_state import RequestState
@@ -59,11 +60,18 @@ class Pipeline:
     """The generator's engine and the workers of two more stages.
 
     `copied`: every stage has a spare, which is sent a copy behind every so many steps; 0: none has.
+    `rooms`: bytes of each stage for prefixes.
     """
 
     def __init__(
-        self, *, copied: int = 0, prefill_chunk: int = CHUNK, tokens: int = TOKENS
+        self,
+        *,
+        copied: int = 0,
+        prefill_chunk: int = CHUNK,
+        tokens: int = TOKENS,
+        rooms: Sequence[int] = (0, 0, 0),
     ) -> None:
+        self._rooms = rooms
         self._specs, self._loaded = _loaded(prefill_chunk)
         self._tokens = tokens
         self._copied = copied
@@ -124,14 +132,21 @@ class Pipeline:
         return answer(self.engine, asked).rounds
 
     def _engine(self, copies: StateStore | None) -> TextEngine:
-        loaded, wanted = self._loaded[0], self._specs[0]
+        loaded, wanted = self._loaded[0], pb.StageSpec()
+        wanted.CopyFrom(self._specs[0])
+        wanted.prefix_cache_bytes = self._rooms[0]
         copier = self._copier(0)
         return engine_of(loaded, wanted, self._link, state_sender=copier, copies=copies)
 
     def _worker(self, number: int, copies: StateStore | None) -> StageWorker:
         part = self._loaded[number]
         worker = StageWorker(
-            part.model, part.expected, time.monotonic, self._copier(number), copies
+            part.model,
+            part.expected,
+            time.monotonic,
+            self._copier(number),
+            copies,
+            StagePrefixes.of(part.model, self._rooms[number]),
         )
         counted = worker._forward  # pyright: ignore[reportPrivateUsage]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -161,6 +162,57 @@ def test_a_position_outside_the_context_is_refused(kind: str, position: int) -> 
     with pytest.raises(InvalidFrame) as caught:
         check_envelope(frame, EXPECTED)
     assert caught.value.param == f"{kind}.position"
+
+
+def an_adoption() -> pb.Frame:
+    told = pb.Adopt(position=6, tokens=range(44, 50), schedule=[4, 2])
+    return pb.Frame(placement="p1", request="r1", attempt=1, adopt=told)
+
+
+def test_a_prefix_of_the_placements_forwards_is_accepted() -> None:
+    check_envelope(an_adoption(), EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", []),
+        ("tokens", [1, 2, 3, 4, 5]),
+        ("tokens", [1, 2, 3, 4, 5, 50]),
+        ("schedule", []),
+        ("schedule", [4, 1]),
+        ("schedule", [5, 1]),
+        ("schedule", [4, 2, 0]),
+        ("schedule", [2**32 - 1, 7]),
+        ("answer", True),
+    ],
+)
+def test_a_prefix_that_is_none_is_refused(field: str, value: object) -> None:
+    frame = an_adoption()
+    frame.adopt.ClearField(field)  # pyright: ignore[reportArgumentType]
+    if isinstance(value, bool):
+        setattr(frame.adopt, field, value)
+    else:
+        getattr(frame.adopt, field).extend(value)
+    with pytest.raises(InvalidFrame) as caught:
+        check_envelope(frame, EXPECTED)
+    assert caught.value.param == f"adopt.{field}"
+
+
+def test_a_border_travels_with_a_forward_over_a_prompt_alone() -> None:
+    sent = replace(a_block(), reply=pb.REPLY_NONE, border=pb.BORDER_FIRST_TURN)
+    [frame] = frames_of(sent)
+    assert Assembler(EXPECTED).add(frame) == sent
+    for changed in (
+        replace(sent, reply=pb.REPLY_ALL),
+        replace(sent, reply=pb.REPLY_LAST),
+        replace(sent, schedule=(1, 2)),
+        replace(sent, border=cast("Any", 3)),
+    ):
+        [frame] = frames_of(changed)
+        with pytest.raises(InvalidFrame) as caught:
+            _ = Assembler(EXPECTED).add(frame)
+        assert caught.value.param == "hidden.border"
 
 
 def test_the_frame_that_the_mutations_start_from_is_accepted() -> None:
