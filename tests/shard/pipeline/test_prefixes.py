@@ -29,8 +29,8 @@ NOTHING = (1, 1, 1)
 """Room for no prefix; prompts are read by the same forwards."""
 
 
-def pipeline(*rooms: int) -> Pipeline:
-    return Pipeline(prefill_chunk=CHUNK, tokens=TOKENS, rooms=rooms or (ROOM,) * 3)
+def pipeline(*rooms: int, copied: int = 0) -> Pipeline:
+    return Pipeline(prefill_chunk=CHUNK, tokens=TOKENS, rooms=rooms or (ROOM,) * 3, copied=copied)
 
 
 @functools.cache
@@ -76,6 +76,13 @@ def test_what_is_kept_is_not_read_again_on_any_stage() -> None:
         assert warm.forwards == [1, 2] * read
     # Forwards end at the chunk (160), the system's turn (300), a chunk (460); the last is not kept.
     assert cached == [0, 300, 300, 300, 460, 0]
+
+
+def test_a_prompt_that_ends_where_a_state_is_kept_reads_its_last_forward() -> None:
+    """Its logits are wanted, and nobody kept them."""
+    warm = pipeline()
+    _ = ask(warm, SECOND)
+    assert ask(warm, SECOND[:460]) == 300
 
 
 def _ends(prompt: Sequence[int]) -> list[int]:
@@ -228,7 +235,7 @@ class Trace:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self._rooms = [self._draw.choice(ROOMS[1:]), *self._draw.choices(ROOMS, k=2)]
-        self._warm = pipeline(*self._rooms)
+        self._warm = pipeline(*self._rooms, copied=self._draw.choice((0, 2)))
         self._names = (f"t{seed}-{number}" for number in itertools.count())
         self._prompts = [FIRST, SECOND, OTHER]
         self.hits = 0
@@ -246,7 +253,8 @@ class Trace:
         base = self._draw.choice(self._prompts)
         match self._draw.randrange(4):
             case 0:
-                base = [*base[: self._draw.randrange(150, len(base))], 5, 6]
+                base = base[: self._draw.choice((160, 300, self._draw.randrange(150, len(base))))]
+                base += self._draw.choice(([], [5, 6]))
             case 1 | 2:
                 rows = self._draw.randrange(5, 260)
                 base = [*base, *turn(rows, self._draw.randrange(10**6)), 7, 8]
@@ -329,8 +337,10 @@ class Trace:
         worker.forward = functools.partial(StageWorker.forward, worker)
 
 
-@pytest.mark.parametrize("seed", seeds(4, 200))
-def test_random_traces_are_the_cold_answers(seed: int) -> None:
-    trace = Trace(seed)
-    trace.run(12)
-    assert trace.hits, "nothing was gone on from: the trace shows nothing"
+def test_random_traces_are_the_cold_answers() -> None:
+    hits = list[int]()
+    for seed in seeds(4, 200):
+        trace = Trace(seed)
+        trace.run(12)
+        hits.append(trace.hits)
+    assert sum(hits) >= len(hits), "hardly anything was gone on from: it shows nothing"
