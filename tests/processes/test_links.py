@@ -40,7 +40,8 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def two(loop: asyncio.Runner) -> Iterator[Placement]:
-    with shared(loop, (0, 8, 16), prefill_chunk=8, lease_s=LEASE_S) as placement:
+    fields = {"prefill_chunk": 8, "lease_s": LEASE_S, "prefix_cache_bytes": 256 << 20}
+    with shared(loop, (0, 8, 16), **fields) as placement:
         yield placement
 
 
@@ -325,6 +326,33 @@ def test_a_killed_stage_ends_the_answer_and_not_the_generator(
         assert await good(two)
         assert two.processes[0].pid == generator
         assert two.processes[0].status == "ready"
+
+    loop.run(play())
+
+
+def test_a_prefix_is_not_read_again_and_a_stage_that_lacks_it_is_sent_it(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    """All of the rest is on its way before the stage has said what it lacks."""
+    first = [11 + i * i % 4000 for i in range(203)]
+    second = [*first, *(7 + i * i % 3000 for i in range(200))]
+    fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+
+    async def asked(**changes: Any) -> tuple[list[int], int]:
+        got = await two.answer(second, **fields, **changes)
+        assert got.finished is not None
+        return got.ids, got.finished.stats.cached_tokens
+
+    async def play() -> None:
+        _ = await two.answer(first, **fields)
+        warm = await asked()
+        ids, cached = await asked(attempt=2, rebuild_all=True)
+        assert (warm, cached) == ((ids, 200), 0)
+        _ = await eventually(lambda: two.processes[1].state.prefix_cache_bytes > 0, WITHIN_S)
+        await two.restart(1)
+        assert two.processes[1].state.prefix_cache_bytes == 0
+        assert await asked() == (ids, 400)
+        await all_freed(two)
 
     loop.run(play())
 
