@@ -200,7 +200,7 @@ def test_a_prefix_that_is_none_is_refused(field: str, value: object) -> None:
 
 
 def test_a_border_travels_with_a_forward_over_a_prompt_alone() -> None:
-    sent = replace(a_block(), reply=pb.REPLY_NONE, border=pb.BORDER_FIRST_TURN)
+    sent = replace(a_block(), reply=pb.REPLY_COMPUTED, border=pb.BORDER_FIRST_TURN)
     [frame] = frames_of(sent)
     assert Assembler(EXPECTED).add(frame) == sent
     for changed in (
