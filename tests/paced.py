@@ -28,7 +28,7 @@ from exo_node.shard.runner.ring_service import RingService
 from exo_node.shard.runner.stage_service import Incoming, StageService
 from exo_node.shard.runner.worker_service import WorkerService
 
-CHUNK_S, ROW_S = 10.0, 1.0
+CHUNK_S, ROW_S = 1.0, 0.125
 ROWS = 4
 """Of a chunk."""
 
@@ -115,6 +115,8 @@ class PacedPipeline:
         """What a thread tells the loop while it works: heard of when it has done so."""
         self.log: list[Forward] = []
         self._asked: list[Told] = []
+        self.loses: Callable[[pb.Frame], bool] | None = None
+        """Of frames that never come."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._patch(patch)
@@ -174,16 +176,20 @@ class PacedPipeline:
         else:
             call(*args)
 
-    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> "_Never":
-        """Renewals and deadlines, of which none is due here."""
-        del seconds, call, args
-        return _Never()
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> "_Timer":
+        """Deadlines; renewals are left out, which would never end."""
+        timer = _Timer()
+        if seconds != streams.RENEW_S:
+            self.later(seconds, lambda: None if timer.cancelled else call(*args))
+        return timer
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), call))
 
     def deliver(self, stage: int, frames: Sequence[pb.Frame]) -> None:
         for frame in frames:
+            if self.loses is not None and self.loses(frame):
+                continue
             taking = self.services[stage].take(frame, self._incoming[stage])
             with pytest.raises(StopIteration):  # it never waits: no stream is ever held up
                 taking.send(None)
@@ -224,6 +230,7 @@ class PacedPipeline:
         for told in self._asked:
             if not told.ended:
                 self.cancel(told)
+        _ = self.engine.expire(-1.0)  # what was kept for another attempt
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
@@ -242,9 +249,11 @@ class PacedPipeline:
         return sum(incoming.up.qsize() for incoming in self._incoming)
 
 
-class _Never:
+class _Timer:
+    cancelled = False
+
     def cancel(self) -> None:
-        """There is nothing to cancel."""
+        self.cancelled = True
 
 
 class _Stream:

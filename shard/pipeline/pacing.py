@@ -64,7 +64,7 @@ class Pacing:
             if not background:
                 self._present.add(ask.reader)
             self._asks.append(ask)
-            self._give()
+        self._give()
         try:
             if not ask.came.done():
                 yield Wait(ask.came)
@@ -77,12 +77,12 @@ class Pacing:
         """Its prompt is read, or will not be."""
         with self._lock:
             self._present.discard(id(reader))
-            self._give()
+        self._give()
 
     def free(self) -> None:
         with self._lock:
             self._under_way -= 1
-            self._give()
+        self._give()
 
     def _withdraw(self, ask: _Ask) -> None:
         with self._lock:
@@ -90,12 +90,17 @@ class Pacing:
                 self._asks.remove(ask)
             else:
                 self._under_way -= 1
-            self._give()
+        self._give()
 
     def _give(self) -> None:
-        while self._under_way < self._most and (ask := self._next()) is not None:
-            self._asks.remove(ask)
-            self._under_way += 1
+        """Who gets a place is told outside the lock: what that wakes may ask at once."""
+        given = list[_Ask]()
+        with self._lock:
+            while self._under_way < self._most and (ask := self._next()) is not None:
+                self._asks.remove(ask)
+                self._under_way += 1
+                given.append(ask)
+        for ask in given:
             ask.came.set_result(None)
 
     def _next(self) -> _Ask | None:

@@ -8,11 +8,15 @@ from engines import answer, request
 from paced import CHUNK_S, ROW_S, ROWS, Forward, PacedPipeline, Told
 from small import PROMPT, small_engine
 
+from exo_node.placement.errors import PeerLost
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.pipeline import streams
 
 CHUNKS = 12
 """Of a long prompt."""
 ANSWERS = 3
+DEADLINE_S = 10.0
 
 
 def prompt(number: int, chunks: int = CHUNKS) -> list[int]:
@@ -118,6 +122,30 @@ def test_a_prompt_passes_those_in_the_background(pipeline: PacedPipeline) -> Non
     assert end - begun <= (CHUNKS + 2 * pipeline.stages) * pipeline.slow * CHUNK_S
     _ = pipeline.until(lambda: bool(behind.ended))
     assert behind.ended == [None]
+
+
+def test_chunks_that_nobody_hears_of_end_their_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "PREFILL_DEADLINE_S", DEADLINE_S)
+    pipeline = PacedPipeline(monkeypatch, 2)
+    (other,) = answers(pipeline, 1)
+
+    def loses(frame: pb.Frame) -> bool:
+        return frame.HasField("computed") and frame.request == "unheard"
+
+    pipeline.loses = loses
+    begun = pipeline.now
+    told = pipeline.ask(request(prompt(7), max_tokens=2, request="unheard"))
+    end = pipeline.until(lambda: bool(told.ended))
+    assert isinstance(told.ended[0], PeerLost) and "did not answer" in str(told.ended[0])
+    assert DEADLINE_S <= end - begun <= DEADLINE_S + 3 * CHUNK_S
+    after = read(pipeline, 8)
+    _ = pipeline.until(lambda: bool(after.ended))
+    assert after.ended == [None]
+    assert not other.ended
+    pipeline.end()
+    assert pipeline.held == [0, 0]
 
 
 def test_a_cancelled_prompt_stops_within_a_chunk_on_every_stage(pipeline: PacedPipeline) -> None:
