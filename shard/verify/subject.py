@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
+from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch
 from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import FixedDepth
 from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.fixed_rows import FixedRows
+from ...mtp.kernel_choice import used
 from ...mtp.loop import Generation
 from ...mtp.rollback import fixed_kinds
 from ...mtp.sampler import Sampler
@@ -43,6 +45,8 @@ class ModelUnderTest:
     batch_head: BatchHead | None = None
     no_drafts: str = ""
     special_tokens: tuple[int, ...] = ()
+    runs_ahead: bool = False
+    """Whether a node builds rounds while others run."""
 
     @property
     def depths(self) -> range:
@@ -57,6 +61,13 @@ class ModelUnderTest:
     def verifier(self, fixed_rows: int = 0) -> Verifier:
         local = LocalVerifier(self.target, self.make_caches())
         return FixedRows(local, fixed_rows) if fixed_rows else local
+
+    def ahead(self, verifier: Verifier, drafter: Drafter, sampler: Sampler) -> Ahead | None:
+        """What builds an answer's rounds ahead, where a node would."""
+        fits = isinstance(verifier, LocalVerifier) and type(drafter) is NativeDrafter
+        if not self.runs_ahead or self.batch_head is None or not fits or not sampler.is_free:
+            return None
+        return Ahead(self.target, self.batch_head, cast("LocalVerifier", verifier), sampler)
 
 
 class _Endless:
@@ -92,6 +103,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
         batch_head=batch_head,
         no_drafts="" if make_drafter else loaded.head_state,
         special_tokens=loaded.codec.special_tokens if loaded.codec else (),
+        runs_ahead=set(used(loaded.kernels)) >= AHEAD_BY,
     )
 
 
@@ -128,7 +140,8 @@ def answer(
         drafter = watch(subject.make_drafter(sampler, k))
     task = Task(prompt, tokens, subject.chunk, top_logprobs=top)
     verifier = subject.verifier(fixed_rows)
-    steps = Generation(task, verifier, drafter, sampler, _Endless()).steps()
+    ahead = None if top is not None else subject.ahead(verifier, drafter, sampler)
+    steps = Generation(task, verifier, drafter, sampler, _Endless(), ahead=ahead).steps()
     return tuple(step for step in steps if isinstance(step, Round))
 
 

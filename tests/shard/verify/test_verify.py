@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shims import by_contents, by_rows, perturb
 from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
 
+from exo_node.mtp import ahead
 from exo_node.mtp.accept import VerifyResult, accept_matching
 from exo_node.mtp.batch_caches import Positions
 from exo_node.mtp.batch_drafter import BatchHead
@@ -281,6 +283,18 @@ def test_a_seeded_fault_is_a_defect(
     found = checked(of, max(seen_by, key=ALL.index), FEWER)
     assert seen_by <= {name for name, finding in findings(found).items() if finding == "defect"}
     assert report(list(found.values())).exit_status == 1
+
+
+def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = replace(subject(), runs_ahead=True)
+    sound = checked(of, "greedy", FEWER)
+    assert {sound[name].finding for name in ("blocks", "rollback", "greedy")} == {"ok"}
+
+    def keep_all(caches: object, kept: object) -> None:
+        """A rejected draft's row stays in the recurrent states."""
+
+    monkeypatch.setattr(ahead, "keep_of", keep_all)
+    assert checked(of, "greedy", FEWER)["greedy"].finding == "defect"
 
 
 def test_a_rollback_fault_is_seen_on_a_backend_that_rounds_by_rows(
