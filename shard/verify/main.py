@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
@@ -186,8 +186,16 @@ def _system() -> str:
 
 def _versions() -> dict[str, str]:
     names = ("exo-node", "mlx", "mlx-lm", "transformers")
-    found = {name.replace("-", "_"): version(name) for name in names}
+    found = {name.replace("-", "_"): _version(name) for name in names}
     return {**found, "python": platform.python_version()}
+
+
+def _version(name: str) -> str:
+    """A package that came by PYTHONPATH may be there without what its installer writes."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def write_report(report: Report, json_file: str) -> None:

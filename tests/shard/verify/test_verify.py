@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,19 @@ def test_the_report_is_json_with_its_schema_and_names_nobody(exact: dict[str, Ch
     told = json.loads(as_json(report(list(exact.values()))))
     assert (told["schema"], told["kind"], told["verdict"]) == (1, "exo-node verify", "exact")
     assert [check["name"] for check in told["checks"]] == list(ALL)
+
+
+def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where exo-node came by PYTHONPATH: a report was lost to a traceback there."""
+
+    def version(name: str) -> str:
+        if name == "exo-node":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(verify, "version", version)
+    told = verify._versions()  # pyright: ignore[reportPrivateUsage]
+    assert (told["exo_node"], told["mlx"]) == ("not installed", "1.0")
 
 
 def test_a_defect_says_what_to_do() -> None:
