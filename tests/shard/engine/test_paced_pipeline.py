@@ -62,10 +62,13 @@ def of(chunks: Sequence[Forward], number: int) -> list[Forward]:
     return [chunk for chunk in chunks if chunk.first_id == number]
 
 
-def test_an_answer_waits_for_a_chunk_on_each_stage_at_most(pipeline: PacedPipeline) -> None:
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_an_answer_waits_for_a_chunk_on_each_stage_at_most(
+    pipeline: PacedPipeline, prompts: int
+) -> None:
     others = answers(pipeline)
-    begun, joined = pipeline.now, read(pipeline, 7)
-    end = first_token(pipeline, joined)
+    begun, joined = pipeline.now, [read(pipeline, 7 + i) for i in range(prompts)]
+    end = max(first_token(pipeline, each) for each in joined)
     # On each stage the chunk under way, a row of each other answer, and one of its own.
     stages = pipeline.stages - 1 + pipeline.slow
     round_s = stages * (CHUNK_S + 2 * ANSWERS * ROW_S)
