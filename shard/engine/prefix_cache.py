@@ -83,7 +83,7 @@ class _Node:
     """Of the other layers, behind its last row; None: not kept, so nothing goes on from here."""
     drafter: _Drafter | None = None
     first_turn: bool = False
-    """It ends with the prompt's first turn, as a rule the system's: the last to go."""
+    """It ends with the prompt's first turn, as a rule the system's: it goes late."""
     sent: bytes = b""
     """What left a pipeline's stage for the next one, of its rows; empty: not kept."""
     used: int = 0
@@ -117,7 +117,7 @@ class _Node:
 
 
 class PrefixCache:
-    """The least recently used goes first, by bytes. All methods run on the compute thread."""
+    """Bounded by bytes (`_victim` says what goes first). All methods run on the compute thread."""
 
     def __init__(self, budget: int, make_caches: Callable[[], list[Any]]) -> None:
         """`budget` in bytes, shared with requests in progress; 0 keeps nothing.
@@ -263,10 +263,16 @@ class PrefixCache:
         return Prefix(caches, node.end, drafter, tuple(forwards))
 
     def _victim(self) -> _Node | None:
-        """The node to drop, or the state of one on which others stand."""
+        """The node to drop, or the state of one on which others stand.
 
-        def rank(node: _Node) -> tuple[bool, int]:
-            return node.first_turn, node.state_used if node.children else node.used
+        What was used last goes last: first turns of conversations that are over would else outlive
+        a new one that fills the room. States within a conversation go before anything at the end of
+        another one: a turn that follows goes on behind the last of them.
+        """
+
+        def rank(node: _Node) -> tuple[bool, bool, bool, int]:
+            used = node.state_used if node.children else node.used
+            return node.used == self._ticks, node.first_turn, len(node.children) != 1, used
 
         able = (n for n in self._nodes(self._root) if not n.children or n.state_bytes)
         return min(able, key=rank, default=None)

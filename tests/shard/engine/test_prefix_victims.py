@@ -1,0 +1,68 @@
+"""What goes first where kept prefixes have no room: by the cache itself, with caches of zeros."""
+
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
+from prefixes import END, turn
+
+from exo_node.mtp.schedule import prefill_ends
+from exo_node.shard.engine.prefix_cache import PrefixCache
+
+ENDS = frozenset([END])
+ROWS = 150
+"""Of a turn; each is a forward."""
+
+
+def caches_of(rows: int) -> list[Any]:
+    """Keys and values of `rows` rows, and a state that is as large as those of a turn."""
+    attention, recurrent = KVCache(), ArraysCache(1)
+    if rows:
+        attention.keys = attention.values = mx.zeros((1, 1, rows, 4))
+        attention.offset = rows
+        recurrent.cache = [mx.zeros((1, ROWS * 8))]
+    return [attention, recurrent]
+
+
+def talk(number: int) -> list[int]:
+    return [*chain(*(turn(ROWS, 10 * number + each) for each in range(4))), 7]
+
+
+def read(cache: PrefixCache, prompt: list[int]) -> None:
+    ends = prefill_ends(prompt, ROWS, ENDS)
+    for end in ends[:-1]:
+        cache.keep(prompt, ends, end, caches_of(end), None, ENDS)
+        cache.shrink(0)
+
+
+def found(cache: PrefixCache, prompt: list[int]) -> int:
+    prefix = cache.find(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
+    return prefix.position if prefix else 0
+
+
+def test_states_within_conversations_go_before_the_end_of_any() -> None:
+    budget = 1 << 20
+    cache = PrefixCache(budget, lambda: caches_of(0))
+    talks = [talk(number) for number in range(3)]
+    for each in talks:
+        read(cache, each)
+    state = ROWS * 8 * 4
+    within = 2 * 2 * state  # not first turns', nor those of the conversation that was read last
+    cache.shrink(budget - cache.bytes + within)
+    assert [found(cache, each) for each in talks] == [4 * ROWS] * 3
+    cache.shrink(budget - cache.bytes + 1)
+    assert [found(cache, each) for each in talks] == [ROWS, 4 * ROWS, 4 * ROWS]
+
+
+def test_a_conversation_in_progress_outlives_the_first_turns_of_those_before() -> None:
+    """Where its own first turn ends with no forward that is kept, as too near to a chunk's end."""
+    one = PrefixCache(1 << 20, lambda: caches_of(0))
+    read(one, long := [*turn(4 * ROWS + 20, 90), 7])
+    for room in (one.bytes, one.bytes * 3 // 2):
+        cache = PrefixCache(room, lambda: caches_of(0))
+        read(cache, [*turn(4 * ROWS, 91), 7])
+        assert found(cache, [*turn(4 * ROWS, 91), 7]) == 4 * ROWS
+        read(cache, long)
+        assert found(cache, [*long, *turn(ROWS, 92), 7]) == 4 * ROWS
+        assert cache.bytes <= room
