@@ -261,13 +261,12 @@ class Turns:
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
         reading = self._reading or self._reading_behind
-        due = next((run for run in self._answering if run.had < self._time), None)
-        if due is None and not reading:
-            due = self._answering[0]
-        if due is not None:
-            self._answering.remove(due)
-            due.had, self._read = self._time, False
-            return due
+        due = any(run.had < self._time for run in self._answering)
+        if due or not reading:
+            # In order, whoever is due: one that gives others a turn does not pass them.
+            run = self._answering.popleft()
+            run.had, self._read = self._time, False
+            return run
         if not self._read:
             self._spares = len(self._reading) + len(self._reading_behind) - 1
         self._read = True

@@ -278,6 +278,21 @@ def test_an_answer_that_waited_once_takes_turns_as_the_others_do(compute: Comput
     assert re.fullmatch("X?a{1,4}X(aX){6,7}a*", told), told
 
 
+def test_one_that_gives_the_others_a_turn_does_not_pass_them(compute: Compute) -> None:
+    log: list[str] = []
+
+    def answering(name: str) -> Steps:
+        yield Prefilled(1, 1)
+        for _ in range(4):
+            log.append(name)
+            yield Wait.a_turn() if name == "a" else 0
+
+    with compute.held():
+        outcomes = [compute.drive(answering(name))[1] for name in "abc"]
+    assert [outcome.wait() for outcome in outcomes] == [None] * 3
+    assert "".join(log) == "abc" * 4
+
+
 def test_prompts_in_the_background_are_read_last(compute: Compute) -> None:
     log: list[str] = []
 
