@@ -30,6 +30,12 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
         log.warning("%s", warning)
     _ = raise_limit()
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
+    if hardware.other_gpus:
+        log.warning(
+            "this node computes on one GPU; %d more can have a node each: CUDA_VISIBLE_DEVICES=1 "
+            "exo-node start with --data-dir, --port and --grpc-port of its own (docs/cluster.md)",
+            hardware.other_gpus,
+        )
     with DataDirLock.acquire(settings.data_dir) as presence:
         return asyncio.run(_serve(settings, hardware, presence))
 

@@ -83,6 +83,8 @@ class Hardware:
     bandwidth: float
     float32_products: str = ""
     """As in `placement.cluster.NodeFacts`; of EXO_KERNELS it knows nothing."""
+    other_gpus: int = 0
+    """That CUDA shows this node beside the one that it computes on."""
 
     def products_with(self, kernels: str) -> str:
         """`float32_products` under EXO_KERNELS = `kernels`."""
@@ -100,9 +102,10 @@ def detect_hardware(
 
     `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed; None: unset.
     """
-    backend, gpu = guess_backend(sys.platform, platform.machine(), distributions), None
-    if backend == "cuda" and (gpu := _first_gpu(visible_gpus)) is None:
-        backend = "cpu"
+    backend = guess_backend(sys.platform, platform.machine(), distributions)
+    gpu, others = _shown_gpus(visible_gpus) if backend == "cuda" else (None, 0)
+    if backend == "cuda" and gpu is None:
+        backend, others = "cpu", 0
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
@@ -116,6 +119,7 @@ def detect_hardware(
         usable_bytes=usable_memory(backend, total, available, memory_limit),
         bandwidth=estimate_bandwidth(chip, backend, psutil.cpu_count(logical=False)),
         float32_products=own_products() if backend == "cpu" else "",
+        other_gpus=others,
     )
 
 
@@ -175,20 +179,22 @@ def _apple_bandwidth(chip: str, cores: int | None) -> int:
     return _APPLE.get(found[0], _APPLE_LATER[found[1] or ""])
 
 
-def _first_gpu(visible: str | None) -> Gpu | None:
-    """The GPU that MLX computes on: the first one that CUDA shows it."""
+def _shown_gpus(visible: str | None) -> tuple[Gpu | None, int]:
+    """The GPU that MLX computes on, the first that CUDA shows it, and how many others it shows."""
     if visible is None:
-        return _nvidia_smi()
-    first = visible.split(",")[0].strip()
-    if first in ("", "-1"):  # CUDA shows none then
-        return None
+        gpus = _nvidia_smi()
+        return (gpus[0] if gpus else None), max(0, len(gpus) - 1)
+    names = [name.strip() for name in visible.split(",")]
+    shown = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    if not shown:  # CUDA shows none from such a name on
+        return None, 0
     # CUDA also takes what nvidia-smi does not: the beginning of a UUID, a part of a GPU.
-    return _nvidia_smi(f"--id={first}") or _nvidia_smi()
+    gpus = _nvidia_smi(f"--id={names[0]}") or _nvidia_smi()
+    return (gpus[0] if gpus else None), shown - 1
 
 
-def _nvidia_smi(*options: str) -> Gpu | None:
-    gpus = parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _NVIDIA_TIMEOUT_S) or "")
-    return gpus[0] if gpus else None
+def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
+    return parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _NVIDIA_TIMEOUT_S) or "")
 
 
 def _cpu_name() -> str:

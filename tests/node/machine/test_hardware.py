@@ -153,19 +153,20 @@ def test_a_cuda_node_is_its_first_gpu_and_without_one_a_cpu_node(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
 @pytest.mark.parametrize(
-    ("visible", "chip"),
+    ("visible", "chip", "others"),
     [
-        (None, "first"),
-        ("1", "second"),
-        (" 1 , 0", "second"),
-        ("GPU-2", "second"),
-        ("MIG-7", "first"),
-        ("", None),
-        ("-1", None),
+        (None, "first", 1),
+        ("1", "second", 0),
+        (" 1 , 0", "second", 1),
+        ("1,-1,0", "second", 0),
+        ("GPU-2", "second", 0),
+        ("MIG-7", "first", 0),
+        ("", None, 0),
+        ("-1", None, 0),
     ],
 )
 def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, chip: str | None
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, chip: str | None, others: int
 ) -> None:
     """Two nodes with a GPU each on one host both described the first one."""
     answers = {None: b"first, 10, 9\nsecond, 20, 19\n", "1": b"second, 20, 19\n"}
@@ -181,6 +182,7 @@ def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
     monkeypatch.setattr(subprocess, "run", run)
     found = detect_hardware({"mlx-cuda-13"}, visible_gpus=visible)
     assert found.backend == ("cpu" if chip is None else "cuda")
+    assert found.other_gpus == others
     assert chip is None or (found.chip, found.total_bytes) == (
         chip,
         {"first": 10, "second": 20}[chip] * _MIB,
