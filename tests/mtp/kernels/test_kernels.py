@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from kernel_cases import DeltaCase
 from mlx import nn
@@ -53,8 +54,13 @@ class StandIn:
         before: mx.array,
         layer: gated_delta.Layer,
         state: mx.array,
+        at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         self.rows_seen.append(qkv.shape[1])
+        if at is not None and state.ndim == 5:
+            which, first = np.array(at)
+            before = mx.stack([before[i, n : n + 3] for i, n in enumerate(first.tolist())])
+            state = mx.stack([state[n, i] for i, n in enumerate(which.tolist())])
         case = DeltaCase(self.sizes, (qkv, z, b, a), before, layer, state)
         ys: list[mx.array] = []
         states: list[mx.array] = []
