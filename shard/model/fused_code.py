@@ -9,6 +9,7 @@ its own. It begins with links to what earlier ones left in the user's cache, and
 it has compiled, whole; also across a restart of the machine, which often empties the other folder.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -17,6 +18,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 VERSION: Final = str(cast(Any, mx).__version__)
 """As MLX names its folder."""
+KEPT_WITHIN_S: Final = 2.0
+"""So long an end waits for the thread that compiles, which may be in the middle of a forward."""
 _OWN: Final = "run-"
 _LOCK: Final = "lock"
 _FILES: Final = (("cpu", ".so"), ("ptx", ".txt"), ("ptx", ".ptx"))
@@ -102,6 +106,18 @@ def compiling_apart() -> Generator[Callable[[], None]]:
         yield code.keep
     finally:
         code.remove()
+
+
+async def kept_at_the_end(keeping: "Future[None]") -> None:
+    """Waits for `FusedCode.keep`, submitted to MLX's thread; what hinders it costs no orderly end.
+
+    What is not kept is compiled again by a later process.
+    """
+    try:
+        async with asyncio.timeout(KEPT_WITHIN_S):
+            await asyncio.wrap_future(keeping)
+    except (OSError, TimeoutError) as fault:
+        log.info("what MLX compiled last is not kept: %s", fault or "a forward was under way")
 
 
 def _begun() -> FusedCode | None:

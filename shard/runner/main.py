@@ -41,7 +41,7 @@ from ..engine.compute import ComputeThread
 from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
 from ..engine.stage_prefixes import StagePrefixes
-from ..model.fused_code import compiling_apart
+from ..model.fused_code import compiling_apart, kept_at_the_end
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
@@ -144,6 +144,7 @@ class Runner:
         try:
             with compiling_apart() as keep_compiled:
                 await self._run(watched, keep_compiled)
+                await kept_at_the_end(self._compute.submit(keep_compiled))
         finally:
             _ = watched.cancel()
 
