@@ -11,6 +11,7 @@ import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
 
+from exo_node.mtp.rebuild import REPORT_EVERY
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.placements import Endpoint
 from exo_node.node.runners.supervisor import RunnerProcess
@@ -32,7 +33,9 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def two(loop: asyncio.Runner) -> Iterator[Placement]:
-    with shared(loop, (0, 8, 16), prefill_chunk=8, lease_s=100) as placement:
+    # A frame may have as many rows as a chunk: no fewer than are rebuilt at once, which a spare may
+    # lack where copies are slow.
+    with shared(loop, (0, 8, 16), prefill_chunk=REPORT_EVERY, lease_s=100) as placement:
         yield placement
 
 
