@@ -39,7 +39,7 @@ def main() -> None:
     _ = parser.add_argument("--seed", type=int, default=0)
     _ = parser.add_argument("--room", type=int, default=600_000, help="bytes of prefixes")
     options = parser.parse_args()
-    print(f"products: {choose_products('auto', time.perf_counter)}")
+    print(f"products: {choose_products('auto', time.process_time)}")
     warm, told, begun = warm_engine(options.room), Told(), time.monotonic()
     every = max(1, options.traces // 10)
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
