@@ -29,6 +29,7 @@ layer_choice.py: which decoder layers are traced
 logprobs.py: log-probabilities of emitted tokens
 loop.py: the whole algorithm
 nextn.py: what DeepSeek-V3 and GLM share, head included
+parts.py: a prompt's forward in parts, between which answers go on
 probe.py: whether a verify computes what single steps do
 processors.py: penalties and logit bias, row by row
 qwen.py: what the Qwen families share

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .batch_caches import BatchTapedCache, LoneCache, Positions, batched, can_read_together, own
+from .parts import Parts
 from .seams import Block, Wait, Want
 
 
@@ -53,9 +54,10 @@ class PromptBatch:
     one chunk. All methods run on the compute thread.
     """
 
-    def __init__(self, target: PromptTarget, rows: int) -> None:
+    def __init__(self, target: PromptTarget, rows: int, parts: Parts) -> None:
         """`rows`: of one forward at most, padding among them."""
         self._target = target
+        self._parts = parts
         self._rows = rows
         self._asks: list[_Ask] = []
 
@@ -75,7 +77,7 @@ class PromptBatch:
             if ask.broken:
                 raise PromptsBroken(SHARED)
             if ask.block is None:
-                self._run(ask)
+                yield from self._run(ask)
             assert ask.block is not None
             return ask.block
         finally:
@@ -83,7 +85,8 @@ class PromptBatch:
                 self._asks.remove(ask)
                 self._promote()
 
-    def _run(self, first: _Ask) -> None:
+    def _run(self, first: _Ask) -> Generator[Wait]:
+        """Computes for as many as fit; they go on where `first` is cancelled between two parts."""
         group = self._group(first)
         self._asks = [ask for ask in self._asks if ask not in group]
         try:
@@ -91,7 +94,10 @@ class PromptBatch:
                 first.block = self._target.forward(first.tokens, first.caches, want=first.want)
             else:
                 self._read(group)
+            yield from self._parts.computed([ask.caches for ask in group])
         except RuntimeError as fault:
+            for ask in group:
+                ask.block = None  # nobody knows what the caches hold
             if len(group) > 1:
                 raise PromptsBroken(SHARED) from fault
             raise

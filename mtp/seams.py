@@ -26,6 +26,16 @@ class Wait:
     """Whether a chunk of a prompt follows; None: as before."""
     goes_on: bool = False
     """Whether its turn goes on behind this: no other one's chunk is to come before."""
+    part: bool = False
+    """Whether it computed a part of a chunk: once those that answer had a turn, the next follows.
+    """
+
+    @classmethod
+    def a_part(cls) -> "Wait":
+        """Lets those that answer have their turn, in the middle of a chunk."""
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return cls(done, reads=True, part=True)
 
     @classmethod
     def a_turn(cls, *, reads: bool | None = None) -> "Wait":

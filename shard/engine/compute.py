@@ -1,9 +1,10 @@
 """The one thread that owns MLX: short jobs first, running generations in turn.
 
-A turn of one that reads its prompt is a whole chunk, so there is one such turn between two rounds
-of those that answer: they never wait for more than one chunk, however many prompts are read. The
-turn of an answer whose rounds come from other nodes begins when one is back, and ends when the next
-one has set out.
+A turn of one that reads its prompt is a chunk or a part of one (`mtp/parts.py`), and there is one
+such turn between two rounds of those that answer, however many prompts are read. A chunk that was
+begun ends before another one begins, so that no two of them are in memory at once. The turn of an
+answer whose rounds come from other nodes begins when one is back, and ends when the next one has
+set out.
 
 MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
 happen here; bytes, ids and texts are handed over.
@@ -58,6 +59,8 @@ class Run:
         """Whether its next turn is likely a chunk of its prompt."""
         self.goes_on = False
         """Whether its last turn was only a part of one: it comes before the next chunk."""
+        self.part = False
+        """Whether its last turn was a part of a chunk: the next one goes on with that."""
         self._back = 0
         """Items since it waited that are no turn: it hands them out before it sets out again."""
         self.had = 0
@@ -92,7 +95,8 @@ class Run:
         # The edge of the compute thread: whatever a request met, SystemExit too, the others go on.
         except BaseException as fault:
             return self._end(as_exception(fault))
-        self.waited = isinstance(item, Wait)
+        self.part = isinstance(item, Wait) and item.part
+        self.waited = isinstance(item, Wait) and not item.part
         if isinstance(item, Wait):
             self.goes_on, self._back = item.goes_on, BACK
             self.reads = self.reads if item.reads is None else item.reads
@@ -233,6 +237,8 @@ class Turns:
     def __init__(self) -> None:
         self._answering: deque[Run] = deque()
         self._reading: deque[Run] = deque()
+        self._parts: deque[Run] = deque()
+        """Those of `_reading` that are in the middle of a chunk: no other one is begun before."""
         self._reading_behind: deque[Run] = deque()
         self._time = 1
         """Grows with each chunk: those of `_answering` are due that had their turn before it."""
@@ -242,13 +248,15 @@ class Turns:
         """Turns without a chunk that those that read may still have before the others'."""
 
     def __bool__(self) -> bool:
-        return bool(self._answering or self._reading or self._reading_behind)
+        return bool(self._answering or self._parts or self._reading or self._reading_behind)
 
     def add(self, run: Run) -> None:
         if not run.reads:
             if run.goes_on:
                 run.had = 0
             self._answering.append(run)
+        elif run.part:
+            self._parts.append(run)
         else:
             (self._reading_behind if run.background else self._reading).append(run)
 
@@ -260,7 +268,7 @@ class Turns:
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
-        reading = self._reading or self._reading_behind
+        reading = self._parts or self._reading or self._reading_behind
         due = any(run.had < self._time for run in self._answering)
         if due or not reading:
             # In order, whoever is due: one that gives others a turn does not pass them.

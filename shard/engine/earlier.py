@@ -1,12 +1,13 @@
 """What an answer may go on from: an earlier attempt, a spare's copy of one, or a prefix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.parts import Parts
 from ...mtp.schedule import prefill_ends
 from ...placement.errors import StateLost
 from ..model.stage_model import StageModel
@@ -49,6 +50,7 @@ class Earlier:
         sender: StateSender | None,
         copies: StateStore | None,
         disk: PrefixDisk | None,
+        parts: Parts,
         clock: Callable[[], float],
     ) -> None:
         self._stage = stage
@@ -63,6 +65,7 @@ class Earlier:
         self._pacing = None if link is None else Pacing(options.stages)
         self._kept: dict[str, Kept] = {}
         self._disk = disk
+        self._parts = parts
         self.prefixes = PrefixCache(
             options.prefix_cache_bytes, lambda: stage.own_caches(stage.make_caches())
         )
@@ -83,13 +86,17 @@ class Earlier:
         if self._link is not None:
             return self._piped(request, self._link, kept, live_bytes)
         if (taken := self._copied(request)) is not None:
-            verifier = LocalVerifier(self._target, taken.caches, taken.position, prompts)
+            verifier = self._local(taken.caches, taken.position, prompts)
             return Beginning(verifier, taken.drafter)
         if (found := self.prefix_of(request, live_bytes)) is not None:
-            verifier = LocalVerifier(self._target, found.caches, found.position, prompts)
+            verifier = self._local(found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
-        caches = self._stage.make_caches()
-        return Beginning(LocalVerifier(self._target, caches, prompts=prompts))
+        return Beginning(self._local(self._stage.make_caches(), 0, prompts))
+
+    def _local(
+        self, caches: Sequence[object], position: int, prompts: PromptBatch | None
+    ) -> LocalVerifier:
+        return LocalVerifier(self._target, caches, position, prompts, self._parts)
 
     def keep(self, request: EngineRequest, verifier: PipelineVerifier | None) -> None:
         """For the attempt that follows; `verifier`: see `Kept`."""

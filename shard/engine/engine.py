@@ -11,6 +11,7 @@ from ...mtp.batch_prompts import PromptBatch, PromptsBroken
 from ...mtp.family import family_of
 from ...mtp.finite import NotFinite
 from ...mtp.head import DraftHead
+from ...mtp.parts import Parts
 from ...mtp.probe import Costs
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, Wait
@@ -104,6 +105,7 @@ class TextEngine:
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
         self.drafting = Drafting(head, family, vocabulary, options, self._profile)
         self._batching = self._new_batching()
+        self._parts = Parts(clock)
         self._meeting = self._new_meeting(link)
         self._prompts = self._new_prompts()
         turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
@@ -151,6 +153,7 @@ class TextEngine:
             sender=self._state_sender,
             copies=copies,
             disk=disk,
+            parts=self._parts,
             clock=self._clock,
         )
 
@@ -176,7 +179,7 @@ class TextEngine:
         if isinstance(target, WholeTarget) or self._batching.why_alone(caches):
             return None
         assert isinstance(target, FamilyTarget)
-        return PromptBatch(target, self._options.prefill_chunk)
+        return PromptBatch(target, self._options.prefill_chunk, self._parts)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""

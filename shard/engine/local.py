@@ -10,6 +10,7 @@ from mlx import nn
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState
 from ...mtp.family import Family
+from ...mtp.parts import Parts
 from ...mtp.rollback import cache_arrays, can_roll_back
 from ...mtp.seams import Block, Wait, Want
 from ..pipeline.request_state import RequestState
@@ -87,12 +88,15 @@ class LocalVerifier:
         caches: Sequence[object],
         position: int = 0,
         prompts: PromptBatch | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """`caches` are the answer's alone and end with it; a copy's hold `position` rows.
 
         `prompts`: where forwards over its prompt meet those of others; None: nowhere.
+        `parts`: how those that meet nobody let others pass; None: they do not.
         """
         self._prompts = prompts
+        self._parts = parts
         self._target = target
         self._caches = caches
         self.state = RequestState(list(caches), position)
@@ -120,6 +124,8 @@ class LocalVerifier:
             block = yield from self._prompts.forward(tokens, self._caches, self.position, want)
         else:
             block = self._target.forward(tokens, self._caches, want=want)
+            if self._parts is not None and want != "all":
+                yield from self._parts.computed([self._caches])
         self.state.wrote((tokens.shape[0],))
         self._hidden, self._hidden_ends = block.hidden, self.position
         return block

@@ -291,7 +291,7 @@ def _most_held_alone(reader: Reader) -> int:
 def test_other_families_compute_the_same_together(family: str) -> None:
     """Attention, latent attention, mixtures of experts and recurrences, with random weights."""
     model = small(tiny_config(family))
-    asked = [request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 12) for i in range(4)]
+    asked = [request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 24) for i in range(4)]
     served, solo = (zoo_engine(model, batching=on) for on in (True, False))
     readers = [Reader(each) for each in asked]
     together(served, readers)

@@ -65,11 +65,12 @@ def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(loaded: 
 def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A seeded fault: the loop leaves all chunks to the first token."""
+    """A seeded fault: all chunks are left to the first token."""
     engine = engine_of(loaded, small_spec(prefill_chunk=CHUNK))
     alone = chunk_alone(loaded)
     caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
-    monkeypatch.setattr("exo_node.mtp.loop.mx", _Lazy())
+    for module in ("loop", "parts"):
+        monkeypatch.setattr(f"exo_node.mtp.{module}.mx", _Lazy())
     assert peak_of(engine, IDS) > caches + 1.5 * alone
 
 
