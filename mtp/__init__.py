@@ -19,6 +19,7 @@ draft_vocabulary.py: drafts from the first rows of lm_head only
 drafters.py: NoDrafter and NativeDrafter
 family.py: what the engine needs of a model family, and which file has it
 finite.py: logits that are no distribution
+first_choices.py: ways of choosing tokens, each taken once while a model loads
 fixed_rows.py: strict mode: every decode forward has the same rows
 fused_choice.py: which parts of layers compute in fewer launches
 glm4_moe.py: the GLM-4.x MoE family

@@ -10,6 +10,7 @@ from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_prompts import PromptBatch, PromptsBroken
 from ...mtp.family import family_of
 from ...mtp.finite import NotFinite
+from ...mtp.first_choices import choose_first
 from ...mtp.head import DraftHead
 from ...mtp.parts import Parts
 from ...mtp.probe import Costs
@@ -190,6 +191,7 @@ class TextEngine:
         profile. Warms the kernels up as well.
         """
         subject, k = self._subject(), self.drafting.max_k
+        choose_first(self.limits.vocabulary, k, DTYPES[self._options.dtype])
         if self._meeting is not None:
             self._meeting.probe(self.limits.vocabulary, self._options.context_length)
             if self._meeting.refused:

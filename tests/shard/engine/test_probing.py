@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
+from small import small_engine
 from test_probe import forward_of
 from tiny import VOCABULARY, taped_qwen
 
@@ -86,3 +88,14 @@ def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: 
     )
     assert probe_identity(watched, 3, profile) == "bitwise"
     assert rows[1:] == [1, 2, 3, 4]
+
+
+def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, tried = small_engine(native_mtp=False, batching=False), list[object]()
+
+    def tries(*asked: object) -> None:
+        tried.append(asked)
+
+    monkeypatch.setattr("exo_node.shard.engine.engine.choose_first", tries)
+    served.probe()
+    assert tried == [(4096, 0, mx.float32)]
