@@ -11,6 +11,7 @@ failures.py: the end of a command that fails
 flags.py: flags that several commands share
 get_models.py: `exo-node models pull`, `rm`, `show` and `recommend`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
+later.py: commands whose options are read when one of them runs
 main.py: the commands
 model_table.py: tables of models
 models.py: `exo-node models`

@@ -22,6 +22,7 @@ from .doctor import doctor
 from .failures import failure_of, unfinished, wants_json
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import add_join_commands
+from .later import Later
 from .report import report
 from .service import service
 from .start import VARIABLES, start
@@ -50,9 +51,26 @@ _ORDER: Final = (
 class _Commands(TyperGroup):
     """The CLI's one edge: an error of the tree becomes a line on stderr and an exit code."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = self._later = Later(commands)
+        self._lists = False
+
     def list_commands(self, ctx: Any) -> list[str]:
-        names = super().list_commands(ctx)
+        names = list(self._later)
         return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self._lists and cmd_name in self._later:
+            return self._later.shown(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        self._lists = True
+        try:
+            super().format_commands(ctx, formatter)
+        finally:
+            self._lists = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_AS_JSON] = wants_json(self, args)
@@ -81,13 +99,15 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench, name="bench")
-app.add_typer(models, name="models")
-app.add_typer(service, name="service")
-app.add_typer(token, name="token")
-app.command()(doctor)
-app.command()(report)
-add_join_commands(app)
+commands = typer.Typer()
+"""Of `app`, which builds each when it is asked for."""
+commands.add_typer(bench, name="bench")
+commands.add_typer(models, name="models")
+commands.add_typer(service, name="service")
+commands.add_typer(token, name="token")
+commands.command()(doctor)
+commands.command()(report)
+add_join_commands(commands)
 
 
 def main() -> None:
@@ -116,10 +136,10 @@ def _root(
     """Run large models on the Macs and Linux machines that you own."""
 
 
-app.command(epilog=VARIABLES)(start)
+commands.command(epilog=VARIABLES)(start)
 
 
-@app.command()
+@commands.command()
 def chat(
     prompt: flags.Prompt = None,
     model: flags.ChatModel = None,
@@ -181,7 +201,7 @@ def _stream_answer(endpoint: "Endpoint", body: Mapping[str, Any]) -> None:
         _note(cli_output.stats_line(stats))
 
 
-@app.command()
+@commands.command()
 def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show the node, its cluster and where models run."""
     from . import client as cli_client
@@ -198,7 +218,7 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     print(cli_output.status(cluster, placements, answered))
 
 
-@app.command()
+@commands.command()
 def top(
     once: flags.Once = False,
     port: LocalPort = None,
@@ -211,7 +231,7 @@ def top(
     run_top(client_settings(port, data_dir), once=once, as_json=as_json)
 
 
-@app.command()
+@commands.command()
 def events(
     follow: flags.Follow = False,
     limit: flags.Limit = 100,
@@ -228,7 +248,7 @@ def events(
     cli_events.print_events(endpoint, follows=follow, limit=limit, own=own, as_json=as_json)
 
 
-@app.command()
+@commands.command()
 def verify(
     model: flags.VerifiedModel = _DEMO,
     k: flags.Depth = None,
@@ -248,7 +268,7 @@ def verify(
     )
 
 
-@app.command()
+@commands.command()
 def plan(
     model: flags.PlannedModel,
     min_nodes: flags.MinNodes = None,
@@ -281,7 +301,7 @@ def plan(
     print(cli_plan.told(preview))
 
 
-@app.command()
+@commands.command()
 def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """End the node on the data folder, and wait for its end."""
     from .start import stop_node

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from api_stub import DEMO, QWEN, Stub, as_json, exo_node, serve_stub
 from models import make_checkpoint
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from exo_node.node.cli import main as cli
@@ -372,3 +374,20 @@ def test_stop_gives_up_on_a_node_that_does_not_end(
         assert result.exit_code == 1
         assert f"kill -9 {process.pid}" in result.stderr
         assert process.poll() is None
+
+
+def test_a_list_of_commands_reads_the_options_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as all the rest of `--help`; the list is that of the commands built."""
+    root = typer.main.get_command(cli.app)
+    assert isinstance(root, TyperGroup)
+    with monkeypatch.context() as patched:
+
+        def built(*_: object, **__: object) -> None:
+            raise AssertionError("a command was built")
+
+        for name in ("get_command_from_info", "get_group_from_info"):
+            patched.setattr(f"exo_node.node.cli.later.{name}", built)
+        listed = root.get_help(root.make_context("exo-node", [], resilient_parsing=True))
+    for name, command in root.commands.items():
+        line = f"  {name} +{re.escape(command.get_short_help_str(45)[:20])}"
+        assert command.hidden != bool(re.search(line, listed)), name
