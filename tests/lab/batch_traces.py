@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import dataclass, replace
+from unittest import mock
 
 from engines import request
 from readers import Reader, alone, engine, together
 
+from exo_node.mtp import parts
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.request import EngineRequest
@@ -46,7 +48,15 @@ def warm_engine(room: int) -> TextEngine:
 
 def follow(warm: TextEngine, seed: int, room: int) -> Told:
     """Asserts that each answer is the one of a new engine that has nothing else to do, whoever was
-    beside it, came, went, or had its prefix thrown away; and that nothing is left but the cache."""
+    beside it, came, went, or had its prefix thrown away; and that nothing is left but the cache.
+
+    In every second trace the others have a turn behind each layer of a prompt.
+    """
+    with mock.patch.object(parts, "MOST_S", 0.0 if seed % 2 else parts.MOST_S):
+        return _follow(warm, seed, room)
+
+
+def _follow(warm: TextEngine, seed: int, room: int) -> Told:
     draw, told = random.Random(seed), Told()
     for _ in range(draw.randrange(1, 4)):
         readers = [_reader(draw) for _ in range(draw.randrange(1, 6))]

@@ -5,7 +5,7 @@ from budget import seeds
 
 ROOM = 600_000
 """Bytes: about what two of its conversations leave."""
-FIRST = 10
+FIRST = 12
 """From here on soon one finds a prefix, one is beside others, and one is cancelled."""
 
 
