@@ -153,10 +153,13 @@ def _send(victim: psutil.Process, number: signal.Signals) -> None:
         victim.send_signal(number)
 
 
-def attempt(lab: Laboratory, trial: Trial, slack_s: float = 0.0) -> Outcome:
+def attempt(
+    lab: Laboratory, trial: Trial, slack_s: float = 0.0, *, together: bool = False
+) -> Outcome:
     """Asks, strikes, listens, and waits until the laboratory is whole again.
 
     Limits are this machine's where it is idle; `slack_s` more is allowed where it may be busy.
+    Stages that moved to one node may stay `together`: placing them anew loads all of them.
     """
     blows = _Blows()
     head = lab.head()
@@ -173,7 +176,7 @@ def attempt(lab: Laboratory, trial: Trial, slack_s: float = 0.0) -> Outcome:
     finally:
         blows.undo(trial.how)
     freed_s = _freed(lab, FREED_WITHIN_S + slack_s)
-    whole_s = lab.until_whole()
+    whole_s = lab.until_whole(together=together)
     gap_s = _gap(answer, trial.question.first_s)
     next_s = next((at - blows.last_at for at in answer.arrivals if at > blows.last_at), 0.0)
     faults = tuple(

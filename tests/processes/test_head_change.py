@@ -22,11 +22,11 @@ pytestmark = pytest.mark.timeout(600)
 class Trio:
     """Three nodes of one cluster that know each other by --peer."""
 
-    def __init__(self, root: Path, stack: ExitStack) -> None:
+    def __init__(self, root: Path, stack: ExitStack, *flags: str) -> None:
         self.root = root
         self._stack = stack
         self.nodes: dict[str, Node] = {}
-        self._flags = ("--no-mdns", "--dtype", "float32")
+        self._flags = ("--no-mdns", "--dtype", "float32", *flags)
 
     def start(self, name: str) -> Node:
         folder = self.root / name
