@@ -11,6 +11,7 @@ or where the resident bytes grew by more than a tenth from the middle to the end
 """
 
 import argparse
+import http.client
 import json
 import random
 import sys
@@ -87,6 +88,13 @@ def load(running: Node, requests: int, seconds: float, clients: int) -> int:
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
     resident = list[int]()
     while any(thread.is_alive() for thread in threads):
+        if (status := running.process.poll()) is not None:
+            seconds = time.monotonic() - begun
+            print(
+                f"the node ended with status {status} after {tally.asked} requests, {seconds:.0f} s"
+            )
+            print(*running.log.read_text().splitlines()[-20:], sep="\n")
+            return 1
         share = max(tally.asked / requests, (time.monotonic() - begun) / seconds)
         if share >= (len(resident) + 1) / 10:
             resident.append(tell(running, tally, time.monotonic() - begun))
@@ -106,7 +114,7 @@ def client(running: Node, tally: Tally) -> None:
         with closing(running.connect(running.port, 300)) as connection:
             try:
                 status, waited_s = ask(connection, body, leaves=number % 10 == 0)
-            except OSError as fault:
+            except (OSError, http.client.HTTPException) as fault:
                 status, waited_s = type(fault).__name__, time.monotonic() - begun
         tally.note(status, waited_s)
 
