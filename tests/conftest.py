@@ -133,9 +133,16 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are cores: for much of their time tests wait for other processes,
-    as for nodes that elect a head."""
-    return max(2, (os.cpu_count() or 1) * 3 // 2)
+    """Half as many again as there are cores for this process: for much of their time tests wait for
+    other processes, as for nodes that elect a head."""
+    return max(2, _cores() * 3 // 2)
+
+
+def _cores() -> int:
+    """Those that a container or `taskset` leaves, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
