@@ -9,11 +9,12 @@ next one: a head that sees it alone drafts right about every second time.
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from engines import ORACLE, engine_of, load_quietly, spec
+from engines import CHUNK, ORACLE, Answer, answer, engine_of, load_quietly, request, spec
 from models import make_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
@@ -37,10 +38,23 @@ def small_engine(**changes: Any) -> TextEngine:
 
 
 @functools.cache
-def small_checkpoint(layers: int = LAYERS, hidden: int = 64) -> Path:
+def _plain(chunk: int) -> TextEngine:
+    return small_engine(native_mtp=False, prefill_chunk=chunk)
+
+
+def expected(prompt: Sequence[int], tokens: int, *, chunk: int = CHUNK) -> Answer:
+    """What one engine in this process tells without drafts: the oracle of processes and stages.
+
+    `chunk`: rows of a prompt's forward.
+    """
+    return answer(_plain(chunk), request(prompt, 0, tokens))
+
+
+@functools.cache
+def small_checkpoint(layers: int = LAYERS, hidden: int = 64, context: float = CONTEXT) -> Path:
     """Once a process, with the demo's tokenizer; the folder goes with the process."""
     folder = make_checkpoint(
-        Path(_KEPT.name) / f"small-{layers}-{hidden}",
+        Path(_KEPT.name) / f"small-{layers}-{hidden}-{context:g}",
         "qwen3_5",
         dtype="float32",
         layers=layers,
@@ -51,7 +65,7 @@ def small_checkpoint(layers: int = LAYERS, hidden: int = 64) -> Path:
     )
     file = folder / "model.safetensors"
     stored = cast("dict[str, mx.array]", mx.load(str(file)))
-    weights = {name: _agreeing(name, value) for name, value in stored.items()}
+    weights = {name: _agreeing(name, value, context) for name, value in stored.items()}
     norm = weights["language_model.model.norm.weight"]
     weights["language_model.mtp.norm.weight"] = norm
     mx.eval(weights)
@@ -59,7 +73,7 @@ def small_checkpoint(layers: int = LAYERS, hidden: int = 64) -> Path:
     return folder
 
 
-def _agreeing(name: str, value: mx.array) -> mx.array:
+def _agreeing(name: str, value: mx.array, context: float) -> mx.array:
     if name.endswith("mtp.fc.weight"):  # the embedding as it is, and nothing of the hidden state
         rows = value.shape[0]
         return mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
@@ -68,7 +82,7 @@ def _agreeing(name: str, value: mx.array) -> mx.array:
     if "embed_tokens" in name:
         return value * 8  # of 1 in the mean square, which is what the head's norm makes of it
     if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-        return value * CONTEXT
+        return value * context
     return mx.array(value)
 
 

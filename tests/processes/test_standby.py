@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
+from small import expected, small_checkpoint
 
 from exo_node.mtp.rebuild import REPORT_EVERY
 from exo_node.node.machine.timing import LAN
@@ -23,6 +24,8 @@ from exo_node.proto import peer_pb2_grpc
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 60
+AFTERWARDS = 15
+"""What an answer tells once its spare has taken over."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,8 @@ def loop() -> Iterator[asyncio.Runner]:
 def two(loop: asyncio.Runner) -> Iterator[Placement]:
     # A frame may have as many rows as a chunk: no fewer than are rebuilt at once, which a spare may
     # lack where copies are slow.
-    with shared(loop, (0, 8, 16), prefill_chunk=REPORT_EVERY, lease_s=100) as placement:
+    fields = {"prefill_chunk": REPORT_EVERY, "lease_s": 100}
+    with shared(loop, (0, 3, 6), folder=small_checkpoint(), **fields) as placement:
         yield placement
 
 
@@ -73,7 +77,6 @@ def test_a_spare_takes_its_stages_place_with_what_it_was_sent(
     """Of four answers, which share their forwards by two."""
 
     async def play() -> None:
-        whole = await two.answer(STORY["prompt_ids"], max_tokens=TOKENS, ignore_eos=True)
         async with a_spare(two) as (spare, endpoint):
             fields: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
             requests = [two.request(STORY["prompt_ids"], **fields) for _ in range(4)]
@@ -89,15 +92,17 @@ def test_a_spare_takes_its_stages_place_with_what_it_was_sent(
             await two.connect()
             for request, (got, _) in zip(requests, streams, strict=True):
                 request.MergeFrom(pb.GenerateRequest(attempt=2, replay=got.rounds))
-            left = TOKENS - 45
-            rests = await asyncio.gather(*(begun(two, each, left) for each in requests))
-            for (got, _), (rest, events) in zip(streams, rests, strict=True):
-                assert (got.ids + rest.ids)[:TOKENS] == whole.ids
+            rests = await asyncio.gather(*(begun(two, each, AFTERWARDS) for each in requests))
+            told = [got.ids + rest.ids for (got, _), (rest, _) in zip(streams, rests, strict=True)]
+            for _, events in rests:
                 await events.aclose()
             # What a runner logs comes by another way than its answers.
             _ = await eventually(lambda: "goes on from a copy of" in caplog.text, 180)
             two.endpoints[1] = before
             await two.connect()
+        longest = max(map(len, told))
+        whole = await two.answer(STORY["prompt_ids"], max_tokens=longest, ignore_eos=True)
+        assert told == [whole.ids[: len(ids)] for ids in told]
 
     with caplog.at_level("INFO", logger="exo_node.runner"):
         loop.run(play())
@@ -157,7 +162,7 @@ def test_a_bad_copy_is_refused_by_name_and_harms_nothing(
         told = dict(caught.value.trailing_metadata() or ())
         assert (told["exo-code"], told["exo-param"]) == ("invalid_frame", field)
         answer = await two.answer(STORY["prompt_ids"], max_tokens=3)
-        assert answer.ids == STORY["greedy_ids"][:3]
+        assert answer.ids == list(expected(STORY["prompt_ids"], 3, chunk=REPORT_EVERY).ids)
 
     loop.run(play())
 
