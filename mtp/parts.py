@@ -34,15 +34,16 @@ class Parts:
     def computed(self, requests: Sequence[Sequence[Any]]) -> Generator[Wait]:
         """Evaluates what a forward left in the caches of `requests`, layer by layer.
 
-        What is behind the last layer's cache stays lazy, since nobody may want it.
+        Each layer is issued before the one in front of it is waited for: a GPU is never without
+        work. What is behind the last layer's cache stays lazy, since nobody may want it.
         """
         layers, begun = _layers(requests), self._clock()
-        arrays = next(layers, None)
-        while arrays is not None:
-            mx.eval(arrays)
-            arrays = next(layers, None)
+        ahead = _issued(layers)
+        while ahead is not None:
+            under_way, ahead = ahead, _issued(layers)
+            mx.eval(under_way)
             now = self._clock()
-            if arrays is not None and now - begun >= self._part_s:
+            if ahead is not None and now - begun >= self._part_s:
                 yield Wait.a_part()
                 begun = self._clock()
                 self._others_s = begun - now
@@ -50,6 +51,12 @@ class Parts:
     @property
     def _part_s(self) -> float:
         return min(max(LEAST_S, SHARE * self._others_s), MOST_S)
+
+
+def _issued(layers: Iterator[list[mx.array]]) -> list[mx.array] | None:
+    if (arrays := next(layers, None)) is not None:
+        mx.async_eval(arrays)
+    return arrays
 
 
 def _layers(requests: Sequence[Sequence[Any]]) -> Iterator[list[mx.array]]:

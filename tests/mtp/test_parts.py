@@ -3,6 +3,7 @@
 # mlx-lm has no types of its own.
 # pyright: reportUnknownMemberType=false
 
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -72,3 +73,32 @@ def test_a_forward_in_parts_is_the_forward_bit_for_bit(monkeypatch: pytest.Monke
     assert none == 0 and looks >= 2 * (len(model.layers) - 1)
     assert len(whole) == len(parts) > len(model.layers)
     assert all(mx.array_equal(a, b).item() for a, b in zip(whole, parts, strict=True))
+
+
+class Device:
+    """mlx.core, which notes what is issued and what is waited for."""
+
+    def __init__(self) -> None:
+        self.seen = list[tuple[str, int]]()
+
+    def async_eval(self, arrays: list[mx.array]) -> None:
+        self.seen.append(("issued", id(arrays[0])))
+        mx.async_eval(arrays)
+
+    def eval(self, arrays: list[mx.array]) -> None:
+        self.seen.append(("waited", id(arrays[0])))
+        mx.eval(arrays)
+
+
+def test_a_layer_is_issued_before_the_one_in_front_of_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, held = Device(), caches()
+    monkeypatch.setattr("exo_node.mtp.parts.mx", device)
+    for _ in Parts(Clock(step=1.0)).computed([held]):
+        pass
+    first: list[int] = [id(cache_arrays([cache])[0]) for cache in held]
+    between = [
+        each for a, b in itertools.pairwise(first) for each in (("issued", b), ("waited", a))
+    ]
+    assert device.seen == [("issued", first[0]), *between, ("waited", first[-1])]

@@ -83,6 +83,8 @@ class _Lazy:
     def eval(self, *_: object) -> None:
         pass
 
+    async_eval = eval
+
 
 def _read(loaded: Loaded) -> list[Any]:
     """Caches that hold the whole prompt."""
