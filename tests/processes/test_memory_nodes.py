@@ -1,51 +1,64 @@
 """Two real nodes with room for one model each, and three models asked for at once (M3)."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
 from nodes import Node, Reply, chat_body, eventually, node
-from test_bad_input import CHAT, copy_of_demo
+from small import small_checkpoint
+from test_bad_input import CHAT
 from test_cluster import grpc_address, join, sees
 
+from exo_node.node.models.library import ModelLibrary
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId
-from exo_node.placement.library import packaged_cards
 
 pytestmark = pytest.mark.timeout(900)
 
-MODELS = ("demo", "second", "third")
-CARD = packaged_cards()[ModelId("demo")]
-WHOLE = stage_bytes(CARD, 0, CARD.num_layers, True, CARD.context_length, True)
-LIMIT = WHOLE * 5 // 4
-"""One model, and a quarter of another: two such quarters hold no third one."""
+MODELS = ("first", "second", "third")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two nodes; `card` is that of each of the models."""
+
+    one: Node
+    two: Node
+    card: ModelCard
+    limit: int
+    """One model, and a quarter of another: two such quarters hold no third one."""
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     root = tmp_path_factory.mktemp("memory")
-    for name in MODELS[1:]:
-        _ = copy_of_demo(root / "models" / name, "[native_mtp]\ndefault_k = 1\nmax_k = 2\n")
-    flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(LIMIT))
+    for name in MODELS:
+        _ = shutil.copytree(small_checkpoint(), root / "models" / name)
+    card = ModelLibrary((root / "models",), offline=True).get(ModelId(MODELS[0])).card
+    limit = stage_bytes(card, 0, card.num_layers, True, card.context_length, True) * 5 // 4
+    flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(limit))
     with ExitStack() as stack:
         one = stack.enter_context(node(root / "one", *flags))
         folder = join(one, root / "two")
         two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one)))
         eventually(lambda: sees(one, 2) and sees(two, 2), 180)
-        yield one, two
+        yield Pair(one, two, card, limit)
 
 
-def promised_by_node(door: Node) -> Counter[str]:
+def promised_by_node(pair: Pair) -> Counter[str]:
     """Bytes that the placements may take, by node: each is a whole model here."""
     found: Counter[str] = Counter()
-    for placed in door.call("GET", "/v1/placements").body["data"]:
+    for placed in pair.one.call("GET", "/v1/placements").body["data"]:
         if placed["status"] != "failed":
             for stage in placed["stages"]:
                 first, end = stage["layers"]
-                context = placed["context_length"]
-                found[stage["node"]] += stage_bytes(CARD, first, end, first == 0, context, True)
+                sizes = (first, end, first == 0, placed["context_length"], True)
+                found[stage["node"]] += stage_bytes(pair.card, *sizes)
     return found
 
 
@@ -57,10 +70,8 @@ def used_by_node(door: Node) -> Counter[str]:
     )
 
 
-def test_models_asked_for_at_once_are_never_planned_over_the_limit(
-    pair: tuple[Node, Node],
-) -> None:
-    one, two = pair
+def test_models_asked_for_at_once_are_never_planned_over_the_limit(pair: Pair) -> None:
+    one, two = pair.one, pair.two
 
     def asked(door: Node, model: str) -> Reply:
         body = chat_body("Who are you?", model=model, max_tokens=8)
@@ -70,8 +81,8 @@ def test_models_asked_for_at_once_are_never_planned_over_the_limit(
         eventually(lambda: not exceeds() and all(each.done() for each in answers), 240)
 
     def exceeds() -> bool:
-        for tally in (promised_by_node(one), used_by_node(one)):
-            assert all(size <= LIMIT for size in tally.values()), tally
+        for tally in (promised_by_node(pair), used_by_node(one)):
+            assert all(size <= pair.limit for size in tally.values()), tally
         return False
 
     with ThreadPoolExecutor(len(MODELS)) as pool:
@@ -89,7 +100,7 @@ def test_models_asked_for_at_once_are_never_planned_over_the_limit(
     assert {p["model"] for p in placed if p["status"] == "ready"} == well
     assert len({stage["node"] for p in placed for stage in p["stages"]}) == 2
     # What was refused leaves nothing behind: one goes, and the other one fits.
-    [gone] = [p for p in placed if p["model"] == "demo" or p["model"] == min(well)][:1]
+    [gone] = [p for p in placed if p["model"] == min(well)]
     assert one.call("DELETE", f"/v1/placements/{gone['id']}").status == 200
     [third] = set(MODELS) - well
     # At once: the head need not hear it from the next heartbeat of the node that held it.
