@@ -2,7 +2,7 @@
 
 `make test ARGS=--costs` prints them. Seconds of CPU and not of a clock: tests share the machine.
 A process counts for the test at whose end it has ended, so that a file's sum is right and a test's
-may not be.
+may not be. One whose parent was killed, as a node's runners are, counts nowhere.
 """
 
 import resource

@@ -159,13 +159,15 @@ def node(
     command: Sequence[str] = (COMMAND,),
     connect: Connect = on_loopback,
     measures: bool = False,
+    sound: bool = False,
 ) -> Generator[Node]:
     """A node that is ready, killed at the end; a test that is about its end calls `stop`.
 
-    One that `measures` is not given what other loads of the session measured, nor gives it.
+    One that `measures` is not given what other loads of the session measured, nor gives it. What
+    models of a folder measured is given where they are `sound`: others may be broken ones.
     """
     if not measures:
-        kept_profiles.seed(data_dir, source="--models-dir" not in flags)
+        kept_profiles.seed(data_dir, source=sound or "--models-dir" not in flags)
     process = start_process(data_dir, *flags, env=env, command=command)
     log = data_dir / "log"
     try:

@@ -34,7 +34,7 @@ class Trio:
         if self.nodes and not folder.exists():
             _ = join(next(iter(self.nodes.values())), folder)
         (folder / "node.json").unlink(missing_ok=True)  # of a process that was killed
-        started = self._stack.enter_context(node(folder, *self._flags, *peers))
+        started = self._stack.enter_context(node(folder, *self._flags, *peers, sound=True))
         self.nodes[name] = started
         return started
 

@@ -43,9 +43,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     limit = stage_bytes(card, 0, card.num_layers, True, card.context_length, True) * 5 // 4
     flags = ("--no-mdns", "--models-dir", str(root / "models"), "--memory-limit", str(limit))
     with ExitStack() as stack:
-        one = stack.enter_context(node(root / "one", *flags))
+        one = stack.enter_context(node(root / "one", *flags, sound=True))
         folder = join(one, root / "two")
-        two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one)))
+        two = stack.enter_context(node(folder, *flags, "--peer", grpc_address(one), sound=True))
         eventually(lambda: sees(one, 2) and sees(two, 2), 180)
         yield Pair(one, two, card, limit)
 
