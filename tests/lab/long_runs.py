@@ -106,14 +106,14 @@ def growth(samples: list[Memory]) -> int:
     return max(s.beside_caches for s in after) - max(s.beside_caches for s in before)
 
 
-def kept_after_clearing(samples: list[Memory]) -> int:
+def kept_after_clearing(samples: list[Memory], clear_every: int = CLEAR_EVERY) -> int:
     """The most bytes kept for reuse at the best moment of any stretch in which they are freed.
 
     Between two of these moments they pile up, the more the longer the caches are.
     """
     stretches: dict[int, int] = {}
     for s in samples:
-        stretch = s.tokens // (CLEAR_EVERY + CLEAR_EVERY // 4)
+        stretch = s.tokens // (clear_every + clear_every // 4)
         stretches[stretch] = min(s.kept, stretches.get(stretch, s.kept))
     *whole, _ = stretches.values()  # the last may have ended before its moment
     return max(whole)
