@@ -9,6 +9,7 @@ from typing import Any
 import as_runners  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
+import fused_headers
 import hypothesis
 import kept_profiles
 import mlx.core as mx
@@ -31,6 +32,7 @@ __all__ = [  # hooks
 ]
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
+fused_headers.use()
 
 hypothesis.settings.register_profile(
     "steady",
