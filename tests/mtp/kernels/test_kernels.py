@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,13 @@ def model() -> qwen3_5.Model:
     prepare(made)
     mx.eval(made.parameters())
     return made
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is handed in: a trial tells no more by 96 calls than by four."""
+    monkeypatch.setattr(trial, "_CALLS", 2)
+    monkeypatch.setattr(trial, "_REPEATS", 1)
 
 
 @pytest.fixture
@@ -242,15 +250,16 @@ def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, 
     layer: Any = model.language_model.model.layers[0].linear_attn
     give_kernel(layer)
     x = mx.random.normal((1, rows, 64))
+    whole, part = TapedCache(2), TapedCache(2)
+    for cache in (whole, part):
+        layer(mx.ones((1, 3, 64)), None, cache)
+    layer(x, None, whole)
     for kept in range(rows + 1):
-        whole, part = TapedCache(2), TapedCache(2)
-        for cache in (whole, part):
-            layer(mx.ones((1, 3, 64)), None, cache)
-        layer(x, None, whole)
-        whole.rollback(rows - kept)
-        for i in range(kept):
-            layer(x[:, i : i + 1], None, part)
-        for a, b in zip(whole.cache, part.cache, strict=True):
+        if kept:
+            layer(x[:, kept - 1 : kept], None, part)
+        taken_back = copy.deepcopy(whole)
+        taken_back.rollback(rows - kept)
+        for a, b in zip(taken_back.cache, part.cache, strict=True):
             assert a is not None and b is not None and a.shape == b.shape
             assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
 
