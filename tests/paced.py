@@ -6,6 +6,7 @@ over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; 
 """
 
 import asyncio
+import functools
 import heapq
 import itertools
 from collections import deque
@@ -21,6 +22,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import Run, Turns
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import streams
 from exo_node.shard.pipeline.stage import StageWorker
@@ -105,6 +107,12 @@ class _Thread:
             self._turns.spare()
 
 
+@functools.cache
+def _loaded(wanted: bytes) -> Loaded:
+    """Once a process: what requests leave behind is not in here."""
+    return load_quietly(pb.StageSpec.FromString(wanted))
+
+
 class PacedPipeline:
     """`stages` stages of the small model. It is also the event loop of all of them."""
 
@@ -146,7 +154,7 @@ class PacedPipeline:
         ]
         for each in specs:
             each.prefill_chunk = ROWS
-        loaded = [load_quietly(each) for each in specs]
+        loaded = [_loaded(each.SerializeToString(deterministic=True)) for each in specs]
         self.threads = [_Thread(self) for _ in specs]
         self.ring = streams.Ring("p1", self.stages, "float32", loaded[0].expected.hidden_size)
         self._workers: list[StageWorker] = []

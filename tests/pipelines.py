@@ -32,7 +32,7 @@ from exo_node.shard.pipeline.state_store import StateStore
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 30
 SIZE = 0.4
-BOUNDS = (0, 2, 4, LAYERS)
+BOUNDS = (0, 1, 3, LAYERS)
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -11,6 +12,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from loopback import LoopbackLink
 from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from tables import EndAt
 from zoo import VOCABULARY
@@ -40,8 +42,23 @@ def small(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
     """Weights are a function of the config; `stock`: as mlx-lm has it, nothing of ours in it."""
     mx.random.seed(0)  # biases begin as random numbers
     model = small_model(config, stock=stock)
+    # Lazy until here: of one config the numbers, which cost most, are drawn once.
+    key = json.dumps(config, sort_keys=True)
+    if key in _drawn:
+        _ = model.update(tree_unflatten([(name, mx.array(v)) for name, v in _drawn[key]]))
     mx.eval(model.parameters())
+    if key not in _drawn:
+        _drawn.clear()
+        _drawn[key] = [(name, mx.array(v)) for name, v in _flat(model)]
     return model
+
+
+_drawn: dict[str, list[tuple[str, mx.array]]] = {}
+"""Of the last config."""
+
+
+def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
 def mlx_lms(model: nn.Module, tokens: int = TOKENS) -> list[int]:

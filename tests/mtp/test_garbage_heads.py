@@ -56,21 +56,23 @@ def without_drafts(sampling: Sampling) -> tuple[int, ...]:
     return tell(LONG, sampling=sampling, max_tokens=24).ids
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(penalties=Penalties(1.3, 0.5, 0.5)),
-        Sampling(temperature=1.0, seed=8),
-        Sampling(temperature=0.7, top_k=3, top_p=0.9, seed=9),
-    ],
-    ids=["greedy", "greedy, penalties", "seed", "seed, filters"],
-)
-def test_greedy_and_seeded_ids_are_those_without_drafts(
-    k: int, name: str, sampling: Sampling
-) -> None:
+CHOSEN = {
+    "greedy": Sampling(),
+    "greedy, penalties": Sampling(penalties=Penalties(1.3, 0.5, 0.5)),
+    "seed": Sampling(temperature=1.0, seed=8),
+    "seed, filters": Sampling(temperature=0.7, top_k=3, top_p=0.9, seed=9),
+}
+IN_TURN = [
+    (KS[(row + column) % len(KS)], name, how)
+    for column, how in enumerate(CHOSEN)
+    for row, name in enumerate(NAMES)
+]
+"""Every garbage with every way of choosing, and with each K in one of them."""
+
+
+@pytest.mark.parametrize(("k", "name", "how"), IN_TURN)
+def test_greedy_and_seeded_ids_are_those_without_drafts(k: int, name: str, how: str) -> None:
+    sampling = CHOSEN[how]
     got = tell(LONG, garbage(LONG)[name], k, sampling=sampling, max_tokens=24).ids
     assert got == without_drafts(sampling)
 

@@ -18,7 +18,7 @@ import pytest
 from engines import ORACLE, Answer
 from nodes import struck
 from runners import KEY, NODE, Placement, WireAnswer, eventually, running, shared
-from small import expected, small_checkpoint
+from small import LAYERS, expected, small_checkpoint
 
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
@@ -31,7 +31,7 @@ from exo_node.shard.runner.main import STATE_EVERY_S
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
-BOUNDS, HIDDEN, CHUNK = (0, 3, 6), 64, 8
+BOUNDS, HIDDEN, CHUNK = (0, 2, LAYERS), 64, 8
 TOKENS = 24
 LEASE_S = 3
 WITHIN_S = 180.0
@@ -400,7 +400,7 @@ def test_a_stopped_stage_is_lost_in_time_and_its_state_freed_when_it_wakes(
 def test_a_loss_behind_the_neighbour_reaches_the_generator(loop: asyncio.Runner) -> None:
     async def play() -> None:
         fields = {"prefill_chunk": CHUNK, "lease_s": LEASE_S}
-        async with running((0, 1, 5, 6), small_checkpoint(), **fields) as three:
+        async with running((0, 1, 3, LAYERS), small_checkpoint(), **fields) as three:
             assert await good(three)
             events = await begun(three)
             os.kill(three.processes[2].pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from engines import ORACLE
 from runners import KEY, NODE, Placement, WireAnswer, eventually, runner_host, shared
-from small import expected, small_checkpoint
+from small import LAYERS, expected, small_checkpoint
 
 from exo_node.mtp.rebuild import REPORT_EVERY
 from exo_node.node.machine.timing import LAN
@@ -39,7 +39,7 @@ def two(loop: asyncio.Runner) -> Iterator[Placement]:
     # A frame may have as many rows as a chunk: no fewer than are rebuilt at once, which a spare may
     # lack where copies are slow.
     fields = {"prefill_chunk": REPORT_EVERY, "lease_s": 100}
-    with shared(loop, (0, 3, 6), folder=small_checkpoint(), **fields) as placement:
+    with shared(loop, (0, 2, LAYERS), folder=small_checkpoint(), **fields) as placement:
         yield placement
 
 

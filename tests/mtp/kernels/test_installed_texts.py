@@ -51,13 +51,18 @@ def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product._quantized.cache_clear()  # pyright: ignore[reportPrivateUsage]
     row_attention._kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(kernel_choice, "available", lambda: True)
-    monkeypatch.setattr(trial, "_CALLS", 1)
-    monkeypatch.setattr(trial, "_REPEATS", 0)
+    monkeypatch.setattr(trial, "_time", untimed)
     if not available():
         # One chunk of keys, and more than one: what a kernel of ours distinguishes.
         monkeypatch.setattr(attention_choice, "_CONTEXTS", (24, 70))
         # MLX adds the products of experts in bfloat16 there.
         monkeypatch.setitem(trial._TOLERANCE, mx.bfloat16, 0.1)  # pyright: ignore
+
+
+def untimed(run: trial.Run, rows: int, layers: int, clock: trial.Clock) -> float:
+    """A launch is a process here; what a trial compares is computed all the same."""
+    del run, rows, layers, clock
+    return 0.0
 
 
 def small(config: dict[str, Any]) -> qwen3_5.Model:

@@ -5,8 +5,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from engines import answer, engine_of, load_quietly, request
-from small import small_spec
+from engines import answer, engine_of, load_quietly, request, spec
+from small import small_checkpoint
 
 from exo_node.mtp.seams import Wait
 from exo_node.shard.engine.admission import GROWTH, Admission
@@ -97,7 +97,8 @@ def test_who_goes_leaves_no_room_taken(when: str) -> None:
 
 def test_answers_that_do_not_fit_together_come_one_after_the_other() -> None:
     """And each is what it is alone."""
-    wanted = small_spec(native_mtp=True, context_length=128)
+    fields: dict[str, Any] = {"num_layers": 6, "native_mtp": True, "context_length": 128}
+    wanted = spec(small_checkpoint(6), 0, 6, **fields)
     served = engine_of(load_quietly(wanted), wanted)
     asked = [request(list(range(5, 85)), 2, 20, ignore_end=True) for _ in range(3)]
     running = {number: served.generate(each) for number, each in enumerate(asked)}

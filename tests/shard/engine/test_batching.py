@@ -1,5 +1,6 @@
 """Answers that share forwards are those that they are alone, whoever joins, leaves or stalls."""
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from readers import Reader, alone, engine, loaded, prompt, together
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
+from exo_node.mtp import parts
 from exo_node.mtp.batch import Batch, Member
 from exo_node.mtp.batch_prompts import PromptBatch
 from exo_node.mtp.seams import Wait
@@ -30,6 +32,13 @@ from exo_node.shard.text.codec import TextCodec
 GREEDY = Sampling()
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
 PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),)))
+
+
+@pytest.fixture(autouse=True)
+def prompts_have_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is in a batch when depends on turns alone, on a busy machine too."""
+    for least in ("LEAST_S", "MOST_S"):
+        monkeypatch.setattr(parts, least, math.inf)
 
 
 class AlwaysDue(StateSender):

@@ -184,7 +184,7 @@ def test_answers_that_share_forwards_are_those_that_they_are_alone() -> None:
     assert [tuple(r.ids) for r in readers] == [answer(lone, each).ids for each in asked]
 
 
-@pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 2, 4, 6)])
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 3, 4)])
 def test_stages_of_a_pipeline_quantise_theirs_and_give_the_same_ids(bounds: Sequence[int]) -> None:
     split, _, parts = split_engine(bounds, folder=small_checkpoint(hidden=HIDDEN), **form(4))
     assert answer(split, request(PROMPT, 0, TOKENS)).ids == plain(4)

@@ -12,20 +12,26 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import engine_of, load_quietly, request
-from small import small_spec
+from engines import engine_of, load_quietly, request, spec
+from small import small_checkpoint
 
 from exo_node.mtp.rollback import cache_arrays, holds_rows
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
-CHUNK, ROWS = 128, 3072
+CHUNK, ROWS, LAYERS = 128, 3072, 6
 IDS = [7 * i % 4000 + 3 for i in range(ROWS)]
+
+
+def whole() -> pb.StageSpec:
+    folder = small_checkpoint(LAYERS)
+    return spec(folder, 0, LAYERS, num_layers=LAYERS, prefill_chunk=CHUNK)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    found = load_quietly(small_spec())
+    found = load_quietly(whole())
     mx.eval(found.model.model.parameters())
     return found
 
@@ -54,7 +60,7 @@ def peak_of(engine: TextEngine, prompt: Sequence[int]) -> int:
 
 
 def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(loaded: Loaded) -> None:
-    engine = engine_of(loaded, small_spec(prefill_chunk=CHUNK))
+    engine = engine_of(loaded, whole())
     _ = peak_of(engine, IDS[:CHUNK])  # what is made once
     alone = chunk_alone(loaded)
     caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
@@ -66,7 +72,7 @@ def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A seeded fault: all chunks are left to the first token."""
-    engine = engine_of(loaded, small_spec(prefill_chunk=CHUNK))
+    engine = engine_of(loaded, whole())
     alone = chunk_alone(loaded)
     caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
     for module in ("loop", "parts"):

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from engines import ORACLE, answer, engine_of, load_quietly, request
+from engines import ORACLE, answer, engine_of, request
+from readers import loaded
 from small import small_spec
 
 from exo_node.mtp.rebuild import Rebuild
@@ -24,10 +25,18 @@ SAMPLINGS = {
 
 
 def engine(*, bitwise: bool = True) -> TextEngine:
-    spec = small_spec(native_mtp=True)
-    made = engine_of(load_quietly(spec), spec)
+    made = engine_of(loaded(), small_spec(native_mtp=True))
     made.identity = "bitwise" if bitwise else "near_tie"
     return made
+
+
+def asked_for(k: int, sampling: Sampling = SAMPLINGS["greedy"]) -> EngineRequest:
+    """With log-probabilities, which tell of a state what tokens may not."""
+    return request(PROMPT, k, TOKENS, ignore_end=True, sampling=sampling, top_logprobs=0)
+
+
+def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
+    return [(each.tokens, each.accepted, each.logprobs) for each in rounds]
 
 
 def rows_of_forwards(made: TextEngine, asked: EngineRequest) -> tuple[tuple[Round, ...], list[int]]:
@@ -46,20 +55,19 @@ def rows_of_forwards(made: TextEngine, asked: EngineRequest) -> tuple[tuple[Roun
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_what_follows_is_the_undisturbed_answers(k: int, kind: str) -> None:
-    asked = request(PROMPT, k, TOKENS, ignore_end=True, sampling=SAMPLINGS[kind])
+    asked = asked_for(k, SAMPLINGS[kind])
     undisturbed = answer(engine(), asked).rounds
     for cut in (1, 2, 18, len(undisturbed) - 1):
         again = replace(asked, attempt=2, replay=tuple(undisturbed[:cut]))
         rest, rows = rows_of_forwards(engine(), again)
-        assert [each.tokens for each in rest] == [each.tokens for each in undisturbed[cut:]]
-        assert [each.accepted for each in rest] == [each.accepted for each in undisturbed[cut:]]
+        assert answers(rest) == answers(undisturbed[cut:])
         told = sum(len(each.tokens) for each in undisturbed[1:cut])
         # The prompt, the rounds in sixteens, and a forward for each round that is new.
         assert len(rows) <= 1 + -(-told // 4) + -(-cut // 16) + len(rest) + 1
 
 
 def test_where_rows_matter_each_round_is_repeated_as_it_was() -> None:
-    asked = request(PROMPT, 3, TOKENS, ignore_end=True)
+    asked = asked_for(3)
     undisturbed = answer(engine(), asked).rounds
     again = replace(asked, attempt=2, replay=tuple(undisturbed[:9]))
     _, rows = rows_of_forwards(engine(bitwise=False), again)
@@ -68,7 +76,7 @@ def test_where_rows_matter_each_round_is_repeated_as_it_was() -> None:
 
 def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
-    asked = request(PROMPT, 0, TOKENS, ignore_end=True)
+    asked = asked_for(0)
     undisturbed = answer(engine(), asked).rounds
     repeat = Rebuild._repeat_together  # pyright: ignore[reportPrivateUsage]
 
@@ -80,4 +88,4 @@ def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Rebuild, "_repeat_together", lacking)
     again = replace(asked, attempt=2, replay=tuple(undisturbed[:20]))
     rest = answer(engine(), again).rounds
-    assert [each.tokens for each in rest] != [each.tokens for each in undisturbed[20:]]
+    assert answers(rest) != answers(undisturbed[20:])

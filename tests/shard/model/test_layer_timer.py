@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 from clocks import Clock
 from engines import ORACLE, answer, load_quietly, request, spec, split_engine
+from models import make_checkpoint
 from runners import eventually
-from small import small_checkpoint
 
 from exo_node.node.cluster.member_facts import MemberFacts
 from exo_node.node.links.layer_profiles import LayerProfiles
@@ -112,10 +112,10 @@ class Meter(LayerTimer):
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_only_forwards_that_are_computed_whole_count(last: bool) -> None:
+def test_only_forwards_that_are_computed_whole_count(checkpoint: Path, last: bool) -> None:
     """The last stage evaluates caches alone where nobody reads its rows."""
     end = 16 if last else 12
-    loaded = load_quietly(spec(small_checkpoint(16), 8, end, stage=1, num_stages=2 if last else 3))
+    loaded = load_quietly(spec(checkpoint, 8, end, stage=1, num_stages=2 if last else 3))
     worker = StageWorker(loaded.model, loaded.expected, lambda: 0.0)
     loaded.model.meter = meter = Meter()
     _ = worker.forward(block(0, 4, pb.REPLY_NONE))
@@ -172,8 +172,15 @@ def layers_of(model: StageModel) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def halves() -> tuple[TextEngine, list[Loaded]]:
-    engine, _, loaded = split_engine((0, 8, 16), folder=small_checkpoint(16))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen layers that tell a token in little time: what each takes is said here."""
+    folder = tmp_path_factory.mktemp("layers") / "model"
+    return make_checkpoint(folder, "llama", dtype="float32", layers=16, hidden=HIDDEN, vocab=4096)
+
+
+@pytest.fixture(scope="module")
+def halves(checkpoint: Path) -> tuple[TextEngine, list[Loaded]]:
+    engine, _, loaded = split_engine((0, 8, 16), folder=checkpoint)
     return engine, loaded
 
 

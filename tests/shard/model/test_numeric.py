@@ -151,7 +151,7 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
     ],
 )
 def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, told: str) -> None:
-    engine, workers, loaded = split_engine([0, 2, 4, 6], folder=small_checkpoint())
+    engine, workers, loaded = split_engine([0, 2, 4, 6], folder=small_checkpoint(6))
     number = 0 if layer is None else layer // 2
     body: Any = loaded[number].model.model
     model = body.language_model.model

@@ -335,20 +335,30 @@ SPOILT: list[Spoil] = [
 ]
 
 
+@functools.cache
+def sent_copies() -> list[bytes]:
+    """Those of one answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Whole(patch)
+        whole.arrives = False
+        _ = whole.until(9, asked(2))
+        whole.close()
+    return [copy.SerializeToString() for copy in whole.sent]
+
+
 @pytest.mark.parametrize("spoil", SPOILT)
 @pytest.mark.parametrize("number", [1, 2], ids=["first", "next"])
 def test_a_drafters_copy_that_cannot_be_is_refused(
     drafting: Whole, number: int, spoil: Spoil
 ) -> None:
     """The first copy, of the prompt, has no rows of the head yet."""
-    wanted = asked(2)
-    drafting.arrives = False
-    _ = drafting.until(9, wanted)
-    for copy in drafting.sent[:number]:
+    *before, spoilt = [pb.StateCopy.FromString(sent) for sent in sent_copies()[: number + 1]]
+    for copy in before:
         drafting.copies.keep(copy)
-    spoil(drafting.sent[number].drafter)
+    assert drafting.copies.bytes > 0
+    spoil(spoilt.drafter)
     with pytest.raises(InvalidFrame) as caught:
-        drafting.copies.keep(drafting.sent[number])
+        drafting.copies.keep(spoilt)
     assert caught.value.param == "copy.drafter"
     assert drafting.copies.bytes == 0
-    assert drafting.copies.take(wanted.request, 2, 1000) is None
+    assert drafting.copies.take(spoilt.request, 2, 1000) is None

@@ -91,7 +91,7 @@ def batches(reader: Reader) -> set[int]:
     return {r.forward.batch for r in reader.rounds}
 
 
-@pytest.mark.parametrize("bounds", [(0, 3, LAYERS), (0, 2, 4, LAYERS)])
+@pytest.mark.parametrize("bounds", [(0, 2, LAYERS), (0, 1, 3, LAYERS)])
 def test_answers_that_travel_together_are_those_that_they_are_alone(bounds: Sequence[int]) -> None:
     """They join, end, stall and are cancelled; groups are as many as stages."""
     split, readers = Split(bounds), readers_of(6)
@@ -111,7 +111,7 @@ def test_answers_that_travel_together_are_those_that_they_are_alone(bounds: Sequ
 
 
 def test_fewer_than_two_for_each_stage_are_not_merged() -> None:
-    split, readers = Split((0, 3, LAYERS)), readers_of(2)
+    split, readers = Split((0, 2, LAYERS)), readers_of(2)
     together(split.engine, readers)
     assert [batches(reader) for reader in readers] == [{1}, {1}]
     assert split.link.sent == 0
@@ -122,7 +122,7 @@ def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
 ) -> None:
     formed = list[int]()
     form = StageWorker.forward_all
-    split, readers = Split((0, 3, LAYERS)), readers_of(4)
+    split, readers = Split((0, 2, LAYERS)), readers_of(4)
     merged = split.workers[0]._merged  # pyright: ignore[reportPrivateUsage]
 
     def counted(self: StageWorker, blocks: Sequence[HiddenBlock]) -> Any:
@@ -153,7 +153,7 @@ def follow(split: Split, readers: Sequence[Reader], **changes: Any) -> None:
 
 def test_a_loss_on_the_way_back_costs_no_answer_and_no_row() -> None:
     """Every stage is a row ahead of what was handed out, and takes it back."""
-    split, readers = Split((0, 3, LAYERS)), readers_of(4)
+    split, readers = Split((0, 2, LAYERS)), readers_of(4)
     split.link.lost_at = 12
     together(split.engine, readers)
     lost = [reader for reader in readers if reader.fault is not None]
@@ -171,11 +171,11 @@ def test_a_loss_on_the_way_back_costs_no_answer_and_no_row() -> None:
     assert min(rows) >= held  # nothing before is computed anew
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [0, 2])
 def test_a_fault_of_a_merged_forward_ends_no_answer(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, readers, count = Split((0, 3, LAYERS)), readers_of(4), itertools.count()
+    split, readers, count = Split((0, 2, LAYERS)), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
     def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -191,7 +191,7 @@ def test_a_fault_of_a_merged_forward_ends_no_answer(
 
 
 def test_nobody_goes_on_with_rows_of_a_forward_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _loaded((0, 3, LAYERS))[0].model
+    model = _loaded((0, 2, LAYERS))[0].model
     states = [RequestState(model.make_caches()) for _ in range(3)]
     for state in states:
         mx.eval(model.hidden(mx.array([[5, 6, 7]]), None, state.caches))
@@ -214,11 +214,11 @@ def test_nobody_goes_on_with_rows_of_a_forward_that_failed(monkeypatch: pytest.M
     assert not merged.arrays()
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [0, 2])
 def test_numbers_that_are_none_end_their_own_answer_only(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, readers, count = Split((0, 3, LAYERS)), readers_of(4), itertools.count()
+    split, readers, count = Split((0, 2, LAYERS)), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
     def broken(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -259,16 +259,16 @@ class Copies(StateSender):
 def test_a_spare_is_offered_the_rows_of_its_request_out_of_a_group() -> None:
     copied, solo = Copies(), Copies()
     readers = readers_of(4)
-    together(Split((0, 3, LAYERS), copied).engine, readers)
+    together(Split((0, 2, LAYERS), copied).engine, readers)
     for reader in readers:
         assert max(batches(reader)) == 2
-        together(Split((0, 3, LAYERS), solo).engine, [Reader(reader.asked)])
+        together(Split((0, 2, LAYERS), solo).engine, [Reader(reader.asked)])
         (got,), (wanted,) = (each.rows[reader.asked.request] for each in (copied, solo))
         assert mx.array_equal(got, wanted).item()
 
 
 def test_what_a_stage_computes_otherwise_together_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    split, readers = Split((0, 3, LAYERS)), readers_of(4)
+    split, readers = Split((0, 2, LAYERS)), readers_of(4)
     split.workers[0].probe()
     merged = split.workers[0]._merged  # pyright: ignore[reportPrivateUsage]
     assert merged.same and not merged.refused and not merged.arrays()
@@ -286,7 +286,7 @@ def test_what_a_stage_computes_otherwise_together_is_said(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("changes", [{"batching": False}, {"fixed_rows": 4}])
 def test_what_is_turned_off_is_not_merged(changes: dict[str, Any]) -> None:
-    split, readers = Split((0, 3, LAYERS), **changes), readers_of(4)
+    split, readers = Split((0, 2, LAYERS), **changes), readers_of(4)
     together(split.engine, readers)
     assert split.link.sent == 0
     assert all(reader.done and reader.done.stats.batching_reason for reader in readers)
@@ -295,7 +295,7 @@ def test_what_is_turned_off_is_not_merged(changes: dict[str, Any]) -> None:
 def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    split, readers = Split((0, 3, LAYERS)), readers_of(4)
+    split, readers = Split((0, 2, LAYERS)), readers_of(4)
 
     def refused(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
         if tokens.shape[0] > 1:

@@ -136,7 +136,7 @@ def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
 
 
 def test_a_backend_that_rounds_by_rows_is_a_near_tie_and_strict_holds() -> None:
-    found = checked(subject(by_rows, 1e-4))
+    found = checked(subject(by_rows, 1e-4), effort=FEWER)
     assert found["blocks"].finding == "differs"
     assert {found[name].finding for name in ("rollback", "fixed_rows", "strict")} == {"ok"}
     assert "defect" not in findings(found).values()
@@ -179,7 +179,7 @@ def test_numbers_beyond_rounding_are_a_defect() -> None:
 
 
 def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
-    found = checked(subject(by_contents, 1e-5), "strict")
+    found = checked(subject(by_contents, 1e-5), "strict", FEWER)
     assert found["fixed_rows"].finding == "differs"
     assert "EXO_NATIVE_MTP_STRICT" in found["fixed_rows"].summary
     assert found["rollback"].finding == "differs"
@@ -187,7 +187,7 @@ def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
 
 
 def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
-    found = checked(subject(head=False))
+    found = checked(subject(head=False), effort=FEWER)
     for name in ("blocks", "rollback", "fixed_rows", "batch"):
         assert found[name].finding == "ok"
     for name in ("priming", "greedy", "strict", "seeded", "marginals"):
@@ -303,7 +303,7 @@ def test_a_rollback_fault_is_seen_on_a_backend_that_rounds_by_rows(
 ) -> None:
     of = subject(by_rows, 1e-4)
     leave_one_row(monkeypatch)
-    assert checked(of, "rollback")["rollback"].finding == "defect"
+    assert checked(of, "rollback", FEWER)["rollback"].finding == "defect"
 
 
 # --------------------------------------------------------------------------------- its figures
