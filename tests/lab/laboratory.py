@@ -46,6 +46,7 @@ class Laboratory:
     stages: int
     memory: Mapping[str, str] = field(default_factory=dict[str, str])
     """--memory-limit by folder: n0, n1, …"""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     load_s: float = 0.0
     """How long the first placement took: what a stage without a spare costs, at most."""
     collapsed: int = 0
@@ -203,7 +204,7 @@ class Laboratory:
         )
         if limit := self.memory.get(folder.name):
             flags += ("--memory-limit", limit)
-        opened = node(folder, *flags, "--cluster-key-file", str(key), *dialled)
+        opened = node(folder, *flags, "--cluster-key-file", str(key), *dialled, env=self.env)
         running = opened.__enter__()
         own = running.itself()
         address = f"{own['host']}:{own['port']}"
@@ -232,9 +233,10 @@ def laboratory(
     stages: int = 3,
     spares: int = 1,
     memory: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Generator[Laboratory]:
     """Nodes with the demo model placed and its spares ready."""
-    lab = Laboratory(root, spares, stages, memory or {})
+    lab = Laboratory(root, spares, stages, memory or {}, env or {})
     try:
         lab.start(nodes)
         _ = lab.place()
