@@ -125,6 +125,13 @@ class Ahead:
         self._token = token
         self._verifier.take_over(self._caches, position)
 
+    def rows(self) -> tuple[list[KVCache | None], KVCache]:
+        """By layer and of the draft head, what attention holds, in views; the last rows of each may
+        be none."""
+        assert self._drafts is not None
+        caches = [c.of(0) if isinstance(c, BatchKVCache) else None for c in self._caches]
+        return caches, self._drafts.rows()
+
     def issue(self, k: int) -> Flight:
         """A round of `k` drafts, or 0, behind all before it; its evaluation begins."""
         assert self._drafts is not None
@@ -145,6 +152,10 @@ class Ahead:
         flight = Flight(k, mx.concatenate(told))
         mx.async_eval(flight.told)
         return flight
+
+    def drop(self) -> None:
+        """The answer is over: nothing of it is held any more."""
+        self._caches, self._drafts, self._drafter = [], None, None
 
     def told(self, position: int) -> None:
         """A verdict was read: the answer has `position` rows."""
@@ -192,6 +203,11 @@ class _Drafting:
         joined = join(drafts)
         mx.async_eval(joined.tokens)
         return joined
+
+    def rows(self) -> KVCache:
+        """As `Ahead.rows`."""
+        assert isinstance(self._cache, BatchKVCache)
+        return self._cache.of(0)
 
     def settled(self, rows: int) -> DrafterState:
         """Behind `rows` rows, which is what is kept by now."""

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from .answer import Answer, check_finite, round_of
 from .batch_caches import (
     BatchCache,
+    BatchKVCache,
+    BatchQuantizedKVCache,
     Positions,
     batched,
     own,
@@ -60,6 +63,9 @@ class Member:
     """Why it ended, with the last of `rounds`."""
     fault: NotFinite | None = None
     """In place of a round behind the last of `rounds`."""
+    leaving: Callable[[], None] | None = None
+    """Called once, before its rows go for good: they can be read then. Not where nobody knows what
+    they are."""
 
     @property
     def over(self) -> bool:
@@ -127,6 +133,11 @@ class Batch:
 
     def drop(self, member: Member) -> None:
         """It ended, or was cancelled."""
+        if not self._broken:
+            _tell(member)
+        self._remove(member)
+
+    def _remove(self, member: Member) -> None:
         if self._waiting.pop(member, None) is None and member in self._members:
             self._gone.add(member)
         if all(each in self._gone for each in self._members):
@@ -156,7 +167,7 @@ class Batch:
         self._check()
         assert self._flight is None and not member.rounds
         held = self._held(self._members.index(member))
-        self.drop(member)
+        self._remove(member)
         return held
 
     def state_of(self, member: Member) -> Held:
@@ -165,6 +176,22 @@ class Batch:
             return self._waiting[member]
         self._check()
         return self._viewed(self._members.index(member))
+
+    def rows_of(self, member: Member) -> tuple[list[Any], KVCache | None]:
+        """By layer and of the draft head, what attention holds of it, in views; the last rows of
+        each may be none. Nothing is computed. Not where it is `broken`."""
+        if (held := self._waiting.get(member)) is not None:
+            return held.caches, held.drafter.cache if held.drafter else None
+        index = self._members.index(member)
+        rows = (BatchKVCache, BatchQuantizedKVCache)
+        caches = [c.of(index) if isinstance(c, rows) else None for c in self._caches]
+        drafts = self._drafter is not None and member.draft_limit > 0
+        return caches, self._drafter.cache.of(index) if self._drafter and drafts else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether nobody knows what its members' rows are."""
+        return self._broken
 
     @property
     def size(self) -> int:
@@ -227,6 +254,9 @@ class Batch:
 
     def _reform(self) -> None:
         """The batch anew: without those that ended or do not take their rounds, with who waits."""
+        for member in self._members:
+            if member.over and member not in self._gone:
+                _tell(member)
         slow, ready = dict[Member, Held](), dict[Member, Held]()
         for index, member in enumerate(self._members):
             if member in self._gone or member.over:
@@ -391,3 +421,9 @@ class Batch:
 
     def _last_tokens(self) -> mx.array:
         return as_row([member.token for member in self._members])
+
+
+def _tell(member: Member) -> None:
+    told, member.leaving = member.leaving, None
+    if told is not None:
+        told()

@@ -158,6 +158,11 @@ class NativeDrafter:
         self.cache, self._read = KVCache(), None
         return state
 
+    def drop(self) -> None:
+        """The answer is over: nothing of it is held any more."""
+        self.cache, self._read = KVCache(), None
+        self._pending, self._pending_rows, self._speculative = [], 0, 0
+
     def arrays(self) -> list[mx.array]:
         return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
 

@@ -110,6 +110,11 @@ class Generation:
         """Whether nobody can tell now what verifier and drafter hold."""
         return self._overlaps is not None and self._overlaps.runs
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """Who has verifier and drafter while rounds run ahead."""
+        return self._overlaps if self.runs_ahead else None
+
     def settle(self) -> Drafter:
         """Between two steps: computes what they left under way. The drafter that goes with it."""
         mx.eval(self._verifier.arrays(), self._drafter.arrays())

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines import Answer, answer, engine_of, load_quietly, request
+from models import DEMO
 from shims import by_rows, perturb
 from small import small_spec
+from zoo import VOCABULARY, tiny_config
+from zoo_runs import small
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.text.codec import TextCodec
 
 CHUNK = 160
 ROOM = 256 << 20
@@ -63,3 +69,19 @@ FIRST = [*SYSTEM, *turn(40, 2), 7, 8]
 SECOND = [*SYSTEM, *turn(40, 2), 7, 8, *turn(30, 3), *turn(150, 4), 7, 8]
 OTHER = [*SYSTEM, *turn(90, 5), 7, 8]
 ALIEN = [*turn(300, 6), *SECOND[300:]]
+
+
+KINDS = ("llama", "gemma3_text", "gpt_oss", "nemotron_h", "deepseek_v3", "qwen3_next")
+"""Full attention, windows whose rows are written over, recurrent states without tapes, latents."""
+
+
+SHORT = 64
+"""Rows of a chunk: more than a window has."""
+
+
+def of_class(kind: str, room: int) -> TextEngine:
+    model: Any = small(tiny_config(kind))
+    assert perturb(model, by_rows, size=0.1) > 4
+    stage = StageModel(model, 0, len(model.layers))
+    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
+    return TextEngine(TextCodec.load(DEMO), stage, VOCABULARY, options)

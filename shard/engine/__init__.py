@@ -15,8 +15,10 @@ local.py: the Verifier of a model that is here whole
 options.py: what a stage's specification says of its engine
 prefix_cache.py: the state behind prompts that were read, for prompts that begin alike
 prefix_disk.py: prefixes on disk, for the next process
+prefix_tree.py: the nodes of the prefix cache
 probing.py: what is measured before the first request
 request.py: what the engine is asked
 request_limits.py: what a request may ask of a model
+spans.py: rows of kept prompts, here or with requests in progress
 stage_prefixes.py: what a pipeline's stage keeps of prompts
 """

@@ -1,7 +1,7 @@
 """One attempt at an answer, what it leaves for the next one, and what a spare is sent of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -18,6 +18,7 @@ from ..pipeline.verifier import PipelineVerifier
 from .batching import Batching, Seat
 from .local import LocalVerifier
 from .request import EngineRequest
+from .spans import Claim, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class PipelineAttempt:
     alone_because: str
     cached: int = 0
     """Rows of the prompt that this stage's prefix cache had."""
+    claim: None = None
+    """Prefixes of stages are copies."""
 
     @property
     def kept(self) -> PipelineVerifier:
@@ -84,6 +87,8 @@ class WholeAttempt:
     """Why it is never decoded with others."""
     cached: int = 0
     """Rows of the prompt that a prefix cache had."""
+    claim: Claim = field(default_factory=Claim)
+    """What it has of kept prefixes."""
 
     @property
     def kept(self) -> None:
@@ -95,11 +100,40 @@ class WholeAttempt:
     def steps(self) -> Steps:
         return self.generation.steps() if self.seat is None else self.batching.steps(self.seat)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether its rows are its own; a batch's go with that."""
+        return self.seat is None or self.seat.member is None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anybody knows what its caches hold."""
+        return self.is_alone or not self.batching.broken
+
+    def holding(self) -> Holding:
+        """Where its rows are now; where they are known."""
+        if self.seat is not None and self.seat.member is not None:
+            return Holding(*self.batching.rows_of(self.seat.member))
+        if (ahead := self.generation.ahead) is not None:
+            return Holding(*ahead.rows())
+        drafter = self.drafter if self.seat is None else self.seat.drafter
+        cache = drafter.cache if isinstance(drafter, NativeDrafter) else None
+        return Holding(self.verifier.state.caches, cache)
+
     def arrays(self) -> list[mx.array]:
         """What it holds by itself; a batch's arrays are counted there."""
         if self.seat is not None:
             return self.seat.arrays
         return self.verifier.arrays() + self.drafter.arrays()
+
+    def drop(self) -> None:
+        """Frees what it holds now, whoever still knows of it; its batch is left already."""
+        _ = self.verifier.hand_over()
+        if (ahead := self.generation.ahead) is not None:
+            ahead.drop()
+        for drafter in (self.drafter, self.seat.drafter if self.seat else None):
+            if isinstance(drafter, NativeDrafter):
+                drafter.drop()
 
     def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
         """Its state, for the spare, where it can be copied now.

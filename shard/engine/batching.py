@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import mlx.core as mx
 
@@ -34,6 +34,8 @@ class Seat:
     new_drafter: Callable[[DrafterState | None], Drafter]
     """For when it goes on alone, where another drafter was."""
     member: Member | None = None
+    leaving: Callable[[], None] | None = None
+    """See `Member`."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -120,6 +122,7 @@ class Batching:
         position = seat.verifier.position
         held = Held(seat.verifier.hand_over(), position, state)
         seat.member = member = Member(generation.answer, seat.depth, drafter.k, token)
+        member.leaving = seat.leaving
         batch.settle()
         batch.join(member, held)
         yield Wait.a_turn()  # others take what was landed, and may join before the next round
@@ -147,6 +150,15 @@ class Batching:
         if member.over or len(member.rounds) > 1:  # one that ended may be gone from the batch
             return None
         return self._batch.state_of(member)
+
+    @property
+    def broken(self) -> bool:
+        return self._batch is not None and self._batch.broken
+
+    def rows_of(self, member: Member) -> tuple[list[Any], Any]:
+        """See `Batch.rows_of`."""
+        assert self._batch is not None
+        return self._batch.rows_of(member)
 
     def arrays(self) -> list[mx.array]:
         return [] if self._batch is None else self._batch.arrays()

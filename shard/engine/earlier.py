@@ -17,12 +17,13 @@ from ..pipeline.request_state import RequestState
 from ..pipeline.state_sender import StateSender
 from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
-from .attempts import Attempt, Kept
+from .attempts import Attempt, Kept, WholeAttempt
 from .local import LocalVerifier, Target
 from .options import EngineOptions
 from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
 from .request import EngineRequest
+from .spans import Claim, growth_of
 from .stage_prefixes import Borders, StagePrefixes
 
 
@@ -77,10 +78,11 @@ class Earlier:
         request: EngineRequest,
         live_bytes: Callable[[], int],
         prompts: PromptBatch | None,
+        claim: Claim,
     ) -> Beginning:
         """The verifier that holds most of what is still good, an empty one where nothing is.
 
-        `prompts`: see `LocalVerifier`.
+        `prompts`: see `LocalVerifier`. `claim`: the attempt's, for a model that is here whole.
         """
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
@@ -88,7 +90,7 @@ class Earlier:
         if (taken := self._copied(request)) is not None:
             verifier = self._local(taken.caches, taken.position, prompts)
             return Beginning(verifier, taken.drafter)
-        if (found := self.prefix_of(request, live_bytes)) is not None:
+        if (found := self.prefix_of(request, live_bytes, claim)) is not None:
             verifier = self._local(found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
         return Beginning(self._local(self._stage.make_caches(), 0, prompts))
@@ -136,9 +138,9 @@ class Earlier:
         return copied + sum(array.nbytes for array in (*kept, *merged))
 
     def prefix_of(
-        self, request: EngineRequest, live_bytes: Callable[[], int]
+        self, request: EngineRequest, live_bytes: Callable[[], int], claim: Claim | None = None
     ) -> RequestState | None:
-        """What earlier requests left of this prompt's beginning."""
+        """What earlier requests left of this prompt's beginning; `claim`: see `PrefixCache`."""
         if not self.prefixes.enabled:
             return None
         self.prefixes.shrink(live_bytes())
@@ -146,14 +148,15 @@ class Earlier:
             ends = self._ends(request)[:-1]  # the last forward's logits are wanted
             return self._staged.find(request.request, request.attempt, request.prompt, ends)
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
-        found = self.prefixes.find(prompt, ends, drafts=drafts)
-        beyond = found.position if found else 0
-        stored = self._disk and self._disk.find(prompt, ends, beyond, drafts=drafts)
-        if stored:
-            rows, caches = stored.position, stored.caches
-            self.prefixes.keep(prompt, ends, rows, caches, stored.drafter, self._turn_ends)
-            self.prefixes.shrink(live_bytes())
-            found = self.prefixes.find(prompt, ends, drafts=drafts)
+        if self._disk is not None:
+            beyond = self.prefixes.known(prompt, ends, drafts=drafts)
+            if stored := self._disk.find(prompt, ends, beyond, drafts=drafts):
+                rows, caches = stored.position, stored.caches
+                self.prefixes.keep(prompt, ends, rows, caches, stored.drafter, self._turn_ends)
+                del stored, caches
+                self.prefixes.shrink(live_bytes())
+        live = live_bytes()
+        found = self.prefixes.find(prompt, ends, drafts=drafts, claim=claim, live=live)
         if found is None:
             return None
         return RequestState(found.caches, position=found.position, drafter=found.drafter)
@@ -172,11 +175,21 @@ class Earlier:
             return
         drafter, ends = attempt.generation.settle(), self._ends(request)
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
-        caches = attempt.verifier.state.caches
-        self.prefixes.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
+        caches, claim = attempt.verifier.state.caches, attempt.claim
+        assert claim is not None, "stages keep copies"
+        kept = request.prompt, ends, rows, caches, state, self._turn_ends
+        following = next(end for end in ends if end > rows) - rows
+        grows = growth_of([*caches, *([state.cache] if state else [])], following)
+        self.prefixes.keep(*kept, claim, live_bytes() + grows)
         if self._disk is not None:
-            self._disk.keep(request.prompt, ends, rows, caches, state, self._turn_ends)
-        self.prefixes.shrink(live_bytes())
+            self._disk.keep(*kept)
+        self.prefixes.shrink(live_bytes() + grows)
+
+    def goes_on(self, attempt: Attempt, rows: int, live_bytes: Callable[[], int]) -> None:
+        """An answer is to have `rows` rows more. Stages evict as they read prompts."""
+        if isinstance(attempt, WholeAttempt) and self.prefixes.bytes:
+            caches, drafter = attempt.holding() if attempt.is_alone else ((), None)
+            self.prefixes.shrink(live_bytes() + growth_of([*caches, drafter], rows))
 
     def _copied(self, request: EngineRequest) -> RequestState | None:
         """What this runner, a whole model's spare, was sent of an earlier attempt."""

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch, BatchBroken
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MORE: Final = 64
+"""Tokens of an answer that what is kept makes room for at once."""
 NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
 
 
@@ -260,7 +262,7 @@ class TextEngine:
             stats.add(round_)
         text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
         attempt = self._live.begin(request, text, self._measured())
-        lost = False
+        lost, sound = False, False
         try:
             attempt.take_up(request)
             reason = yield from self._copied(
@@ -284,7 +286,11 @@ class TextEngine:
                 self.batch_identity = "bitwise" if self._meeting.same else "near_tie"
             batched = self.batch_identity if final.batched_tokens else "off"
             rest = text.finish()
+            sound = True
             yield Done(reason, rest, final, identity, batched, text.stopped_by)
+        except GeneratorExit:  # cancelled: what is under way can be computed
+            sound = True
+            raise
         except PeerLost:
             lost = True
             raise
@@ -302,7 +308,7 @@ class TextEngine:
             # Its entry node has all that it was told: the next attempt computes it alone.
             raise StateLost(str(fault)) from fault
         finally:
-            self._live.end(request, lost=lost)
+            self._live.end(request, lost=lost, sound=sound)
             if request.adaptive:
                 self._profile.save()
 
@@ -314,6 +320,7 @@ class TextEngine:
     ) -> Generator[Wait | EngineEvent, None, FinishReason]:
         """The events; where the rows fit what was handed out, a spare is sent them."""
         ids = request.ids
+        due = len(ids)
         while True:
             try:
                 event = next(events)
@@ -321,6 +328,9 @@ class TextEngine:
                 return end.value
             if isinstance(event, Delta):
                 ids += event.round.tokens
+                if len(ids) >= due:
+                    self._earlier.goes_on(attempt, MORE, self.cache_bytes)
+                    due = len(ids) + MORE // 2
             elif isinstance(event, Prefilled):
                 self._earlier.keep_prefix(request, attempt, event.done, self.cache_bytes)
             yield event

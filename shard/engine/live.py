@@ -23,6 +23,7 @@ from .drafting import Drafting
 from .earlier import Earlier
 from .local import LocalVerifier
 from .request import EngineRequest
+from .spans import Claim
 
 ANEW: Final = "begun anew after a fault, it shares no forward that may fail again"
 
@@ -109,8 +110,26 @@ class LiveAttempts:
             request.prompt,
             request.grammar,
         )
+        claim = Claim()
+        try:
+            attempt = self._begun(request, ending, measured, sampler, claim)
+        except BaseException:
+            self._earlier.prefixes.end(claim, self.bytes, 0, sound=False)
+            raise
+        self._live[request.request, request.attempt] = attempt
+        return attempt
+
+    def _begun(
+        self,
+        request: EngineRequest,
+        ending: StopCondition,
+        measured: Measured,
+        sampler: Sampler,
+        claim: Claim,
+    ) -> Attempt:
         prompts = None if request.anew else measured.prompts
-        verifier, state, cached = self._earlier.begin(request, lambda: self.bytes, prompts)
+        begun = self._earlier.begin(request, lambda: self.bytes, prompts, claim)
+        verifier, state, cached = begun
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
         if state is not None and isinstance(drafter, NativeDrafter):
             drafter.take_up(state, request.ids)
@@ -126,11 +145,9 @@ class LiveAttempts:
         parts = _Parts(task, drafter, sampler, ending)
         match verifier:
             case PipelineVerifier():
-                attempt = self._piped(request, verifier, parts, cached)
+                return self._piped(request, verifier, parts, cached)
             case LocalVerifier():
-                attempt = self._whole(request, verifier, parts, cached, measured.fixed_rows)
-        self._live[request.request, request.attempt] = attempt
-        return attempt
+                return self._whole(request, verifier, parts, cached, measured.fixed_rows, claim)
 
     def _piped(
         self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts, cached: int
@@ -148,6 +165,7 @@ class LiveAttempts:
         parts: _Parts,
         cached: int,
         fixed_rows: int,
+        claim: Claim,
     ) -> WholeAttempt:
         task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
         depth = self._drafting.depth(request)
@@ -161,7 +179,16 @@ class LiveAttempts:
             made = task, verifier, drafter, sampler, ending, depth, again, self._clock
             seat = self._batching.seat(*made, self._ahead_of(request, verifier, drafter, sampler))
             generation = seat.generation
-        return WholeAttempt(generation, verifier, drafter, self._batching, seat, alone, cached)
+        made = generation, verifier, drafter, self._batching, seat, alone, cached
+        attempt = WholeAttempt(*made, claim)
+        claim.holding, claim.is_known = attempt.holding, lambda: attempt.is_known
+        if seat is not None:
+            seat.leaving = lambda: self._settle(claim, 0, sound=True)
+        return attempt
+
+    def _settle(self, claim: Claim, own: int, *, sound: bool) -> None:
+        """What only this attempt has of its prompt is kept; `own`: see `PrefixCache.end`."""
+        self._earlier.prefixes.end(claim, self.bytes + own, own, sound=sound)
 
     def _ahead_of(
         self, request: EngineRequest, verifier: LocalVerifier, drafter: Drafter, sampler: Sampler
@@ -186,10 +213,18 @@ class LiveAttempts:
 
         return made
 
-    def end(self, request: EngineRequest, *, lost: bool) -> None:
-        """Frees the answer's state, or keeps it where another attempt follows."""
+    def end(self, request: EngineRequest, *, lost: bool, sound: bool) -> None:
+        """Frees the answer's state, or keeps it where another attempt follows.
+
+        Not `sound`: it failed, and nobody knows what its caches hold.
+        """
         key = (request.request, request.attempt)
         attempt = self._live.pop(key)
+        if isinstance(attempt, WholeAttempt):
+            sound = sound and attempt.is_alone
+            own = sum(array.nbytes for array in attempt.arrays())
+            self._settle(attempt.claim, own, sound=sound)
+            attempt.drop()
         kept = lost or key in self._parked
         self._parked.discard(key)
         if kept:

@@ -3,11 +3,15 @@
 A tree: each node is what one forward over a prompt added. Prompts that begin alike are read by the
 same forwards (`mtp.schedule`), so a path from the root is found by the ids of its forwards, and
 what it holds is, bit for bit, what reading them again would give.
+
+Requests in progress have rows of it as well. Where there is no room for both, the rows are theirs
+alone (`Span.lend`) until the last of them ends.
 """
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -17,7 +21,22 @@ from mlx_lm.models.cache import KVCache
 
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
-from .cache_parts import Rows, State, has_rows, joined, row_bytes, rows_of, state_of
+from .cache_parts import has_rows, joined, state_of
+from .prefix_tree import DrafterPart, Node, drafter_spans, key_of
+from .spans import (
+    Claim,
+    Holding,
+    Owner,
+    Span,
+    bytes_of_row,
+    give_back,
+    growth_behind,
+    joined_size,
+    parts_of,
+    twice_at_once,
+)
+
+log = logging.getLogger(__name__)
 
 STATE_EVERY = 4096
 """Rows after which a state is kept, however large it is beside its keys and values."""
@@ -46,76 +65,6 @@ class PrefixForward:
     sent: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafter:
-    """The drafter's state behind a node's rows; see `DrafterState`."""
-
-    begin: int
-    rows: Rows | None
-    """Of its cache, from row `begin` on, where those of an earlier node end."""
-    end: int
-    read: mx.array | None
-    pending: mx.array | None
-    whole: bool = True
-    """False: `read` and `pending` were dropped."""
-
-    @property
-    def hidden_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.read, self.pending) if each is not None)
-
-    @property
-    def bytes(self) -> int:
-        return self.hidden_bytes + (self.rows.bytes if self.rows else 0)
-
-    def without_hidden(self) -> "_Drafter":
-        return replace(self, read=None, pending=None, whole=False)
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    parent: "_Node | None"
-    key: bytes
-    """The ids of its rows."""
-    end: int
-    rows: tuple[Rows | None, ...] = ()
-    """By layer; None where the layer has a state."""
-    states: tuple[State, ...] | None = None
-    """Of the other layers, behind its last row; None: not kept, so nothing goes on from here."""
-    drafter: _Drafter | None = None
-    first_turn: bool = False
-    """It ends with the prompt's first turn, as a rule the system's: it goes late."""
-    sent: bytes = b""
-    """What left a pipeline's stage for the next one, of its rows; empty: not kept."""
-    used: int = 0
-    state_used: int = 0
-    children: dict[bytes, "_Node"] = field(default_factory=dict[bytes, "_Node"])
-
-    @property
-    def state_bytes(self) -> int:
-        """What can go while the rows stay."""
-        hidden = self.drafter.hidden_bytes if self.drafter else 0
-        return hidden + sum(state.bytes for state in self.states or ())
-
-    @property
-    def bytes(self) -> int:
-        states = sum(state.bytes for state in self.states or ())
-        rows = sum(rows.bytes for rows in self.rows if rows is not None)
-        return rows + states + len(self.sent) + (self.drafter.bytes if self.drafter else 0)
-
-    @property
-    def path(self) -> "list[_Node]":
-        """From the root's child to this one."""
-        found, node = list[_Node](), self
-        while node.parent is not None:
-            found.append(node)
-            node = node.parent
-        return found[::-1]
-
-    def goes_on(self, *, drafts: bool) -> bool:
-        has_drafter = self.drafter is not None and self.drafter.whole
-        return self.states is not None and (has_drafter or not drafts)
-
-
 class PrefixCache:
     """Bounded by bytes (`_victim` says what goes first). All methods run on the compute thread."""
 
@@ -126,22 +75,38 @@ class PrefixCache:
         """
         self._budget = budget
         self._make_caches = make_caches
-        self._root = _Node(None, b"", 0)
+        self._root = Node(None, b"", 0)
         self._ticks = 0
         self.bytes = 0
 
-    def find(self, prompt: Sequence[int], ends: Sequence[int], *, drafts: bool) -> Prefix | None:
+    def find(
+        self,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        *,
+        drafts: bool,
+        claim: Claim | None = None,
+        live: int = 0,
+    ) -> Prefix | None:
         """The longest prefix of `prompt`, read by forwards that end at `ends`, that is kept.
 
         The last forward is never a part of it: its logits are wanted. `drafts`: the drafter's state
-        is wanted, too.
+        is wanted, too. `claim`: of the request that goes on from it, beside `live` bytes of others;
+        where both have no room the rows move to it. None: they are copied.
         """
-        known = self._walk(prompt, ends[:-1])
-        found = [node for node in known if node.goes_on(drafts=drafts)]
-        if not found:
-            return None
-        self._touch(found[-1])
-        return self._prefix(found[-1], drafts=drafts)
+        path = self._walk(prompt, ends[:-1])
+        self._lose([span for node in path for span in node.spans if not span.is_known])
+        node, moves = self._deepest(prompt, ends, drafts=drafts), False
+        if node is not None and claim is not None:
+            following = next(end for end in ends if end > node.end) - node.end
+            moves = self._prepare(node, following, live, drafts=drafts)
+            node = self._deepest(prompt, ends, drafts=drafts)
+        return None if node is None else self._prefix(node, claim, drafts=drafts, moves=moves)
+
+    def known(self, prompt: Sequence[int], ends: Sequence[int], *, drafts: bool) -> int:
+        """How many rows `find` would give."""
+        node = self._deepest(prompt, ends, drafts=drafts)
+        return node.end if node else 0
 
     def keep(
         self,
@@ -151,12 +116,15 @@ class PrefixCache:
         caches: Sequence[Any],
         drafter: DrafterState | None,
         turn_ends: frozenset[int],
+        claim: Claim | None = None,
+        live: int = 0,
     ) -> None:
         """Keeps the first `rows` rows of `prompt`, which are all that `caches` hold, if they are
         worth it.
 
         `ends`: of all its forwards, `rows` among them. `drafter`: its state behind those rows;
-        None where nothing drafts. `turn_ends`: the tokens that end a turn.
+        None where nothing drafts. `turn_ends`: the tokens that end a turn. `claim`, `live`: see
+        `put`.
         """
         done = [end for end in ends if end <= rows]
         known = list(self._walk(prompt, done))
@@ -165,7 +133,7 @@ class PrefixCache:
         if kept < rows and not (goes_on or is_worth(caches, rows - kept)):
             return
         first_turn = next((end for end in done if prompt[end - 1] in turn_ends), 0)
-        self.put(prompt, done, caches, drafter, first_turn)
+        self.put(prompt, done, caches, drafter, first_turn, claim=claim, live=live)
 
     def put(
         self,
@@ -175,46 +143,77 @@ class PrefixCache:
         drafter: DrafterState | None,
         first_turn: int,
         sent: Mapping[tuple[int, int], bytes] = NOTHING_SENT,
+        *,
+        claim: Claim | None = None,
+        live: int = 0,
     ) -> None:
         """Keeps all that `caches` hold: the rows of `prompt` that forwards ending at `done` read.
 
         `first_turn`: the row behind the first turn, or 0. `sent`: of a pipeline's stage, what left
-        it for the rows [begin, end), as far as it is known.
+        it for the rows [begin, end), as far as it is known. `claim`: of the request whose caches
+        they are: rows that have no room beside `live` bytes stay there. None: they are copied.
         """
         node = above = self._root
         for begin, end in pairwise((0, *done)):
             above = node if node.drafter is not None else above
-            key = _key(prompt[begin:end])
+            key = key_of(prompt[begin:end])
             if key not in node.children:
-                self._add(_Node(node, key, end, first_turn=end == first_turn), begin, caches)
+                size = bytes_of_row(caches) * (end - begin)
+                copied = claim is None or self._has_room(size, live)
+                span = Span.of(caches, begin, end, copied=copied)
+                self._add(Node(node, key, end, span, first_turn=end == first_turn))
             node = node.children[key]
             if not node.sent:
                 node.sent = sent.get((begin, end), b"")
                 self.bytes += len(node.sent)
-        before = node.bytes
-        if node.states is None:
-            node.states = tuple(state_of(cache) for cache in caches if not has_rows(cache))
-        if drafter is not None and not (node.drafter and node.drafter.whole):
-            node.drafter = _cut(drafter, above.drafter.end if above.drafter else 0)
-        mx.eval(list(_arrays(node)))
-        self.bytes += node.bytes - before
+        with self._counted(node):
+            if node.states is None:
+                node.states = tuple(state_of(cache) for cache in caches if not has_rows(cache))
+            if drafter is not None and node.drafter is None:
+                begin = above.drafter.end if above.drafter else 0
+                size = bytes_of_row([drafter.cache]) * (drafter.rows - begin)
+                copied = claim is None or self._has_room(size, live)
+                node.drafter = DrafterPart.of(drafter, begin, copied=copied)
+            elif drafter is not None and node.drafter is not None:
+                node.drafter = node.drafter.with_hidden(drafter)
+            mx.eval(list(node.arrays))
+        if claim is not None:
+            claim.own(node.path, 0 if drafter is None else drafter.rows)
         self._touch(node)
 
     def shrink(self, live: int) -> None:
         """Drops what does not fit beside `live` bytes of requests in progress."""
         room = max(0, self._budget - live)
+        if self.bytes > room:
+            self._lend(room)
         while self.bytes > room and (victim := self._victim()) is not None:
-            before = victim.bytes
-            if victim.children:
-                victim.states = None
-                victim.drafter = victim.drafter.without_hidden() if victim.drafter else None
-                self.bytes -= before - victim.bytes
-            else:
-                assert victim.parent is not None
-                del victim.parent.children[victim.key]
-                self.bytes -= before
+            with self._counted(victim):
+                if victim.children:
+                    victim.states = None
+                    victim.drafter = victim.drafter.without_hidden() if victim.drafter else None
+            if not victim.children:
+                self._remove(victim)
+
+    def end(self, claim: Claim, live: int, own: int, *, sound: bool) -> None:
+        """A request in progress is over: what only it has is taken from its caches.
+
+        `live`: bytes of all requests, its own among them; `own` of them go with it. Not `sound`:
+        nobody knows what its caches hold, and what only it has is lost.
+        """
+        if claim.over:
+            return
+        rows, heads = claim.rows.leave(), claim.head.leave()
+        holding = claim.holding
+        claim.close()
+        if not sound:
+            self._lose([*rows, *heads])
+        elif rows or heads:
+            self._take_back(rows, heads, holding(), live, own)
 
     def clear(self) -> None:
+        for node in self._root.below:
+            for span in node.spans:
+                span.discard()
         self._root.children.clear()
         self.bytes = 0
 
@@ -222,47 +221,142 @@ class PrefixCache:
     def enabled(self) -> bool:
         return self._budget > 0
 
-    def _add(self, node: _Node, begin: int, caches: Sequence[Any]) -> None:
+    def _take_back(
+        self, rows: list[Span], heads: list[Span], holding: Holding, live: int, own: int
+    ) -> None:
+        self.shrink(live + max(twice_at_once(rows), twice_at_once(heads)))
+        for span in (*rows, *heads):
+            if not span.gone:
+                span.coming = True
+                self.bytes += span.size
+        self.shrink(live - own)
+        rows, heads = ([span for span in spans if not span.gone] for spans in (rows, heads))
+        try:
+            give_back(rows, holding.caches)
+            give_back(heads, [holding.drafter])
+        except RuntimeError as fault:  # MLX's: what the request left under way cannot be computed
+            log.warning("what an answer read of its prompt is not kept: %s", fault)
+            self._lose([span for span in (*rows, *heads) if span.coming])
+
+    def _lose(self, spans: Sequence[Span]) -> None:
+        """Nobody has these rows: what stands on them goes."""
+        lost, waiting = set(spans), [self._root]
+        while lost and waiting:
+            for node in list(waiting.pop().children.values()):
+                if node.span in lost:
+                    self._remove(node)
+                    continue
+                waiting.append(node)
+                if node.drafter is not None and node.drafter.span in lost:
+                    for each in (node, *node.below):
+                        with self._counted(each):
+                            each.drop_drafter()
+
+    def _has_room(self, size: int, live: int) -> bool:
+        return self.bytes + live + size <= self._budget
+
+    def _prepare(self, node: Node, following: int, live: int, *, drafts: bool) -> bool:
+        """Makes room for a request that goes on from `node` with a forward of `following` rows;
+        whether rows must move to it."""
+        kinds = [[each.span for each in node.path if each.span is not None]]
+        kinds += [drafter_spans(node.path)] if drafts else []
+        grows = sum(growth_behind(spans, following) for spans in kinds)
+        size = sum(joined_size(spans) for spans in kinds)
+        size += max(grows, *(twice_at_once(spans) for spans in kinds))
+        if self._has_room(size, live):
+            return False
+        self.shrink(live + size - sum(span.bytes for spans in kinds for span in spans))
+        return True
+
+    def _add(self, node: Node) -> None:
         assert node.parent is not None
-        node.rows = tuple(
-            rows_of(cache, begin, node.end) if has_rows(cache) else None for cache in caches
-        )
-        mx.eval(list(_arrays(node)))
+        mx.eval(list(node.arrays))
         node.parent.children[node.key] = node
         self.bytes += node.bytes
 
-    def _walk(self, prompt: Sequence[int], ends: Sequence[int]) -> Iterator[_Node]:
-        node: _Node | None = self._root
+    def _remove(self, node: Node) -> None:
+        """It and all below it."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        for each in (node, *node.below):
+            self.bytes -= each.bytes
+            for span in each.spans:
+                span.discard()
+
+    @contextmanager
+    def _counted(self, node: Node) -> Generator[None]:
+        """Around what changes its bytes."""
+        before = node.bytes
+        yield
+        self.bytes += node.bytes - before
+
+    def _walk(self, prompt: Sequence[int], ends: Sequence[int]) -> Iterator[Node]:
+        node: Node | None = self._root
         for begin, end in pairwise((0, *ends)):
-            node = node.children.get(_key(prompt[begin:end]))
+            node = node.children.get(key_of(prompt[begin:end]))
             if node is None:
                 return
             yield node
 
-    def _touch(self, node: _Node) -> None:
+    def _deepest(self, prompt: Sequence[int], ends: Sequence[int], *, drafts: bool) -> Node | None:
+        """What a request may go on from; it is used."""
+        found = [node for node in self._walk(prompt, ends[:-1]) if node.goes_on(drafts=drafts)]
+        if not found:
+            return None
+        self._touch(found[-1])
+        return found[-1]
+
+    def _touch(self, node: Node) -> None:
         self._ticks += 1
         node.state_used = self._ticks
         for each in node.path:
             each.used = self._ticks
 
-    def _prefix(self, node: _Node, *, drafts: bool) -> Prefix:
+    def _prefix(self, node: Node, claim: Claim | None, *, drafts: bool, moves: bool) -> Prefix:
         path, caches = node.path, self._make_caches()
-        states = iter(node.states or ())
+        rows = [each.span for each in path if each.span is not None]
+        heads = drafter_spans(path) if drafts else []
+        if claim is not None:
+            claim.own(path, node.end if drafts else 0)
+        if moves:
+            for span in (*rows, *heads):
+                self.bytes -= span.bytes
+                span.here = False
+        states, sources = iter(node.states or ()), dict[Owner, Sequence[Any]]()
         for layer, cache in enumerate(caches):
-            if not has_rows(cache):
+            if has_rows(cache):
+                caches[layer] = joined(parts_of(rows, layer, sources, moves=moves))
+                if moves:
+                    mx.clear_cache()
+            else:
                 caches[layer] = next(states).twin()
-                continue
-            parts = [each.rows[layer] for each in path]
-            caches[layer] = joined([part for part in parts if part is not None])
-        drafter = _joined_drafter(path) if drafts else None
-        mx.eval(cache_arrays(caches), cache_arrays([drafter.cache]) if drafter else [])
+        drafter = None
+        if drafts and (last := node.drafter) is not None:
+            parts = parts_of(heads, 0, sources, moves=moves)
+            cache = cast("KVCache", joined(parts)) if parts else KVCache()  # never quantised
+            drafter = DrafterState(cache, last.end, last.read, last.pending)
+        mx.eval(cache_arrays(caches))
+        if claim is not None:
+            holding = Holding(caches, drafter.cache if drafter else None)
+            claim.holding = lambda: holding
         forwards = (
             PrefixForward(each.end, each.states is not None, each.first_turn, each.sent)
             for each in path
         )
         return Prefix(caches, node.end, drafter, tuple(forwards))
 
-    def _victim(self) -> _Node | None:
+    def _lend(self, room: int) -> None:
+        """Rows that requests in progress have as well go first, and the last of a prompt before
+        its first: where such a request fails, what only it had is lost."""
+        for node in sorted(self._root.below, key=lambda node: -node.end):
+            for span in node.spans:
+                if self.bytes <= room:
+                    return
+                if span.here and any(owner.is_known() for owner in span.owners):
+                    self.bytes -= span.bytes
+                    span.lend()
+
+    def _victim(self) -> Node | None:
         """The node to drop, or the state of one on which others stand.
 
         What was used last goes last: first turns of conversations that are over would else outlive
@@ -270,53 +364,15 @@ class PrefixCache:
         another one: a turn that follows goes on behind the last of them.
         """
 
-        def rank(node: _Node) -> tuple[bool, bool, bool, int]:
+        def rank(node: Node) -> tuple[bool, bool, bool, int]:
             used = node.state_used if node.children else node.used
             return node.used == self._ticks, node.first_turn, len(node.children) != 1, used
 
-        able = (n for n in self._nodes(self._root) if not n.children or n.state_bytes)
+        able = (n for n in self._root.below if not n.children or n.state_bytes)
         return min(able, key=rank, default=None)
-
-    def _nodes(self, node: _Node) -> Iterator[_Node]:
-        waiting = list(node.children.values())
-        while waiting:
-            yield (each := waiting.pop())
-            waiting += each.children.values()
 
 
 def is_worth(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
     state = sum(a.nbytes for c in caches if not has_rows(c) for a in cache_arrays([c]))
-    row = sum(row_bytes(c) for c in caches if has_rows(c))
-    return rows >= STATE_EVERY or state <= rows * row
-
-
-def _key(ids: Sequence[int]) -> bytes:
-    return array("Q", ids).tobytes()
-
-
-def _arrays(node: _Node) -> Iterator[mx.array]:
-    for rows in (*node.rows, node.drafter.rows if node.drafter else None):
-        if rows is not None:
-            yield from rows.arrays
-    for state in node.states or ():
-        yield from cache_arrays([state.cache])
-
-
-def _cut(drafter: DrafterState, begin: int) -> _Drafter:
-    rows = rows_of(drafter.cache, begin, drafter.rows) if drafter.rows > begin else None
-    return _Drafter(begin, rows, drafter.rows, drafter.read, drafter.pending)
-
-
-def _joined_drafter(path: Sequence[_Node]) -> DrafterState:
-    last = path[-1].drafter
-    assert last is not None
-    parts, wanted = list[Rows](), last.end
-    for node in reversed(path):
-        # Nodes may have been given a drafter's state one by one: rows are taken where they join.
-        each = node.drafter
-        if each is not None and each.rows is not None and each.end == wanted:
-            parts.append(each.rows)
-            wanted = each.begin
-    cache = cast("KVCache", joined(parts[::-1])) if parts else KVCache()  # never quantised
-    return DrafterState(cache, last.end, last.read, last.pending)
+    return rows >= STATE_EVERY or state <= rows * bytes_of_row(caches)

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engines import Answer, answer, engine_of, load_quietly, request, spec, split_engine
+from held_prefixes import lend_all, lent
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from readers import Reader, together
 from shims import by_rows, perturb
@@ -25,6 +26,7 @@ from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of
 from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
 from exo_node.shard.model.kv_quantisation import KvQuantisation
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
@@ -126,16 +128,22 @@ def test_answers_on_a_kept_prefix_are_the_cold_ones(bits: int, k: int) -> None:
     changes = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 160}
     warm, cached = engine(bits, **changes), list[int]()
     for prompt in (FIRST, SECOND, OTHER):
+        events = warm.generate(request(prompt, k, 6))
+        while not isinstance(next(events), Delta):
+            pass
+        assert lend_all(warm), "as where there is no room for rows of a request in progress"
+        _ = list(events)
+        assert not lent(warm)
         got = answer(warm, request(prompt, k, 6))
         assert told(got) == told(answer(engine(bits, **changes), request(prompt, k, 6)))
         cached.append(got.stats.cached_tokens)
-    assert cached == [0, 300, 300]
+    assert cached == [300, 460, 300]
 
 
 def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
     whole = written(7)
     parts = [rows_of(whole, 0, 3), rows_of(whole, 3, 7)]
-    twin = joined(parts)
+    twin = joined(list(parts))
     assert isinstance(twin, QuantizedKVCache)
     assert (twin.offset, twin.bits, twin.group_size) == (7, 8, 32)
     assert sum(part.bytes for part in parts) == 7 * row_bytes(whole)

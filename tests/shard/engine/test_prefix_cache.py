@@ -12,33 +12,30 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from engines import answer, load_quietly, request
-from models import DEMO
 from prefixes import (
     ALIEN,
     FIRST,
+    KINDS,
     OTHER,
     ROOM,
     SECOND,
+    SHORT,
     SYSTEM,
     TOKENS,
     cold,
     engine,
+    of_class,
     told,
     turn,
 )
-from shims import by_rows, perturb
 from small import small_spec
-from zoo import VOCABULARY, tiny_config
-from zoo_runs import small
+from zoo import VOCABULARY
 
 from exo_node.mtp.rollback import cache_arrays
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.model.stage_model import StageModel
-from exo_node.shard.text.codec import TextCodec
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -142,22 +139,6 @@ def test_under_pressure_answers_stay_and_bytes_keep_their_bound(seed: int) -> No
     assert tight.prefix_cache_bytes <= one.prefix_cache_bytes
 
 
-KINDS = ("llama", "gemma3_text", "gpt_oss", "nemotron_h", "deepseek_v3", "qwen3_next")
-"""Full attention, windows whose rows are written over, recurrent states without tapes, latents."""
-
-
-SHORT = 64
-"""Rows of a chunk: more than a window has."""
-
-
-def of_class(kind: str, room: int) -> TextEngine:
-    model: Any = small(tiny_config(kind))
-    assert perturb(model, by_rows, size=0.1) > 4
-    stage = StageModel(model, 0, len(model.layers))
-    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
-    return TextEngine(TextCodec.load(DEMO), stage, VOCABULARY, options)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
     warm, wanted = of_class(kind, ROOM), dict[int, tuple[object, ...]]()
@@ -179,10 +160,7 @@ def test_the_system_turn_goes_last() -> None:
     roomy = engine()
     for prompt in asked:
         _ = answer(roomy, request(prompt, 3, 1))
-    last = roomy.generate(request(asked[-1], 3, 4))
-    _ = [next(last) for _ in range(3)]
-    tight = engine(room=roomy.cache_bytes() + roomy.prefix_cache_bytes * 2 // 3)
-    last.close()
+    tight = engine(room=roomy.prefix_cache_bytes * 19 // 20)
     for prompt in asked:
         _ = answer(tight, request(prompt, 3, 1))
     assert 0 < tight.prefix_cache_bytes < roomy.prefix_cache_bytes

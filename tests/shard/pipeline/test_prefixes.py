@@ -170,7 +170,7 @@ def test_what_left_a_stage_and_was_too_much_to_keep_begins_the_answer_anew(
     _ = ask(warm, FIRST)
     forget(warm.workers[1])
     prefixes: Any = warm.workers[0]._prefixes  # pyright: ignore[reportPrivateUsage]
-    for node in prefixes._kept._nodes(prefixes._kept._root):
+    for node in prefixes._kept._root.below:
         node.sent = b""
     with pytest.raises(StateLost, match="more was sent than is kept"):
         _ = ask(warm, SECOND)

@@ -1,0 +1,136 @@
+"""The nodes of a prefix cache's tree: what one forward over a prompt added."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from ...mtp.drafters import DrafterState
+from ...mtp.rollback import cache_arrays
+from .cache_parts import State
+from .spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPart:
+    """The drafter's state behind a node's rows; see `DrafterState`."""
+
+    begin: int
+    span: Span | None
+    """Of its cache, from row `begin` on, where those of an earlier node end."""
+    end: int
+    read: mx.array | None
+    pending: mx.array | None
+    whole: bool = True
+    """False: `read` and `pending` were dropped."""
+
+    @classmethod
+    def of(cls, drafter: DrafterState, begin: int, *, copied: bool) -> "DrafterPart":
+        end, span = drafter.rows, None
+        if end > begin:
+            span = Span.of([drafter.cache], begin, end, copied=copied)
+        return cls(begin, span, end, drafter.read, drafter.pending)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.read, self.pending) if each is not None)
+
+    def with_hidden(self, drafter: DrafterState) -> "DrafterPart":
+        if self.whole or drafter.rows != self.end:
+            return self
+        return replace(self, read=drafter.read, pending=drafter.pending, whole=True)
+
+    def without_hidden(self) -> "DrafterPart":
+        return replace(self, read=None, pending=None, whole=False)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One forward over a prompt, behind those of its parents."""
+
+    parent: "Node | None"
+    key: bytes
+    """The ids of its rows."""
+    end: int
+    span: Span | None = None
+    """Its rows; None of the root, which has none."""
+    states: tuple[State, ...] | None = None
+    """Of the other layers, behind its last row; None: not kept, so nothing goes on from here."""
+    drafter: DrafterPart | None = None
+    first_turn: bool = False
+    """It ends with the prompt's first turn, as a rule the system's: it goes late."""
+    sent: bytes = b""
+    """What left a pipeline's stage for the next one, of its rows; empty: not kept."""
+    used: int = 0
+    state_used: int = 0
+    children: "dict[bytes, Node]" = field(default_factory=dict[bytes, "Node"])
+
+    @property
+    def spans(self) -> list[Span]:
+        drafted = self.drafter.span if self.drafter else None
+        return [span for span in (self.span, drafted) if span is not None]
+
+    @property
+    def state_bytes(self) -> int:
+        """What can go while the rows stay."""
+        hidden = self.drafter.hidden_bytes if self.drafter else 0
+        return hidden + sum(state.bytes for state in self.states or ())
+
+    @property
+    def bytes(self) -> int:
+        return self.state_bytes + sum(span.bytes for span in self.spans) + len(self.sent)
+
+    @property
+    def path(self) -> "list[Node]":
+        """From the root's child to this one."""
+        found, node = list[Node](), self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def below(self) -> "Iterator[Node]":
+        """Its children, theirs and so on."""
+        waiting = list(self.children.values())
+        while waiting:
+            yield (each := waiting.pop())
+            waiting += each.children.values()
+
+    @property
+    def arrays(self) -> Iterator[mx.array]:
+        for span in self.spans:
+            for rows in span.layers:
+                if rows is not None:
+                    yield from rows.arrays
+        for state in self.states or ():
+            yield from cache_arrays([state.cache])
+
+    def drop_drafter(self) -> None:
+        if self.drafter is not None and self.drafter.span is not None:
+            self.drafter.span.discard()
+        self.drafter = None
+
+    def goes_on(self, *, drafts: bool) -> bool:
+        has_drafter = self.drafter is not None and self.drafter.whole
+        return self.states is not None and (has_drafter or not drafts)
+
+
+def key_of(ids: Sequence[int]) -> bytes:
+    return array("Q", ids).tobytes()
+
+
+def drafter_spans(path: Sequence[Node]) -> list[Span]:
+    """Of the drafter's rows up to the state at the path's end."""
+    last = path[-1].drafter
+    assert last is not None
+    spans, wanted = list[Span](), last.end
+    for node in reversed(path):
+        # Nodes may have been given a drafter's state one by one: rows are taken where they join.
+        each = node.drafter
+        if each is not None and each.span is not None and each.end == wanted:
+            spans.append(each.span)
+            wanted = each.begin
+    assert wanted == 0, "a row of the drafter's is missing"
+    return spans[::-1]

@@ -1,0 +1,53 @@
+"""What a prefix cache holds, counted from its arrays, and whether it fits what it says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from exo_node.mtp.rollback import cache_arrays
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.prefix_cache import PrefixCache
+from exo_node.shard.engine.prefix_tree import Node
+from exo_node.shard.engine.spans import Span
+
+
+def kept(engine: TextEngine) -> PrefixCache:
+    earlier: Any = engine._earlier  # pyright: ignore[reportPrivateUsage]
+    return earlier.prefixes
+
+
+def nodes(cache: PrefixCache) -> list[Node]:
+    return list(cache._root.below)  # pyright: ignore[reportPrivateUsage]
+
+
+def lent(engine: TextEngine) -> list[Span]:
+    return [span for node in nodes(kept(engine)) for span in node.spans if not span.here]
+
+
+def lend_all(engine: TextEngine) -> int:
+    """As where there is no room at all; how many spans are lent."""
+    kept(engine)._lend(0)  # pyright: ignore[reportPrivateUsage]
+    return len(lent(engine))
+
+
+def held_bytes(engine: TextEngine) -> int:
+    """Of kept prefixes and requests in progress; asserts that the tree is in order."""
+    prefixes = [array for node in nodes(kept(engine)) for array in _arrays(node)]
+    counted = sum(array.nbytes for array in prefixes)
+    assert counted == engine.prefix_cache_bytes
+    return counted + engine.cache_bytes()
+
+
+def _arrays(node: Node) -> Iterator[mx.array]:
+    for span in node.spans:
+        parts = [rows for rows in span.layers if rows is not None]
+        assert span.here or (span.owners and span.bytes == 0)
+        for rows in parts:
+            assert bool(rows.arrays) == span.here
+            assert not rows.arrays or rows.count == span.end - span.begin
+            yield from rows.arrays
+    for state in node.states or ():
+        yield from cache_arrays([state.cache])
+    if node.drafter is not None:
+        yield from (each for each in (node.drafter.read, node.drafter.pending) if each is not None)
