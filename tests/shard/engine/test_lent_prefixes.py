@@ -76,9 +76,11 @@ def test_the_second_turn_of_a_long_conversation_reads_what_is_new(rows: int, k: 
     assert_as_cold(warm, asked, k)
 
 
-def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
+def assert_as_cold(
+    warm: TextEngine, prompt: list[int], k: int, cold_one: TextEngine | None = None
+) -> None:
     """What it has of the prompt is, bit for bit, what reading it leaves."""
-    asked, alone = request(prompt, k, 1), engine()
+    asked, alone = request(prompt, k, 1), cold_one or engine()
     _ = answer(alone, asked)
     some, others = (each.prefix_of(asked) for each in (warm, alone))
     assert some is not None and others is not None and some.position == others.position
@@ -227,28 +229,53 @@ def test_rows_of_a_request_that_failed_are_not_kept(k: int, events: int) -> None
     assert answers[1][1] >= 640
 
 
-def test_answers_of_a_batch_give_their_rows_back() -> None:
-    """Behind their last round, whoever takes it when; the others' rows are where they were."""
+class AtItsEnd(Reader):
+    """It takes its last round only when its rows are gone from the batch."""
+
+    served: TextEngine | None = None
+    waited = False
+
+    @property
+    def stalls(self) -> "AtItsEnd":  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self
+
+    @stalls.setter
+    def stalls(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Not as it was made."""
+
+    def __contains__(self, turn: object) -> bool:
+        batching: Any = self.served._batching if self.served else None  # pyright: ignore[reportPrivateUsage]
+        members: list[Any] = [] if batching is None else batching._batch._members
+        own = any(m.over and m.answer._max_tokens == self.asked.max_tokens for m in members)
+        self.waited |= own
+        return own
+
+
+@pytest.mark.parametrize("reader", [Reader, AtItsEnd])
+def test_an_answer_that_ends_in_a_batch_gives_its_rows_back(reader: type[Reader]) -> None:
+    """As it goes, or before the batch goes on without it."""
     warm = engine_in_batches()
-    prompts = [LONG, [*turn(400, 71), 7, 8], BRANCH]
-    readers = [
-        Reader(request(p, 3 - n, 30 - 5 * n, ignore_end=True)) for n, p in enumerate(prompts)
-    ]
-    readers[1].stalls = range(40, 60)
+    prompts = [[*turn(rows, 70 + rows), 7, 8] for rows in (420, 400, 410)]
+    first, last = ask(prompts[0], 2, 90), ask(prompts[2], 1, 90)
+    ends = reader(request(prompts[1], 2, 25, ignore_end=True))
+    if isinstance(ends, AtItsEnd):
+        ends.served = warm
+    ended = list[int]()
 
     def lend(number: int) -> None:
-        if number % 7 == 3:
+        if number % 7 == 3 and not ended:
             _ = lend_all(warm)
+        if ends.done is not None and not ended:
+            ended.append(warm.prefix_of(ends.asked).position)  # pyright: ignore[reportOptionalMemberAccess]
         _ = held_bytes(warm)
 
-    together(warm, readers, lend)
+    together(warm, [Reader(first), ends, Reader(last)], lend)
     assert not lent(warm) and warm.cache_bytes() == 0
-    batched = sum(r.done.stats.batched_tokens for r in readers if r.done)
-    assert batched > 10
+    assert ends.rounds[-1].forward.batch == 3
+    assert not isinstance(ends, AtItsEnd) or ends.waited
+    assert ended == [320]
     for prompt in prompts:
-        got, alone = (answer(each, request(prompt, 2, 9)) for each in (warm, engine_in_batches()))
-        assert got.ids == alone.ids
-        assert got.stats.cached_tokens >= (320 if len(prompt) < 500 else 640)
+        assert_as_cold(warm, prompt, 1, engine_in_batches())
 
 
 def engine_in_batches() -> TextEngine:
