@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from api_stub import Stub, as_events, as_json, exo_node, serve_stub
+from api_stub import Stub, as_events, as_json, environment, exo_node, serve_stub
 from models import make_checkpoint
 from typer.testing import CliRunner
 
@@ -23,15 +23,18 @@ def stub() -> Generator[Stub]:
 
 
 def failed(*arguments: str, stdin: str = "", **extra: str) -> tuple[int, dict[str, Any]]:
-    """The exit status and the error; a command in words ends with the same status."""
+    """The exit status and the error; a command in words, in this process, ends with the same
+    status."""
     done = exo_node(*arguments, "--json", stdin=stdin, **extra)
     assert done.stdout == "", "an error is no data"
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
     body = json.loads(lines[0])
     assert list(body) == ["error"]
-    in_words = exo_node(*arguments, stdin=stdin, **extra)
-    assert in_words.returncode == done.returncode
+    given = environment(**extra)
+    removed = dict.fromkeys(os.environ.keys() - given.keys())
+    in_words = CliRunner().invoke(cli.app, arguments, input=stdin, env={**given, **removed})
+    assert in_words.exit_code == done.returncode
     assert not in_words.stderr.startswith("{")
     return done.returncode, body["error"]
 
@@ -129,3 +132,4 @@ def test_a_conversion_that_fails_in_its_process_says_so_in_json(tmp_path: Path) 
     status, error = failed(*given)
     assert (status, error["code"]) == (1, "failed")
     assert "is there already" in error["message"]
+    assert exo_node(*given).stderr.startswith("exo-node: ")

@@ -131,7 +131,7 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(seed: int) -
         asked = request(
             prompt(number, draw.choice([0, 5, 60, 130])),
             draw.randrange(4),
-            draw.randrange(1, 60),
+            draw.randrange(1, 40),
             sampling=draw.choice([GREEDY, GREEDY, SEEDED]),
             adaptive=draw.random() < 0.5,
         )

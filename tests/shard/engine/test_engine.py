@@ -50,9 +50,10 @@ def speculative(got: Answer) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("k", "row"),
-    [*((0, row) for row in ORACLE), *zip(itertools.cycle([1, 2, 3]), ORACLE, strict=False)],
+    [*((0, row) for row in ORACLE[::4]), *zip(itertools.cycle([1, 2, 3]), ORACLE, strict=False)],
 )
 def test_float32_reproduces_the_oracle(demo: TextEngine, row: dict[str, Any], k: int) -> None:
+    """Each of its answers with drafts, which change no id, and some without."""
     got = answer(demo, request(row["prompt_ids"], k, len(row["greedy_ids"]) + k))
     assert list(got.ids) == row["greedy_ids"]
     assert got.text == row["text"]

@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -44,8 +45,10 @@ def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: Hidd
         assert close(drafts[-kept:], answer["draft_logits"])
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize(("name", "fed"), CASES)
+@pytest.mark.parametrize(
+    ("name", "fed", "k"),
+    [(name, fed, k) for name, fed in CASES for k in range(4) if k or fed == FED[name][0]],
+)
 def test_the_loop_reproduces_the_oracles_ids_and_counts(name: str, fed: HiddenKind, k: int) -> None:
     it = opened(name, fed)
     for number, (prompt, answer) in enumerate(zip(it.prompts, it.expected, strict=True)):
@@ -109,10 +112,10 @@ BLOCK, AFTER = [7, 50, 33, 12], [20, 41]
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_taken_back_were_never_written(stage: StageModel, rows: int) -> None:
+    read = stage.make_caches()
+    _ = forward(stage, read, PROMPT)
     for kept in range(rows + 1):
-        rolled, never = stage.make_caches(), stage.make_caches()
-        for caches in (rolled, never):
-            _ = forward(stage, caches, PROMPT)
+        rolled, never = copy.deepcopy(read), copy.deepcopy(read)
         _ = forward(stage, rolled, BLOCK[:rows])
         rollback(rolled, rows - kept)
         if kept:
