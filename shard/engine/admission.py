@@ -41,7 +41,7 @@ class Admission:
         (self._background if background else self._waiting).append(entry)
         self._admit()
         try:
-            if entry not in self._inside:
+            while entry not in self._inside:
                 yield Wait(entry.came)
         except GeneratorExit:
             self.leave(entry)

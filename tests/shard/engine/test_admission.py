@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from engines import answer, engine_of, load_quietly, request, spec
+from readers import Reader, together
 from small import small_checkpoint
 
 from exo_node.mtp.seams import Wait
 from exo_node.shard.engine.admission import GROWTH, Admission
-from exo_node.shard.engine.events import Delta, Done
 
 
 class Guest:
@@ -100,20 +100,25 @@ def test_answers_that_do_not_fit_together_come_one_after_the_other() -> None:
     fields: dict[str, Any] = {"num_layers": 6, "native_mtp": True, "context_length": 128}
     wanted = spec(small_checkpoint(6), 0, 6, **fields)
     served = engine_of(load_quietly(wanted), wanted)
-    asked = [request(list(range(5, 85)), 2, 20, ignore_end=True) for _ in range(3)]
-    running = {number: served.generate(each) for number, each in enumerate(asked)}
-    ended, ids = list[int](), dict[int, list[int]]({0: [], 1: [], 2: []})
-    while running:
-        for number in list(running):
-            event = next(running[number], None)
-            if isinstance(event, Delta):
-                ids[number] += event.round.tokens
-            elif isinstance(event, Done):
-                ended.append(number)
-            elif event is None:
-                del running[number]
-            elif isinstance(event, Wait) and not event.future.done():
-                assert served.live_requests == 1
-    assert ended == [0, 1, 2]
-    alone = answer(served, request(list(range(5, 85)), 2, 20, ignore_end=True)).ids
-    assert [tuple(each) for each in ids.values()] == [alone] * 3
+    asked = [request(list(range(5, 85)), 2, 20, ignore_end=True) for _ in range(4)]
+    readers = [Reader(each) for each in asked[1:]]
+    ended = list[Reader]()
+
+    def look(_: int) -> None:
+        ended.extend(r for r in readers if r.done is not None and r not in ended)
+        assert served.live_requests <= 1
+
+    together(served, readers, look)
+    assert [readers.index(each) for each in ended] == [0, 1, 2]
+    alone = answer(served, asked[0]).ids
+    assert [tuple(each.ids) for each in readers] == [alone] * 3
+
+
+def test_one_that_is_asked_too_early_goes_on_waiting() -> None:
+    door = Admission(100)
+    first = Guest(door, 90)
+    steps = door.enter(90, 0)
+    assert [next(steps).future.done() for _ in range(3)] == [False] * 3
+    first.leave()
+    with pytest.raises(StopIteration):
+        next(steps)
