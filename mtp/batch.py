@@ -106,14 +106,27 @@ class BatchBroken(Exception):
     """A round of the batch did not end: nobody knows what its caches hold."""
 
 
+def computes_behind() -> bool:
+    """Whether what is issued is computed while Python goes on: not on a CPU, where MLX returns from
+    `async_eval` behind all but the last ten operations. What is issued first is waited for there.
+    """
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
 class Batch:
     """All methods run on the compute thread."""
 
     def __init__(
-        self, target: BatchTarget, head: BatchHead | None, clock: Callable[[], float]
+        self,
+        target: BatchTarget,
+        head: BatchHead | None,
+        clock: Callable[[], float],
+        ahead: bool | None = None,
     ) -> None:
-        """`head` None: no member drafts."""
+        """`head` None: no member drafts. `ahead`: whether what follows is under way before tokens
+        are handed out; None: where the device `computes_behind`."""
         self._target = target
+        self._overlaps = computes_behind() if ahead is None else ahead
         self._head = head
         self._clock = clock
         self._depth = BatchDepth()
@@ -219,7 +232,8 @@ class Batch:
         with self._shared():
             changes = self._changes
             if self._flight is not None:
-                self._land(self._flight, goes_on=not changes)
+                begun = None if changes else self._clock()
+                self._land(self._flight, goes_on=not changes, begun=begun)
             else:
                 if changes:
                     self._reform()
@@ -310,7 +324,9 @@ class Batch:
         if self._drafts is None:
             k = self._depth.choose([m.wish for m in self._members])
             if k == 0:
-                self._land(self._issue(self._last_tokens()), goes_on=True)
+                flight = self._issue(self._last_tokens())
+                begun = self._clock() if self._overlaps else begun
+                self._land(flight, goes_on=self._overlaps, begun=begun)
                 return
             drafts, limits = self._draft(k)
         else:
@@ -367,7 +383,7 @@ class Batch:
 
     def _ahead(self) -> None:
         """The next round's drafts are under way before these tokens are handed out."""
-        if self._changes_next:
+        if self._changes_next or not self._overlaps:
             return
         begun = self._clock()
         k = self._depth.choose([m.wish for m in self._members])
@@ -395,16 +411,19 @@ class Batch:
         mx.async_eval(chosen)
         return _Flight(chosen, hidden, judged.scores, starts)
 
-    def _land(self, flight: _Flight, *, goes_on: bool) -> None:
-        """Hands out the tokens in flight; with `goes_on` the next ones are issued before."""
-        begun = self._clock()
+    def _land(self, flight: _Flight, *, goes_on: bool, begun: float | None = None) -> None:
+        """Hands out the tokens in flight; with `goes_on` the next ones are issued before.
+
+        `begun`: when the seconds of a round began; None: they were others'.
+        """
         self._flight = None
         if self._drafter is not None and flight.hidden is not None:
             self._drafter.observe(flight.hidden, flight.tokens[:, None], [1] * len(self._members))
         if goes_on and self._depth.choose([m.wish for m in self._members]) == 0:
             self._flight = self._issue(flight.tokens)
         ids = as_ids(flight.tokens)
-        self._depth.learn(len(self._members), 0, self._clock() - begun)
+        if begun is not None:
+            self._depth.learn(len(self._members), 0, self._clock() - begun)
         for index, member in enumerate(self._members):
             if member in self._gone or member.over:
                 continue

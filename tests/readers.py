@@ -29,10 +29,15 @@ def loaded() -> Loaded:
 
 
 def engine(
-    state_sender: StateSender | None = None, copies: StateStore | None = None, **changes: Any
+    state_sender: StateSender | None = None,
+    copies: StateStore | None = None,
+    runs_ahead: bool | None = None,
+    **changes: Any,
 ) -> TextEngine:
+    """`runs_ahead`: True as on a GPU, False as on a CPU, None as where the test runs."""
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    made = engine_of(loaded(), spec, state_sender=state_sender, copies=copies)
+    parts: dict[str, Any] = {"state_sender": state_sender, "copies": copies}
+    made = engine_of(loaded(), spec, runs_ahead=runs_ahead, **parts)
     made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
     return made
 

@@ -16,11 +16,14 @@ from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
 from ...mtp.steps import Step, Steps
 from ...mtp.task import Task
-from ...mtp.types import FinishReason
+from ...mtp.types import FinishReason, Round
 from .local import LocalVerifier
 
 MOST_PADDING: Final = 2.0
 """A batch has the room of its longest request for each: at most so many times what they need."""
+
+TURNS: Final = 2
+"""Of others, that a round waits for at most: first tokens of prompts read together take two."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,8 @@ class Batching:
         self._batch = batch
         self._reason = reason
         self._seats: list[Seat] = []
+        self._coming: list[Seat] = []
+        """Those that handed out their first token alone and join at their next turn."""
 
     def refuse(self, reason: str) -> None:
         """Before the first answer: each is decoded alone."""
@@ -101,16 +106,35 @@ class Batching:
         """As `Generation.steps`; its rounds are the batch's while others decode as well."""
         try:
             while True:
-                reason = yield from seat.generation.steps()
+                reason = yield from self._alone(seat)
                 if reason is None:
                     reason = yield from self._together(seat)
                 if reason is not None:
                     return reason
         finally:
-            if seat in self._seats:
-                self._seats.remove(seat)
+            for seats in (self._seats, self._coming):
+                if seat in seats:
+                    seats.remove(seat)
             if seat.member is not None and self._batch is not None:
                 self._batch.drop(seat.member)
+
+    def _alone(self, seat: Seat) -> Steps:
+        """Rounds of its own; those of a batch wait for it as soon as it may join them."""
+        steps, first = seat.generation.steps(), seat not in self._seats
+        try:
+            while True:
+                try:
+                    step = next(steps)
+                except StopIteration as end:
+                    return end.value
+                if first and self._seats and isinstance(step, Round):
+                    self._coming.append(seat)
+                    first = False
+                yield step
+                if seat in self._coming:
+                    self._coming.remove(seat)
+        finally:
+            steps.close()
 
     def _together(self, seat: Seat) -> Generator[Step, None, FinishReason | None]:
         """Rounds of the batch; None where nobody else is there any more."""
@@ -131,6 +155,9 @@ class Batching:
                 batch.settle()
                 if not member.rounds and not member.over:
                     break
+            for _ in range(TURNS):
+                if self._coming and not member.rounds:
+                    yield Wait.a_turn()  # fewer forwards for all, and nobody waits for two
             yield batch.take(member)
             if member.reason is not None and not member.rounds:
                 return member.reason

@@ -87,7 +87,8 @@ class TextEngine:
         `copies`: what this one, a spare, was sent.
         `kernels`: those of our own under the model, for the stats.
         `prefix_disk`: where prefixes outlive this engine.
-        `runs_ahead`: whether rounds are built while others run; None: where `kernels` make it pay.
+        `runs_ahead`: whether rounds are built while others run; None: where `kernels` make it pay,
+        and where the device computes meanwhile, rounds of a batch.
         """
         self._codec = codec
         self._stage = stage
@@ -107,7 +108,7 @@ class TextEngine:
         family = family_of(stage.model, fed) if link is None else None
         self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
         self.drafting = Drafting(head, family, vocabulary, options, self._profile)
-        self._batching = self._new_batching()
+        self._batching = self._new_batching(runs_ahead)
         self._parts = Parts(clock)
         self._meeting = self._new_meeting(link)
         self._prompts = self._new_prompts()
@@ -160,14 +161,15 @@ class TextEngine:
             clock=self._clock,
         )
 
-    def _new_batching(self) -> Batching:
+    def _new_batching(self, runs_ahead: bool | None) -> Batching:
         if self._options.fixed_rows:
             return Batching(None, "strict mode computes each request by forwards of its own")
         if not self._options.batching:
             return Batching(None, "EXO_BATCHING_ENABLED is 0")
         if not self._alone:
             return Batching(None)
-        return Batching(Batch(self._target, self.drafting.batch_head(), self._clock))
+        made = self._target, self.drafting.batch_head(), self._clock
+        return Batching(Batch(*made, ahead=runs_ahead))
 
     def _new_meeting(self, link: Link | None) -> Meeting | None:
         """Where rows of several requests set out through a pipeline together."""

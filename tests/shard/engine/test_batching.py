@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,9 @@ from exo_node.mtp.batch_prompts import PromptBatch
 from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.compute import Run, Turns
 from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.local import FamilyTarget
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.request_state import RequestState
@@ -57,7 +60,10 @@ class AlwaysDue(StateSender):
         pass
 
 
-def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_runs() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_runs(
+    *, ahead: bool
+) -> None:
     kinds = [GREEDY, SEEDED, PENALISED, Sampling(temperature=0.7, top_k=5, seed=3)]
     readers = [
         Reader(
@@ -67,7 +73,7 @@ def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_
         )
         for i in range(16)
     ]
-    served = engine()
+    served = engine(runs_ahead=ahead)
     together(served, readers)
     for reader in readers:
         wanted = alone(reader.asked)
@@ -143,7 +149,7 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(seed: int) -
                 draw.choice([range(0), range(stall, stall + draw.randrange(30))]),
             )
         )
-    served = engine()
+    served = engine(runs_ahead=bool(seed % 2))
     together(served, readers)
     for reader in readers:
         wanted = alone(reader.asked).ids
@@ -231,24 +237,103 @@ def test_an_answer_that_is_left_alone_goes_on_alone_and_the_stats_tell() -> None
     assert stats.batching_reason == ""
 
 
+@pytest.mark.parametrize(("k", "ahead"), [(2, False), (0, True)])
 def test_a_reader_that_stalls_leaves_once_and_the_others_go_on_undisturbed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, k: int, *, ahead: bool
 ) -> None:
-    formed = list[int]()
+    formed, left_out = list[int](), list[int]()
     reform = Batch._reform  # pyright: ignore[reportPrivateUsage]
 
     def counted(self: Batch) -> None:
         reform(self)
         formed.append(self.size)
+        left_out.append(len(self._waiting))  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(Batch, "_reform", counted)
-    readers = [Reader(request(prompt(i), 2, 40, ignore_end=True)) for i in range(4)]
-    readers[0].stalls = range(20, 50)
-    together(engine(), readers)
+    tokens = 40 if k else 70
+    readers = [Reader(request(prompt(i), k, tokens, ignore_end=True)) for i in range(4)]
+    readers[1].stalls = range(20, 50)
+    together(engine(runs_ahead=ahead), readers)
     # It joins, stalls, comes back; and the others' ends. Not once for each round that it missed.
     assert len(formed) < 12
+    assert max(left_out) == 1  # itself
     for reader in readers:
         assert tuple(reader.ids) == alone(reader.asked).ids
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_nobody_is_left_out_of_a_round_for_want_of_a_turn(
+    monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """Prompts end while others answer, some of them together; nobody stalls."""
+    left_out, waited = list[int](), list[int]()
+    reform = Batch._reform  # pyright: ignore[reportPrivateUsage]
+    served, readers = engine(runs_ahead=ahead), list[Reader]()
+
+    def formed(self: Batch) -> None:
+        reform(self)
+        left_out.append(len(self._waiting))  # pyright: ignore[reportPrivateUsage]
+        single = [r for r in readers if r.rounds and len(r.ids) < 24]
+        waited.append(len(single) - len(self._members))  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(Batch, "_reform", formed)
+    for i in range(9):
+        asked = request(prompt(i, 25), (0, 0, 2)[i % 3], 24, ignore_end=True)
+        readers.append(Reader(asked, begins=(0, 25, 70)[i // 3]))
+    in_turns(served, readers)
+    assert left_out and set(left_out) == {0}
+    assert set(waited) == {0}  # whoever has its first token shares the next forward
+    assert max(r.forward.batch for r in readers[-1].rounds) >= 8
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.asked).ids
+
+
+def in_turns(served: TextEngine, readers: list[Reader]) -> None:
+    """As the compute thread steps them; each comes behind so many turns of all."""
+    turns, inbox, count = Turns(), deque[Run](), 0
+    coming, live = list(readers), list(readers)
+    while live:
+        while coming and coming[0].begins <= count:
+            reader = coming.pop(0)
+
+            def done(fault: BaseException | None, reader: Reader = reader) -> None:
+                reader.fault = fault
+                live.remove(reader)
+
+            inbox.append(Run(served.generate(reader.asked), reader.take, done, inbox.append))
+        while inbox:
+            turns.add(inbox.popleft())
+        if (run := turns.next()).turn():
+            turns.add(run)
+        elif run.waited:
+            turns.spare()
+        count += 1
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_what_follows_is_computed_first_only_where_that_takes_nobodys_time(
+    monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """On a CPU those that wait for a token would wait for two."""
+    forwards, told = list[int](), list[tuple[int, int]]()
+    forward, take = FamilyTarget.forward_batch, Batch.take
+
+    def counted(target: FamilyTarget, *args: Any) -> Any:
+        forwards.append(1)
+        return forward(target, *args)
+
+    def taken(self: Batch, member: Member) -> Round:
+        before, rounds = len(forwards), len(member.rounds)
+        got = take(self, member)
+        told.append((len(forwards) - before, rounds))
+        return got
+
+    monkeypatch.setattr(FamilyTarget, "forward_batch", counted)
+    monkeypatch.setattr(Batch, "take", taken)
+    together(engine(runs_ahead=ahead), [Reader(request(prompt(i), 0, 20)) for i in range(3)])
+    most = max(count for count, _ in told)
+    assert most == (2 if ahead else 1)
+    assert all(count == 0 for count, rounds in told if rounds)
 
 
 def test_one_alone_never_sees_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

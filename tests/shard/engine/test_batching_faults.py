@@ -35,16 +35,16 @@ def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their rows are in the caches: nobody may go on behind them."""
-    served, shared = engine(), 0
+    served, shared = engine(runs_ahead=True), 0
     land = Batch._land  # pyright: ignore[reportPrivateUsage]
 
-    def failing(self: Batch, flight: Any, *, goes_on: bool) -> None:
+    def failing(self: Batch, flight: Any, *, goes_on: bool, begun: float | None = None) -> None:
         nonlocal shared
         shared += self.size > 2
         if shared > 4 and not goes_on:  # as a member joins
             self._flight = None  # pyright: ignore[reportPrivateUsage]
             raise RuntimeError("the device is gone")
-        land(self, flight, goes_on=goes_on)
+        land(self, flight, goes_on=goes_on, begun=begun)
 
     monkeypatch.setattr(Batch, "_land", failing)
     readers = [Reader(request(prompt(i), 0, 60), begins=8 if i == 3 else 0) for i in range(4)]
