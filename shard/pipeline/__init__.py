@@ -8,7 +8,8 @@ pacing.py: how many chunks of prompts are under way
 prefixes.py: what stages keep of prompts, and go on from
 replay_buffer.py: what a stage sent on, from which the next one is rebuilt
 request_state.py: what a stage holds of a request
-stage.py: what a stage does with a frame: sessions, attempts, leases
+seen_attempts.py: which attempts are over
+stage.py: what a stage does with a frame: sessions, forwards, leases
 stage_queue.py: what waits for a stage's compute thread, and in which order
 state_sender.py: copies of a stage's state: what is sent, and when
 state_store.py: copies of a stage's state: what its spare keeps

@@ -3,11 +3,10 @@
 Every method runs on the compute thread.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
@@ -24,14 +23,13 @@ from .merged import SHARED, Merged, offer_merged
 from .prefixes import Prefixes
 from .replay_buffer import TRAIL_BYTES
 from .request_state import RequestState
+from .seen_attempts import SeenAttempts
 from .state_sender import StateSender
 from .state_store import StateStore
 
-MAX_WAITING = 4096
+MAX_WAITING: Final = 4096
 """Blocks that may wait for rows before them, of at most TRAIL_BYTES; a generator that asks for
 answers sends one, and one that reads the rest of a prompt all of its chunks."""
-REMEMBERED_REQUESTS = 4096
-"""Ended requests whose attempt is kept, so that frames that come late are refused."""
 
 
 @dataclass(slots=True)
@@ -85,8 +83,7 @@ class StageWorker:
         self._prefixes = prefixes
         self._merged = Merged(model, DTYPES[expected.dtype])
         self._sessions: dict[str, Session] = {}
-        self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._expired: OrderedDict[str, int] = OrderedDict()
+        self._attempts = SeenAttempts(expected.stage)
 
     @property
     def live_requests(self) -> int:
@@ -248,13 +245,13 @@ class StageWorker:
         forwards of `schedule` rows each.
         """
         state = self._held(request, attempt, position, answer=answer)
-        if tokens and attempt > self._attempts.get(request, 0) and self._prefixes is not None:
+        if tokens and attempt > self._attempts.latest(request) and self._prefixes is not None:
             self._prefixes.shrink(self.cache_bytes())
             ends = list(accumulate(schedule))
             state = self._prefixes.find(request, attempt, tokens, ends)
         if state is not None:
             self._sessions[request] = Session(attempt, state, self._clock())
-            self._remember(request, attempt)
+            self._attempts.add(request, attempt, self._sessions)
         session = self._session(request, attempt, opens=True)
         session.target, session.answer, session.waiting = position, answer, []
         state = session.state
@@ -277,7 +274,7 @@ class StageWorker:
         self, request: str, attempt: int, position: int, *, answer: bool
     ) -> RequestState | None:
         """What is here of an earlier attempt, where it fits `position` rows or fewer of them."""
-        if attempt <= self._attempts.get(request, 0):
+        if attempt <= self._attempts.latest(request):
             return None
         session = self._sessions.get(request)
         if session is not None:
@@ -310,7 +307,7 @@ class StageWorker:
 
     def release(self, request: str, attempt: int) -> None:
         """Frees the request's state; its attempt and earlier ones are refused from now on."""
-        self._remember(request, attempt)
+        self._attempts.add(request, attempt, self._sessions)
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
             self._merged.drop(self._sessions.pop(request).state)
@@ -331,24 +328,12 @@ class StageWorker:
         for name in ended:
             attempt = self._sessions[name].attempt
             self.release(name, attempt)
-            self._expired[name] = attempt
-            while len(self._expired) > REMEMBERED_REQUESTS:
-                _ = self._expired.popitem(last=False)
+            self._attempts.expire(name, attempt)
         return ended + (self._copies.expire(lease_s) if self._copies else [])
 
     def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
-        known = self._attempts.get(request, 0)
         session = self._sessions.get(request)
-        if attempt == known and session is None and self._expired.get(request) == attempt:
-            raise PeerLost(
-                f"stage {self._expected.stage} freed request {request}: nothing of it came for "
-                "the length of its lease"
-            )
-        if attempt < known or (attempt == known and session is None):
-            raise InvalidFrame(
-                f"attempt {attempt} of request {request} is over: attempt {known} was seen",
-                param="attempt",
-            )
+        self._attempts.check(request, attempt, live=session is not None)
         if session is not None and session.attempt == attempt:
             return session
         if not opens:
@@ -359,17 +344,8 @@ class StageWorker:
             self._merged.drop(session.state)
         session = Session(attempt, RequestState(self._model.make_caches()), self._clock())
         self._sessions[request] = session
-        self._remember(request, attempt)
+        self._attempts.add(request, attempt, self._sessions)
         return session
-
-    def _remember(self, request: str, attempt: int) -> None:
-        self._attempts[request] = max(attempt, self._attempts.pop(request, 0))
-        while len(self._attempts) > REMEMBERED_REQUESTS:
-            oldest = next(iter(self._attempts))
-            if oldest in self._sessions:
-                self._attempts.move_to_end(oldest)
-            else:
-                del self._attempts[oldest]
 
     @property
     def _is_last(self) -> bool:

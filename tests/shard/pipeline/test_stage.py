@@ -15,6 +15,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
 from exo_node.shard.model.tensors import to_bytes
+from exo_node.shard.pipeline import seen_attempts
 from exo_node.shard.pipeline import stage as stage_module
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker
@@ -311,7 +312,7 @@ def test_a_middle_stage_passes_every_row_on(model: StageModel) -> None:
 def test_requests_that_run_are_not_forgotten_for_those_that_ended(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_module, "REMEMBERED_REQUESTS", 4)
+    monkeypatch.setattr(seen_attempts, "REMEMBERED_REQUESTS", 4)
     _ = stage.forward(0, 2, attempt=3)
     for number in range(10):
         stage.worker.release(f"ended-{number}", 1)
