@@ -1,6 +1,7 @@
 """Stand-ins for the node's services, each driven by the test that uses it."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from exo_node.placement.library import packaged_cards
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
+CARDS = functools.cache(packaged_cards)
+"""They are files, which a request to a fake need not read again."""
 Script = Callable[[], AsyncIterator[Event]]
 Json = dict[str, Any]
 
@@ -219,9 +222,9 @@ class FakeFacts:
         return ClusterView((NodeFacts(NODE, "n", 10**12, 10**10),))
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
-        if model not in packaged_cards():
+        if model not in CARDS():
             raise ModelNotFound(f"there is no model '{model}'", param="model")
-        return packaged_cards()[model], ""
+        return CARDS()[model], ""
 
     async def require_files(self, model: ModelId) -> None:
         """Every model is on some disk."""

@@ -34,7 +34,13 @@ def decode(body: bytes) -> JsonValue:
     except UnicodeDecodeError as fault:
         message = f"the body is not UTF-8 at byte {fault.start}; encode it as UTF-8"
         raise InvalidRequest(message, param="body") from None
-    decoder = _Decoder()
+    numbers = _Numbers()
+    decoder = json.JSONDecoder(
+        object_pairs_hook=_unique,
+        parse_int=numbers.integer,
+        parse_float=numbers.real,
+        parse_constant=numbers.real,
+    )
     try:
         value: JsonValue = decoder.decode(text)
     except RecursionError:
@@ -43,33 +49,31 @@ def decode(body: bytes) -> JsonValue:
     except json.JSONDecodeError as fault:
         message = f"the body is not JSON: {fault.msg} at character {fault.pos}"
         raise InvalidRequest(message, param="body") from None
-    if decoder.number_out_of_range or _SURROGATE.search(text):
+    if numbers.out_of_range or _SURROGATE.search(text):
         _refuse_unusable(value)
     return value
 
 
-class _Decoder(json.JSONDecoder):
-    """Turns numbers out of range into infinity, so that the search for them can name the field."""
+class _Numbers:
+    """Turns numbers out of range into infinity, so that the search for them can name the field.
+
+    Apart from the decoder: one that held its own methods would be left to the garbage collector
+    with every body.
+    """
 
     def __init__(self) -> None:
-        super().__init__(
-            object_pairs_hook=_unique,
-            parse_int=self._int,
-            parse_float=self._float,
-            parse_constant=self._float,
-        )
-        self.number_out_of_range = False
+        self.out_of_range = False
 
-    def _int(self, digits: str) -> int | float:
+    def integer(self, digits: str) -> int | float:
         if len(digits) <= _MAX_DIGITS:
             return int(digits)
-        self.number_out_of_range = True
+        self.out_of_range = True
         return math.inf
 
-    def _float(self, digits: str) -> float:
+    def real(self, digits: str) -> float:
         value = float(digits)
         if not math.isfinite(value):
-            self.number_out_of_range = True
+            self.out_of_range = True
         return value
 
 

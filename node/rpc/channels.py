@@ -104,8 +104,12 @@ async def reply(call: Awaitable[Reply], where: str) -> Reply:
     """A unary call's, or an error of the tree."""
     try:
         return await call
-    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
-        raise _error(fault, where) from fault
+    except grpc.aio.AioRpcError as fault:
+        raise from_status(fault, where) from fault
+    except asyncio.CancelledError as fault:
+        if _cancelled_here():
+            raise
+        raise PeerLost(f"{where} is gone") from fault
 
 
 async def stream(
@@ -115,29 +119,37 @@ async def stream(
 
     `lost`: what is raised where the other side is gone.
     """
+    messages = aiter(call)
     try:
-        async for message in call:
+        async for message in messages:
             yield message
-    except (grpc.aio.AioRpcError, asyncio.CancelledError) as fault:
-        raise _error(fault, where, lost) from fault
+    except grpc.aio.AioRpcError as fault:
+        raise _lost_as(from_status(fault, where), fault, lost) from fault
+    except asyncio.CancelledError as fault:
+        if _cancelled_here():
+            raise
+        raise lost(f"{where} is gone") from fault
     finally:
         call.cancel()
+        # The call and its iterator hold each other: without this, one that was not read to its
+        # end keeps its request and its last answer until the garbage collector finds them.
+        await messages.aclose()
 
 
-def _error(
-    fault: grpc.aio.AioRpcError | asyncio.CancelledError,
-    where: str,
-    lost: type[PeerLost] = PeerLost,
-) -> ExoNodeError:
-    """Raises `fault` again where this task is cancelled."""
-    if isinstance(fault, grpc.aio.AioRpcError):
-        told = from_status(fault, where)
-        here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
-        if here and type(told) in (PeerLost, PeerRefused) and lost is not PeerLost:
-            return lost(told.message)
-        return told
+def _lost_as(told: ExoNodeError, fault: grpc.aio.AioRpcError, lost: type[PeerLost]) -> ExoNodeError:
+    """`told`, or `lost` for it where the other side is gone and did not say so itself."""
+    here = not any(key == "exo-code" for key, _ in fault.trailing_metadata() or ())
+    if here and type(told) in (PeerLost, PeerRefused) and lost is not PeerLost:
+        return lost(told.message)
+    return told
+
+
+def _cancelled_here() -> bool:
+    """Whether this task is cancelled; else a cancellation is gRPC's word for a channel that was
+    closed here, because its runner is known to be gone.
+
+    Its answer is for the handler to raise by: an exception that a function raises which has it as
+    an argument is held by its own traceback.
+    """
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise fault
-    # gRPC's word for a channel that was closed here, because its runner is known to be gone.
-    return lost(f"{where} is gone")
+    return task is not None and bool(task.cancelling())
