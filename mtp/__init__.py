@@ -10,6 +10,7 @@ batch_depth.py: how many tokens a batch drafts
 batch_drafter.py: drafts for all of them
 batch_probe.py: whether a request computes in a batch what it computes alone
 batch_prompts.py: chunks of several prompts in one forward
+batch_slots.py: who joins and leaves where the others stay
 batch_verdict.py: what each of them keeps, in one read
 chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
 costs.py: what rounds were measured to cost

@@ -21,12 +21,14 @@ from .batch_caches import (
     BatchQuantizedKVCache,
     Positions,
     batched,
+    can_change,
+    change_all,
     own,
-    padding_of,
     take_back,
 )
 from .batch_depth import BatchDepth, Wish
 from .batch_drafter import BatchDrafter, BatchHead, RowDrafts
+from .batch_slots import SOON, Change, order_of, padding_of
 from .batch_verdict import Judged, judge
 from .depth import AdaptiveDepth, DepthPolicy
 from .drafters import DrafterState
@@ -267,30 +269,54 @@ class Batch:
         return joins or bool(self._gone) or any(member.over for member in self._members)
 
     def _reform(self) -> None:
-        """The batch anew: without those that ended or do not take their rounds, with who waits."""
+        """The batch without those that ended or do not take their rounds, with who waits."""
         for member in self._members:
             if member.over and member not in self._gone:
                 _tell(member)
-        slow, ready = dict[Member, Held](), dict[Member, Held]()
+        slow, stays = dict[Member, Held](), list[int]()
         for index, member in enumerate(self._members):
             if member in self._gone or member.over:
                 continue
             if member.rounds:
                 slow[member] = self._held(index)
             else:
-                ready[member] = self._viewed(index)
+                stays.append(index)
+        joins = dict[Member, Held]()
         for member, held in self._waiting.items():
-            (slow if member.rounds else ready)[member] = held
-        self._clear()
+            (slow if member.rounds else joins)[member] = held
+        drafts = any(held.drafter is not None for held in joins.values())
+        if stays and can_change(self._caches) and (self._drafter is not None or not drafts):
+            self._change(stays, joins)
+        else:
+            self._form(stays, joins)
         self._waiting = slow
+        mx.eval(self.arrays())
+
+    def _change(self, stays: Sequence[int], joins: dict[Member, Held]) -> None:
+        """Nobody's rows are copied but those of who joins, or takes the place of one that left."""
+        order, held = order_of(stays), list(joins.values())
+        rows = [self._positions.rows[place] for place in order]
+        change = Change(order, [*rows, *(each.position for each in held)])
+        change_all(self._caches, change, [each.caches for each in held])
+        self._positions.become(change.rows)
+        self._members = [*(self._members[place] for place in order), *joins]
+        self._gone, self._drafts = set(), None
+        if self._drafter is not None:
+            self._drafter.change(order, [each.drafter for each in held])
+        if not any(member.draft_limit for member in self._members):
+            self._drafter = None
+
+    def _form(self, stays: Sequence[int], joins: dict[Member, Held]) -> None:
+        """Of copies of all that its members have."""
+        ready = {self._members[index]: self._viewed(index) for index in stays} | joins
+        self._clear()
         self._members = list(ready)
         states = list(ready.values())
         self._positions = Positions([held.position for held in states])
-        self._caches = batched([held.caches for held in states], self._positions)
+        self._caches = batched([held.caches for held in states], self._positions, SOON)
         drafters = [held.drafter for held in states]
         if self._head is not None and any(state is not None for state in drafters):
             self._drafter = BatchDrafter(self._head, drafters)
-        mx.eval(self.arrays())
 
     def _clear(self) -> None:
         self._members, self._gone, self._caches = [], set(), []

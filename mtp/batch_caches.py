@@ -11,10 +11,8 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
+from .batch_slots import ROOM, Change, lifted, lined_up, padded, room_for, seated
 from .rollback import TapedCache, cache_arrays, kept_rows
-
-ROOM: Final = KVCache.step
-"""Rows by which the room grows."""
 
 
 class Positions:
@@ -24,7 +22,7 @@ class Positions:
         self.rows = list(rows)
         self._array: mx.array | None = None
         self._masks: dict[tuple[int, int, int | None], mx.array] = {}
-        self._places: dict[int, mx.array] = {}
+        self._places: dict[tuple[int, int], mx.array] = {}
         self._rings: dict[tuple[object, ...], mx.array] = {}
 
     @property
@@ -36,18 +34,24 @@ class Positions:
 
     def moved(self, rows: Sequence[int]) -> None:
         """Each request has so many rows more; fewer where negative."""
-        self.rows = [have + more for have, more in zip(self.rows, rows, strict=True)]
+        self.become([have + more for have, more in zip(self.rows, rows, strict=True)])
+
+    def become(self, rows: Sequence[int]) -> None:
+        """Those of the requests from now on."""
+        self.rows = list(rows)
         self._array = None
         self._masks.clear()
         self._places.clear()
         self._rings.clear()
 
-    def places(self, rows: int) -> mx.array:
-        """(B, 1, rows, 1): where a forward of so many rows writes."""
-        if rows not in self._places:
+    def places(self, rows: int, slots: int = 0) -> mx.array:
+        """(B, 1, rows, 1): where a forward of so many rows writes; 0 for more `slots` than B."""
+        spare = max(0, slots - len(self.rows))
+        if (rows, spare) not in self._places:
             ahead = mx.arange(rows, dtype=mx.int32)
-            self._places[rows] = (self.array[:, None] + ahead)[:, None, :, None]
-        return self._places[rows]
+            places = mx.pad(self.array[:, None] + ahead, [(0, spare), (0, 0)])
+            self._places[rows, spare] = places[:, None, :, None]
+        return self._places[rows, spare]
 
     def mask(self, rows: int, window: int | None) -> mx.array:
         """(B, 1, rows, rows read): the past of each new row, no other request's and no dropped."""
@@ -92,7 +96,7 @@ class BatchKVCache:
     def __init__(
         self, keys: mx.array | None, values: mx.array | None, positions: Positions
     ) -> None:
-        """`keys`, `values`: (B, heads, room, size); None before the first rows."""
+        """`keys`, `values`: (slots, heads, room, size); None before the first rows."""
         self.keys = keys
         self.values = values
         self._positions = positions
@@ -111,7 +115,13 @@ class BatchKVCache:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """As the last rows found them: for layers that attend to those of another one."""
         assert self.keys is not None and self.values is not None
-        return self.keys[..., : self._extent, :], self.values[..., : self._extent, :]
+        size, extent = len(self._positions.rows), self._extent
+        return self.keys[:size, :, :extent], self.values[:size, :, :extent]
+
+    def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
+        """See `change_all`, which tells nobody of the positions."""
+        rows = [cache_arrays([cache]) for cache in joins]
+        self.keys, self.values = _all_seated(_arrays(self), change, moving, rows)
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -128,7 +138,7 @@ class BatchKVCache:
         cache = KVCache()
         assert self.keys is not None and self.values is not None
         cache.offset = self._positions.rows[index]
-        room = _rooms(cache.offset) * ROOM
+        room = room_for(cache.offset)
         cache.keys, cache.values = (
             a[index : index + 1, :, :room] for a in (self.keys, self.values)
         )
@@ -159,8 +169,13 @@ class BatchQuantizedKVCache:
         held = [_appended(array, rows, self._positions) for array, rows in pairs]
         self._held = list(held)
         extent = self._positions.extent(keys.shape[2])
-        read = tuple(array[..., :extent, :] for array in held)
+        read = tuple(array[: len(self._positions.rows), :, :extent] for array in held)
         return read[:3], read[3:]
+
+    def change(self, change: Change, moving: "Moving", joins: Sequence[QuantizedKVCache]) -> None:
+        """As `BatchKVCache.change`."""
+        rows = [cache_arrays([cache]) for cache in joins]
+        self._held = list(_all_seated(_arrays(self), change, moving, rows))
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -176,7 +191,7 @@ class BatchQuantizedKVCache:
         """One request's, alone; views of these."""
         cache = QuantizedKVCache(self.group_size, self.bits)
         cache.offset = self._positions.rows[index]
-        room = _rooms(cache.offset) * ROOM
+        room = room_for(cache.offset)
         held = tuple(cast("mx.array", a)[index : index + 1, :, :room] for a in self._held)
         cache.keys, cache.values = held[:3], held[3:]
         return cache
@@ -199,9 +214,9 @@ class BatchRotatingKVCache:
             for ring, (_, next_place) in zip(rings, parts, strict=True)
         )
         """By request: the row that lies at place 0, of every `size` rows."""
-        room = min(size, _rooms(max(arrays[0].shape[2] for arrays, _ in parts) + 1) * ROOM)
+        room = min(size, room_for(max(arrays[0].shape[2] for arrays, _ in parts) + 1))
         self.keys, self.values = (
-            mx.concatenate([_padded(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
+            mx.concatenate([padded(arrays[i], room) for arrays, _ in parts]) for i in (0, 1)
         )
 
     @property
@@ -213,8 +228,8 @@ class BatchRotatingKVCache:
             raise ValueError("a window in a batch takes one row at a time")
         extent = min(self._positions.extent(1), self._size)
         if extent > self.keys.shape[2]:
-            room = min(self._size, _rooms(extent) * ROOM)
-            self.keys, self.values = (_padded(a, room) for a in (self.keys, self.values))
+            room = min(self._size, room_for(extent))
+            self.keys, self.values = (padded(a, room) for a in (self.keys, self.values))
         at = self._positions.ring_places(self._turned, self._size)
         self.keys, self.values = (
             mx.put_along_axis(held, mx.broadcast_to(at, rows.shape), rows, axis=2)
@@ -244,7 +259,7 @@ class BatchRotatingKVCache:
         """One request's, alone; views of these."""
         cache = RotatingKVCache(self._size)
         rows = cache.offset = self._positions.rows[index]
-        room = min(self._size, _rooms(rows) * ROOM)
+        room = min(self._size, room_for(rows))
         cache.keys, cache.values = (
             a[index : index + 1, :, :room] for a in (self.keys, self.values)
         )
@@ -267,6 +282,19 @@ class BatchTapedCache(TapedCache):
         cache.cache = [None if a is None else a[index : index + 1] for a in self.cache]
         return cache
 
+    def change(self, change: Change, moving: "Moving", joins: Sequence[ArraysCache]) -> None:
+        """As `BatchKVCache.change`; no row can be taken back behind it."""
+        arrays = cache_arrays([self])
+        rows = [cache_arrays([cache]) for cache in joins]
+        made = iter(
+            [
+                lined_up(held, change, moving[i], [each[i] for each in rows])
+                for i, held in enumerate(arrays)
+            ]
+        )
+        self.cache = [None if held is None else next(made) for held in self.cache]
+        self.forget()
+
     def lend_tape(self, cache: TapedCache, index: int) -> None:
         """So that this request, alone now, can still take back a row of the last forward."""
         if self._tape is not None and self._tape[0] == 1:
@@ -275,6 +303,9 @@ class BatchTapedCache(TapedCache):
 
 
 BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
+ChangingCache = BatchKVCache | BatchQuantizedKVCache | BatchTapedCache
+Moving = Sequence[Sequence[mx.array]]
+"""By array of a cache, what was `lifted`."""
 LoneCache = KVCache | QuantizedKVCache | RotatingKVCache | ArraysCache
 
 
@@ -294,9 +325,30 @@ def _reads_together(cache: object) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache, TapedCache, ArraysCache)
 
 
-def batched(requests: Sequence[Sequence[Any]], positions: Positions) -> list[BatchCache]:
-    """One list of caches, by layer, for requests whose caches hold `positions` rows."""
-    return [_batched(list(layer), positions) for layer in zip(*requests, strict=True)]
+def batched(
+    requests: Sequence[Sequence[Any]], positions: Positions, ahead: int = ROOM
+) -> list[BatchCache]:
+    """One list of caches, by layer, for requests whose caches hold `positions` rows.
+
+    There is room for `ahead` more of the longest.
+    """
+    return [_batched(list(layer), positions, ahead) for layer in zip(*requests, strict=True)]
+
+
+def can_change(caches: Sequence[BatchCache]) -> bool:
+    """Whether requests may join and leave these where they are. Rings are turned differently."""
+    return not any(isinstance(cache, BatchRotatingKVCache) for cache in caches)
+
+
+def change_all(
+    caches: Sequence[BatchCache], change: Change, joins: Sequence[Sequence[LoneCache]]
+) -> None:
+    """Those that stay change their places, and those with the caches `joins` come behind; of
+    caches that `can_change`. Lazy, but for what moves. Who calls it tells the positions."""
+    moving = [[lifted(held, change) for held in _arrays(cache)] for cache in caches]
+    mx.eval(moving)
+    for layer, cache in enumerate(caches):
+        cast("Any", cache).change(change, moving[layer], [each[layer] for each in joins])
 
 
 def take_back(caches: Sequence[BatchCache], rows: int, kept: Sequence[int]) -> None:
@@ -317,7 +369,20 @@ def keep_of(caches: Sequence[BatchCache], kept: mx.array) -> None:
             cache.keep(at)
 
 
-def _batched(layer: list[Any], positions: Positions) -> BatchCache:
+def _arrays(cache: BatchCache) -> list[mx.array]:
+    return cache_arrays([cache])
+
+
+def _all_seated(
+    arrays: list[mx.array], change: Change, moving: Moving, joins: Sequence[Sequence[mx.array]]
+) -> list[mx.array]:
+    return [
+        seated(held, change, moving[i], [each[i] for each in joins])
+        for i, held in enumerate(arrays)
+    ]
+
+
+def _batched(layer: list[Any], positions: Positions, ahead: int) -> BatchCache:
     if isinstance(layer[0], ArraysCache):
         joined = BatchTapedCache(layer[0])
         joined.cache = [
@@ -326,14 +391,11 @@ def _batched(layer: list[Any], positions: Positions) -> BatchCache:
         return joined
     if isinstance(layer[0], RotatingKVCache):
         return BatchRotatingKVCache(layer, positions)
-    room = _rooms(max(positions.rows) + ROOM) * ROOM
+    room = room_for(max(positions.rows) + ahead)
     each = [cache_arrays([cache]) for cache in layer]
     held = [
         mx.concatenate(
-            [
-                _padded(a[..., :rows, :], room)
-                for a, rows in zip(arrays, positions.rows, strict=True)
-            ]
+            [padded(a[..., :rows, :], room) for a, rows in zip(arrays, positions.rows, strict=True)]
         )
         for arrays in zip(*each, strict=True)
     ]
@@ -361,17 +423,15 @@ def _ring_of(ring: RotatingKVCache) -> tuple[tuple[mx.array, mx.array], int]:
 
 
 def _appended(held: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
-    """(B, heads, room, size) with each request's `rows` behind its own."""
+    """(slots, heads, room, size) with each request's `rows` (B, …) behind its own."""
     count = rows.shape[2]
     extent = positions.extent(count)
     if held is None or extent > held.shape[2]:
-        held = _padded(rows[:, :, :0] if held is None else held, _rooms(extent) * ROOM)
-    at = mx.broadcast_to(positions.places(count), rows.shape)
+        held = padded(rows[:, :, :0] if held is None else held, room_for(extent))
+    if spare := held.shape[0] - rows.shape[0]:
+        rows = mx.pad(rows, [(0, spare), (0, 0), (0, 0), (0, 0)])
+    at = mx.broadcast_to(positions.places(count, held.shape[0]), rows.shape)
     return mx.put_along_axis(held, at, rows, axis=2)
-
-
-def _padded(held: mx.array, room: int) -> mx.array:
-    return mx.pad(held, [(0, 0), (0, 0), (0, room - held.shape[2]), (0, 0)])
 
 
 def own(cache: LoneCache) -> None:
@@ -386,13 +446,3 @@ def own(cache: LoneCache) -> None:
     else:
         assert cache.keys is not None and cache.values is not None
         cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
-
-
-def _rooms(rows: int) -> int:
-    return -(-rows // ROOM)
-
-
-def padding_of(rows: Sequence[int]) -> float:
-    """How many times as many rows a batch holds as its requests, which have `rows`, do alone."""
-    rooms = [_rooms(each) for each in rows]
-    return max(rooms) * len(rooms) / sum(rooms)

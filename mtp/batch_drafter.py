@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .batch_caches import BatchKVCache, Positions, batched
+from .batch_caches import BatchKVCache, Positions, batched, change_all
+from .batch_slots import SOON, Change
 from .drafters import PENDING_ROWS, DrafterState, join
 from .sampler import Sampler
 from .sampling import greedy_choice
@@ -55,7 +56,7 @@ class BatchDrafter:
         some = next(state for state in states if state is not None)
         given = [state or _nothing_like(some) for state in states]
         self._positions = Positions([state.rows for state in given])
-        (cache,) = batched([[state.cache] for state in given], self._positions)
+        (cache,) = batched([[state.cache] for state in given], self._positions, SOON)
         assert isinstance(cache, BatchKVCache)
         self.cache = cache
         self._read = mx.concatenate([state.read for state in given if state.read is not None])
@@ -111,6 +112,18 @@ class BatchDrafter:
         drafts = RowDrafts(mx.stack(steps, axis=1), mx.stack(finite, axis=1), of_each)
         (mx.async_eval if self._head.overlap else mx.eval)(drafts.tokens)
         return drafts
+
+    def change(self, order: Sequence[int], joins: Sequence[DrafterState | None]) -> None:
+        """Those that stay are at other places, see `Change`, and `joins` come behind."""
+        self.catch_up()
+        given = [state or _nothing_like(self.state(0)) for state in joins]
+        rows = [self._positions.rows[place] for place in order]
+        change = Change(order, [*rows, *(state.rows for state in given)])
+        change_all([self.cache], change, [[state.cache] for state in given])
+        self._positions.become(change.rows)
+        read = [self._read[place : place + 1] for place in order]
+        read += [state.read for state in given if state.read is not None]
+        self._read = mx.concatenate(read)
 
     def state(self, index: int) -> DrafterState:
         """One request's; views."""

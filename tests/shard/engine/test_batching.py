@@ -266,8 +266,8 @@ def test_nobody_is_left_out_of_a_round_for_want_of_a_turn(
     monkeypatch: pytest.MonkeyPatch, *, ahead: bool
 ) -> None:
     """Prompts end while others answer, some of them together; nobody stalls."""
-    left_out, waited = list[int](), list[int]()
-    reform = Batch._reform  # pyright: ignore[reportPrivateUsage]
+    left_out, waited, anew = list[int](), list[int](), list[int]()
+    reform, form = Batch._reform, Batch._form  # pyright: ignore[reportPrivateUsage]
     served, readers = engine(runs_ahead=ahead), list[Reader]()
 
     def formed(self: Batch) -> None:
@@ -276,12 +276,18 @@ def test_nobody_is_left_out_of_a_round_for_want_of_a_turn(
         single = [r for r in readers if r.rounds and len(r.ids) < 24]
         waited.append(len(single) - len(self._members))  # pyright: ignore[reportPrivateUsage]
 
+    def copied(self: Batch, *args: Any) -> None:
+        form(self, *args)
+        anew.append(self.size)
+
     monkeypatch.setattr(Batch, "_reform", formed)
+    monkeypatch.setattr(Batch, "_form", copied)
     for i in range(9):
         asked = request(prompt(i, 25), (0, 0, 2)[i % 3], 24, ignore_end=True)
         readers.append(Reader(asked, begins=(0, 25, 70)[i // 3]))
     in_turns(served, readers)
     assert left_out and set(left_out) == {0}
+    assert len(anew) == 1 < len(left_out)  # the others change it where it is
     assert set(waited) == {0}  # whoever has its first token shares the next forward
     assert max(r.forward.batch for r in readers[-1].rounds) >= 8
     for reader in readers:
