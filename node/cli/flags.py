@@ -91,7 +91,7 @@ ChatModel = Annotated[
     typer.Option(
         metavar="ID",
         autocompletion=known_models,
-        help="A model's id; default: the loaded one, else the small demo.",
+        help="A model's id; default: the loaded one, else the largest that fits.",
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after that many.")]
