@@ -32,6 +32,7 @@ _GONE = (
     grpc.StatusCode.CANCELLED,
 )
 CALL_TIMEOUT_S = 10.0
+_END = object()
 
 
 def from_status(fault: grpc.aio.AioRpcError, where: str) -> ExoNodeError:
@@ -120,8 +121,14 @@ async def stream(
     `lost`: what is raised where the other side is gone.
     """
     messages = aiter(call)
+    reading: asyncio.Task[Any] | None = None
     try:
-        async for message in messages:
+        while True:
+            # gRPC never frees the operation of a read whose awaiter is cancelled (grpc/grpc#43360):
+            # whoever gives up ends the call, by which the read ends as well.
+            reading = asyncio.ensure_future(anext(messages, _END))
+            if (message := await asyncio.shield(reading)) is _END:
+                return
             yield message
     except grpc.aio.AioRpcError as fault:
         raise _lost_as(from_status(fault, where), fault, lost) from fault
@@ -131,6 +138,10 @@ async def stream(
         raise lost(f"{where} is gone") from fault
     finally:
         call.cancel()
+        if reading is not None:
+            _ = await asyncio.wait([reading])
+            if not reading.cancelled():
+                _ = reading.exception()  # seen
         # The call and its iterator hold each other: without this, one that was not read to its
         # end keeps its request and its last answer until the garbage collector finds them.
         await messages.aclose()

@@ -186,9 +186,10 @@ async def _quiet(tasks: int) -> None:
 
 def _alive() -> Counter[str]:
     """Objects by type, and what all containers hold."""
-    objects, found = gc.get_objects(), Counter[str]()
+    objects: list[object] = gc.get_objects()
+    found = Counter[str]()
     for each in objects:
-        kind: type[object] = type(each)
+        kind = type(each)
         found[f"{kind.__module__}.{kind.__qualname__}"] += 1
         if isinstance(each, dict | list | set | deque):
             found["held"] += len(each)  # pyright: ignore[reportUnknownArgumentType]

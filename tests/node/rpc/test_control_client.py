@@ -10,7 +10,7 @@ import pytest
 
 from exo_node.node.placements.placements import Endpoint
 from exo_node.node.rpc import control_server
-from exo_node.node.rpc.channels import Channels
+from exo_node.node.rpc.channels import Channels, stream
 from exo_node.node.runners.runner_client import RunnerClient
 from exo_node.node.trust.certificates import (
     node_credentials,
@@ -129,3 +129,35 @@ async def test_a_load_whose_caller_is_gone_leaves_no_task_behind() -> None:
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
     _ = load.cancel()
+
+
+class _Call:
+    """A server stream of one message; its second read ends when the call is cancelled."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self._over = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        yield 1
+        try:
+            _ = await self._over.wait()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+
+    def cancel(self) -> None:
+        self._over.set()
+
+
+async def test_a_read_in_flight_ends_with_its_call_and_is_not_given_up() -> None:
+    """Of one that is given up, gRPC frees nothing."""
+    call = _Call()
+    events = stream(call, "a peer")
+    assert await anext(events) == 1
+    waiting = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0.01)
+    _ = waiting.cancel()
+    _ = await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled() and not call.given_up
+    await events.aclose()
