@@ -1,7 +1,9 @@
 """A request as the message that its runner gets."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...mtp.types import Sampling
 from ...proto import peer_pb2 as pb
@@ -30,6 +32,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         attempt=1,
         tools=tools_json(request),
         bare=request.text is not None or request.ids is not None,
+        continues=_continues(request),
         sampling=sampling,
         max_tokens=request.max_tokens or 0,
         stop=request.stop,
@@ -49,6 +52,18 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
     else:
         wire.messages.CopyFrom(messages_to_wire(request))
     return wire
+
+
+def _continues(request: GenerationRequest) -> bool:
+    """Whether the answer goes on where a text ends, an assistant's last message too."""
+    if request.text is not None or request.ids is not None:
+        return True
+    last: Mapping[str, Any] = request.messages[-1] if request.messages else {}
+    return (
+        last.get("role") == "assistant"
+        and isinstance(last.get("content"), str)
+        and not last.get("tool_calls")
+    )
 
 
 def encode_to_wire(request: GenerationRequest) -> pb.EncodeRequest:

@@ -262,7 +262,9 @@ class TextEngine:
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)
-        text = self._codec.stream(request.stop, ignore_end=request.ignore_end)
+        text = self._codec.stream(
+            request.stop, ignore_end=request.ignore_end, continues=request.continues
+        )
         attempt = self._live.begin(request, text, self._measured())
         lost, sound = False, False
         try:

@@ -24,6 +24,8 @@ class EngineRequest:
     rebuild_all: bool = False
     """Nothing that a stage holds of an earlier attempt is kept."""
     ignore_end: bool = False
+    continues: bool = False
+    """The answer goes on in a text, so a space that begins it is part of it."""
     adaptive: bool = False
     """`k` is the most that a round drafts; fewer, or none, where measured costs say so."""
     top_logprobs: int | None = None

@@ -154,6 +154,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             # Without the ids of the earlier attempt its rows may be another prompt's.
             rebuild_all=request.rebuild_all or request.WhichOneof("prompt") != "token_ids",
             ignore_end=request.ignore_eos,
+            continues=request.continues,
             background=request.background,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,

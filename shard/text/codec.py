@@ -5,7 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from ...mtp.types import FinishReason
@@ -25,6 +29,7 @@ from .tool_calls import Call, parse_calls, parser_of
 _PLUGINS = ("chat_template_type", "tool_parser_type")
 """Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
 _PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
+_TRIMMING = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
 
 
 class TextCodec:
@@ -121,10 +126,15 @@ class TextCodec:
         """See there. Raises InvalidRequest."""
         return call_grammar(self._tokenizer, asked, tools)
 
-    def stream(self, stop: Sequence[str], *, ignore_end: bool) -> "TextStream":
-        """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks)."""
+    def stream(
+        self, stop: Sequence[str], *, ignore_end: bool, continues: bool = False
+    ) -> "TextStream":
+        """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks).
+
+        `continues`: the answer goes on in a text, so a space that begins it stays.
+        """
         ends = frozenset[int]() if ignore_end else self.end_tokens
-        return TextStream(self._tokenizer, ends, tuple(stop))
+        return TextStream(self._tokenizer, ends, tuple(stop), continues=continues)
 
 
 class TextStream:
@@ -134,9 +144,17 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, ends: frozenset[int], stop: tuple[str, ...]
+        self,
+        tokenizer: TokenizerWrapper,
+        ends: frozenset[int],
+        stop: tuple[str, ...],
+        *,
+        continues: bool = False,
     ) -> None:
         self._detokenizer: Any = tokenizer.detokenizer
+        if continues and isinstance(self._detokenizer, _TRIMMING):
+            # They drop a space while their text is empty, so it is not: some was handed out.
+            self._detokenizer.text, self._detokenizer.offset = " ", 1
         self._ends = ends
         self._stop = stop
         self._ready = ""

@@ -1,14 +1,16 @@
 """Ids to text as it grows: whole characters, end tokens, stop strings."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 
-from exo_node.shard.text.codec import TextCodec
+from exo_node.shard.text.codec import TextCodec, TextStream
 
 IM_END, END_OF_TEXT = 4095, 4093
 CODEC = TextCodec.load(DEMO)
@@ -46,6 +48,32 @@ def streamed(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int, bool
 )
 def test_streamed_text_is_the_text_that_was_encoded(text: str) -> None:
     assert streamed(ids_of(text)) == (text, len(ids_of(text)), False)
+
+
+def test_what_goes_on_in_a_text_keeps_the_space_that_begins_it() -> None:
+    begun, whole = ids_of("Once upon"), ids_of("Once upon a time")
+    assert whole[: len(begun)] == begun, "the rest must be ids of its own for this test"
+    for continues, text in ((True, " a time"), (False, "a time")):
+        stream = CODEC.stream((), ignore_end=False, continues=continues)
+        assert [stream.push(token) for token in whole[len(begun) :]] == [None, None]
+        assert stream.take() + stream.finish() == text
+
+
+def test_a_sentencepiece_text_goes_on_with_its_space_too() -> None:
+    pieces = ["\u2581a", "\u2581time"]
+    vocabulary: Any = _Pieces(pieces)
+    for continues, text in ((True, " a time"), (False, "a time")):
+        wrapped: Any = SimpleNamespace(detokenizer=SPMStreamingDetokenizer(vocabulary))
+        stream = TextStream(wrapped, frozenset(), (), continues=continues)
+        assert [stream.push(token) for token in range(len(pieces))] == [None, None]
+        assert stream.take() + stream.finish() == text
+
+
+class _Pieces(list[str]):
+    """A vocabulary as mlx-lm's detokenizers want it."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self[i] for i in ids]
 
 
 def test_an_end_token_ends_the_answer_and_is_not_in_its_text() -> None:
