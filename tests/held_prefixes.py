@@ -10,6 +10,7 @@ from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import Node
 from exo_node.shard.engine.spans import Span
+from exo_node.shard.pipeline.stage import StageWorker
 
 
 def kept(engine: TextEngine) -> PrefixCache:
@@ -21,8 +22,17 @@ def nodes(cache: PrefixCache) -> list[Node]:
     return list(cache._root.below)  # pyright: ignore[reportPrivateUsage]
 
 
+def kept_by(worker: StageWorker) -> PrefixCache:
+    prefixes: Any = worker._prefixes  # pyright: ignore[reportPrivateUsage]
+    return prefixes._kept
+
+
 def lent(engine: TextEngine) -> list[Span]:
-    return [span for node in nodes(kept(engine)) for span in node.spans if not span.here]
+    return lent_of(kept(engine))
+
+
+def lent_of(cache: PrefixCache) -> list[Span]:
+    return [span for node in nodes(cache) for span in node.spans if not span.here]
 
 
 def lend_all(engine: TextEngine) -> int:
@@ -33,10 +43,15 @@ def lend_all(engine: TextEngine) -> int:
 
 def held_bytes(engine: TextEngine) -> int:
     """Of kept prefixes and requests in progress; asserts that the tree is in order."""
-    prefixes = [array for node in nodes(kept(engine)) for array in _arrays(node)]
-    counted = sum(array.nbytes for array in prefixes)
-    assert counted == engine.prefix_cache_bytes
-    return counted + engine.cache_bytes()
+    return counted(kept(engine)) + engine.cache_bytes()
+
+
+def counted(cache: PrefixCache) -> int:
+    """Bytes of kept prefixes; asserts that the tree is in order."""
+    arrays = [array for node in nodes(cache) for array in _arrays(node)]
+    held = sum(array.nbytes for array in arrays) + sum(len(node.sent) for node in nodes(cache))
+    assert held == cache.bytes
+    return held
 
 
 def _arrays(node: Node) -> Iterator[mx.array]:

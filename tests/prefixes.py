@@ -2,21 +2,27 @@
 
 import functools
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from engines import Answer, answer, engine_of, load_quietly, request
+from loopback import LoopbackLink
 from models import DEMO
-from shims import by_rows, perturb
+from shims import Key, by_rows, perturb
 from small import small_spec
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.types import Sampling
+from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.text.codec import TextCodec
 
 CHUNK = 160
@@ -85,3 +91,18 @@ def of_class(kind: str, room: int) -> TextEngine:
     stage = StageModel(model, 0, len(model.layers))
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
     return TextEngine(TextCodec.load(DEMO), stage, VOCABULARY, options)
+
+
+def two_stages(kind: str, room: int, key: Key = by_rows) -> tuple[TextEngine, StageWorker]:
+    """The same with half of the layers on another stage; `room` of each. `key`: see `perturb`."""
+    config = tiny_config(kind)
+    model: Any = small(config)
+    assert perturb(model, key, size=0.1) > 4
+    layers = len(model.layers)
+    first, second = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
+    limits = StageLimits("p", 1, "float32", hidden_size(config), SHORT, 4096, VOCABULARY)
+    prefixes = StagePrefixes.of(second, room)
+    worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
+    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
+    link = LoopbackLink([worker], [limits])
+    return TextEngine(TextCodec.load(DEMO), first, VOCABULARY, options, link=link), worker

@@ -55,6 +55,12 @@ def by_rows(x: mx.array, rows: int) -> float:
     return float(rows)
 
 
+def by_own_rows(x: mx.array, rows: int) -> float:
+    """By the rows of one request, however many share a forward."""
+    del rows
+    return float(x.shape[-2])
+
+
 def at_rows(widths: Sequence[int]) -> Key:
     """Only forwards of these numbers of rows are inexact."""
     return lambda x, rows: float(rows) if rows in widths else 0.0

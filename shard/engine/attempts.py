@@ -44,7 +44,7 @@ class PipelineAttempt:
     cached: int = 0
     """Rows of the prompt that this stage's prefix cache had."""
     claim: None = None
-    """Prefixes of stages are copies."""
+    """What it has of kept prefixes is its state's."""
 
     @property
     def kept(self) -> PipelineVerifier:

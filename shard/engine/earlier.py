@@ -82,11 +82,11 @@ class Earlier:
     ) -> Beginning:
         """The verifier that holds most of what is still good, an empty one where nothing is.
 
-        `prompts`: see `LocalVerifier`. `claim`: the attempt's, for a model that is here whole.
+        `prompts`: see `LocalVerifier`. `claim`: the attempt's.
         """
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
-            return self._piped(request, self._link, kept, live_bytes)
+            return self._piped(request, self._link, kept, live_bytes, claim)
         if (taken := self._copied(request)) is not None:
             verifier = self._local(taken.caches, taken.position, prompts)
             return Beginning(verifier, taken.drafter)
@@ -100,17 +100,24 @@ class Earlier:
     ) -> LocalVerifier:
         return LocalVerifier(self._target, caches, position, prompts, self._parts)
 
-    def keep(self, request: EngineRequest, verifier: PipelineVerifier | None) -> None:
-        """For the attempt that follows; `verifier`: see `Kept`."""
+    def keep(self, request: EngineRequest, verifier: PipelineVerifier | None, live: int) -> None:
+        """For the attempt that follows; `verifier`: see `Kept`. `live`: see `leave`."""
         if self._link is not None:
             self._link.park(request.request, request.attempt)
         if verifier is not None:
             try:
                 verifier.pause()
             except StateLost:  # the next attempt begins anew
-                verifier.leave()
+                self.leave(verifier, live, sound=False)
                 verifier = None
         self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
+
+    def leave(self, verifier: PipelineVerifier, live: int, *, sound: bool = True) -> None:
+        """What it holds is over. `live`: bytes of all requests in progress, its own among them;
+        not `sound`: nobody knows what its caches hold."""
+        if self._staged is not None:
+            self._staged.end(verifier.state, live, sound=sound)
+        verifier.leave()
 
     def release(self, request: str, attempt: int) -> None:
         """The answer is over."""
@@ -119,12 +126,15 @@ class Earlier:
         if self._sender is not None:
             self._sender.release(request)
 
-    def expire(self, lease_s: float) -> list[str]:
+    def expire(self, lease_s: float, live_bytes: Callable[[], int]) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
         limit = self._clock() - lease_s
         ended = [name for name, kept in self._kept.items() if kept.since < limit]
         for name in ended:
-            self.release(name, self._kept.pop(name).attempt)
+            live, kept = live_bytes(), self._kept.pop(name)
+            if kept.verifier is not None:
+                self.leave(kept.verifier, live)
+            self.release(name, kept.attempt)
         if ended:
             mx.clear_cache()
         return ended + (self._copies.expire(lease_s) if self._copies else [])
@@ -146,7 +156,8 @@ class Earlier:
         self.prefixes.shrink(live_bytes())
         if self._staged is not None:
             ends = self._ends(request)[:-1]  # the last forward's logits are wanted
-            return self._staged.find(request.request, request.attempt, request.prompt, ends)
+            name, attempt, live = request.request, request.attempt, live_bytes()
+            return self._staged.found(name, attempt, request.prompt, ends, live, claim)
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
         if self._disk is not None:
             beyond = self.prefixes.known(prompt, ends, drafts=drafts)
@@ -170,13 +181,13 @@ class Earlier:
         if self._staged is not None:
             state = attempt.verifier.state
             if state.read.border == state.position == rows:
-                self._staged.keep(state)
+                self._staged.keep(state, live_bytes())
             self.prefixes.shrink(live_bytes())
             return
         drafter, ends = attempt.generation.settle(), self._ends(request)
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
         caches, claim = attempt.verifier.state.caches, attempt.claim
-        assert claim is not None, "stages keep copies"
+        assert claim is not None, "a stage's is its state's"
         kept = request.prompt, ends, rows, caches, state, self._turn_ends
         following = next(end for end in ends if end > rows) - rows
         grows = growth_of([*caches, *([state.cache] if state else [])], following)
@@ -186,10 +197,16 @@ class Earlier:
         self.prefixes.shrink(live_bytes() + grows)
 
     def goes_on(self, attempt: Attempt, rows: int, live_bytes: Callable[[], int]) -> None:
-        """An answer is to have `rows` rows more. Stages evict as they read prompts."""
-        if isinstance(attempt, WholeAttempt) and self.prefixes.bytes:
-            caches, drafter = attempt.holding() if attempt.is_alone else ((), None)
-            self.prefixes.shrink(live_bytes() + growth_of([*caches, drafter], rows))
+        """An answer is to have `rows` rows more."""
+        if not self.prefixes.bytes:
+            return
+        caches: Sequence[object] = ()
+        if isinstance(attempt, WholeAttempt):
+            held, drafter = attempt.holding() if attempt.is_alone else ((), None)
+            caches = [*held, drafter]
+        elif attempt.verifier.state.group is None:
+            caches = self._stage.own_caches(attempt.verifier.state.caches)
+        self.prefixes.shrink(live_bytes() + growth_of(caches, rows))
 
     def _copied(self, request: EngineRequest) -> RequestState | None:
         """What this runner, a whole model's spare, was sent of an earlier attempt."""
@@ -208,16 +225,22 @@ class Earlier:
         link: Link,
         kept: Kept | None,
         live_bytes: Callable[[], int],
+        claim: Claim,
     ) -> Beginning:
         if request.attempt == 1 and kept is None:
             # A later attempt goes on with what stages hold of it, or reads all of its prompt.
-            found = self.prefix_of(request, live_bytes)
+            found = self.prefix_of(request, live_bytes, claim)
             cached = 0 if found is None else found.position
             return Beginning(self._verifier(request, link, found, cached), None, cached)
-        return Beginning(self._taken_up(request, link, kept))
+        held = kept.verifier if kept else self._from_copy(request, link)
+        taken = self._taken_up(request, link, held)
+        if held is not None and taken is not held:
+            self.leave(held, live_bytes() + sum(array.nbytes for array in held.arrays()))
+        return Beginning(taken)
 
-    def _taken_up(self, request: EngineRequest, link: Link, kept: Kept | None) -> PipelineVerifier:
-        verifier = kept.verifier if kept else self._from_copy(request, link)
+    def _taken_up(
+        self, request: EngineRequest, link: Link, verifier: PipelineVerifier | None
+    ) -> PipelineVerifier:
         if (
             verifier is not None
             and request.keeps

@@ -369,7 +369,7 @@ class TextEngine:
 
     def expire(self, lease_s: float) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
-        return self._earlier.expire(lease_s)
+        return self._earlier.expire(lease_s, self.cache_bytes)
 
     @property
     def prefix_cache_bytes(self) -> int:

@@ -227,11 +227,14 @@ class LiveAttempts:
             attempt.drop()
         kept = lost or key in self._parked
         self._parked.discard(key)
+        live = self.bytes
+        if attempt.kept is not None:
+            live += sum(array.nbytes for array in attempt.kept.arrays())
         if kept:
-            self._earlier.keep(request, attempt.kept)
+            self._earlier.keep(request, attempt.kept, live)
         else:
             if attempt.kept is not None:
-                attempt.kept.leave()
+                self._earlier.leave(attempt.kept, live, sound=sound)
             self._earlier.release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()

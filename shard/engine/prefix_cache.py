@@ -202,6 +202,10 @@ class PrefixCache:
         """
         if claim.over:
             return
+        owned = claim.rows.spans, claim.head.spans
+        if sound and not all(span.here for spans in owned for span in spans):
+            # What lies here as well can be lent until it leaves; then only victims make room.
+            self.shrink(live + max(twice_at_once(spans) for spans in owned))
         rows, heads = claim.rows.leave(), claim.head.leave()
         holding = claim.holding
         claim.close()

@@ -43,6 +43,10 @@ class Owner:
         """It has these rows, and will until it leaves."""
         self._spans[span] = span.owners[self] = None
 
+    @property
+    def spans(self) -> "list[Span]":
+        return list(self._spans)
+
     def forget(self, span: "Span") -> None:
         self._spans.pop(span, None)
 

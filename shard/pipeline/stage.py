@@ -31,6 +31,9 @@ MAX_WAITING: Final = 4096
 """Blocks that may wait for rows before them, of at most TRAIL_BYTES; a generator that asks for
 answers sends one, and one that reads the rest of a prompt all of its chunks."""
 
+GROWS: Final = 64
+"""Rows of an answer behind which prefixes give way: a divisor of the steps by which caches grow."""
+
 
 @dataclass(slots=True)
 class Session:
@@ -143,15 +146,15 @@ class StageWorker:
         try:
             rows = self._merged.rows(states, [b.tokens[0] for b in blocks], entering)
         except StateLost:
-            for block, state in zip(blocks, states, strict=True):
-                self._merged.drop(state)
-                del self._sessions[block.request]
+            for block in blocks:
+                self._drop(block.request)
             return [StateLost(SHARED) for _ in blocks]
         made = zip(blocks, sessions, rows, strict=True)
         return [self._leaving(block, session, row) for block, session, row in made]
 
     def _leaving(self, block: HiddenBlock, session: Session, row: bytes) -> Outcome:
         session.used = self._clock()
+        self._give_way(block.position)
         try:
             data = self._checked(row, block.position, 1)
         except NumericError as fault:
@@ -220,11 +223,18 @@ class StageWorker:
 
     def _keep_prefix(self, block: HiddenBlock, state: RequestState) -> None:
         """What others may go on from, where the generator says so."""
+        if block.reply == pb.REPLY_ALL:
+            self._give_way(block.position)
         if self._prefixes is None or block.reply == pb.REPLY_ALL:
             return
         if block.border != pb.BORDER_UNSPECIFIED:
-            self._prefixes.keep(state)
+            self._prefixes.keep(state, self.cache_bytes())
         if self._prefixes.bytes:
+            self._prefixes.shrink(self.cache_bytes())
+
+    def _give_way(self, position: int) -> None:
+        """What is kept makes room for an answer, whose caches grow now and then."""
+        if self._prefixes is not None and self._prefixes.bytes and position % GROWS == 0:
             self._prefixes.shrink(self.cache_bytes())
 
     def adopt(
@@ -248,8 +258,10 @@ class StageWorker:
         if tokens and attempt > self._attempts.latest(request) and self._prefixes is not None:
             self._prefixes.shrink(self.cache_bytes())
             ends = list(accumulate(schedule))
-            state = self._prefixes.find(request, attempt, tokens, ends)
+            state = self._prefixes.find(request, attempt, tokens, ends, self.cache_bytes())
         if state is not None:
+            if (before := self._sessions.get(request)) and before.state is not state:
+                self._drop(request)
             self._sessions[request] = Session(attempt, state, self._clock())
             self._attempts.add(request, attempt, self._sessions)
         session = self._session(request, attempt, opens=True)
@@ -310,7 +322,7 @@ class StageWorker:
         self._attempts.add(request, attempt, self._sessions)
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
-            self._merged.drop(self._sessions.pop(request).state)
+            self._drop(request)
             if self._state_sender is not None:
                 self._state_sender.release(request)
             mx.clear_cache()
@@ -341,11 +353,18 @@ class StageWorker:
             stage = self._expected.stage
             raise PeerLost(f"stage {stage} has no state of request {request} any more")
         if session is not None:
-            self._merged.drop(session.state)
+            self._drop(request)
         session = Session(attempt, RequestState(self._model.make_caches()), self._clock())
         self._sessions[request] = session
         self._attempts.add(request, attempt, self._sessions)
         return session
+
+    def _drop(self, request: str) -> None:
+        """Its state is over."""
+        live, state = self.cache_bytes(), self._sessions.pop(request).state
+        if self._prefixes is not None:
+            self._prefixes.end(state, live)
+        self._merged.drop(state)
 
     @property
     def _is_last(self) -> bool:

@@ -7,35 +7,26 @@ that was read by other forwards than the cold prompt would show.
 import functools
 import itertools
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import held_prefixes
 import pytest
 from budget import seeds
 from engines import answer, request
-from loopback import LoopbackLink
-from models import DEMO
+from held_prefixes import counted, kept_by, lent_of
 from pipelines import Pipeline
-from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SYSTEM, turn
-from shims import by_rows, perturb
-from zoo import VOCABULARY, tiny_config
-from zoo_runs import small
+from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SHORT, SYSTEM, turn, two_stages
+from zoo import VOCABULARY
 
 from exo_node.mtp.types import Round
-from exo_node.placement.config import hidden_size
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.stage_prefixes import StagePrefixes
-from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.pipeline import stage as stage_module
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.text.codec import TextCodec
 
 TOKENS = 4
 NOTHING = (1, 1, 1)
@@ -70,6 +61,10 @@ def ask(warm: Pipeline, prompt: Sequence[int]) -> int:
 
 def kept(warm: Pipeline) -> list[int]:
     return [warm.engine.prefix_cache_bytes, *(w.prefix_cache_bytes for w in warm.workers)]
+
+
+def caches_of(warm: Pipeline) -> list[PrefixCache]:
+    return [held_prefixes.kept(warm.engine), *(kept_by(worker) for worker in warm.workers)]
 
 
 def forget(worker: StageWorker) -> None:
@@ -236,28 +231,10 @@ def test_what_a_cancelled_request_read_is_kept() -> None:
     assert ask(warm, SECOND) in (300, 460)
 
 
-SHORT = 64
-"""Rows of a chunk: more than a window has."""
-
-
-def of_class(kind: str, room: int) -> tuple[TextEngine, StageWorker]:
-    config = tiny_config(kind)
-    model: Any = small(config)
-    assert perturb(model, by_rows, size=0.1) > 4
-    layers = len(model.layers)
-    first, second = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
-    limits = StageLimits("p", 1, "float32", hidden_size(config), SHORT, 4096, VOCABULARY)
-    prefixes = StagePrefixes.of(second, room)
-    worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
-    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
-    link = LoopbackLink([worker], [limits])
-    return TextEngine(TextCodec.load(DEMO), first, VOCABULARY, options, link=link), worker
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
     """Full attention, windows whose rows are written over, recurrent states."""
-    (warm, worker), (alone, _) = of_class(kind, ROOM), of_class(kind, 1)
+    (warm, worker), (alone, _) = two_stages(kind, ROOM), two_stages(kind, 1)
     ids = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(224)]
     cached = 0
     for number, rows in enumerate((160, 208, 160, 224)):
@@ -291,8 +268,8 @@ class Trace:
         kinds = (self._ask, self._ask, self._together, self._cancel, self._evict, self._lose)
         for _ in range(steps):
             self._draw.choice((*kinds, self._restart))()
-            for held, room in zip(kept(self._warm), self._rooms, strict=True):
-                assert held <= room
+            for cache, room in zip(caches_of(self._warm), self._rooms, strict=True):
+                assert counted(cache) <= room and not lent_of(cache)
             assert [worker.live_requests for worker in self._warm.workers] == [0, 0]
 
     def _prompt(self) -> list[int]:
