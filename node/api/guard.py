@@ -9,7 +9,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -73,6 +73,8 @@ class Guard:
     tokens: ApiTokens | None = field(default=None, repr=False)
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
+    unserved: Callable[[Scope], HttpFault | None] = lambda _: None
+    """The fault of a path that there is not: no token would help."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -158,7 +160,8 @@ class Guard:
             f"the link that `exo-node dashboard` prints, or send the content of the data folder's "
             f"{TOKEN_FILE} as '{TOKEN_HEADER}'"
         )
-        return HttpFault(403, "local_token_required", message, TOKEN_HEADER)
+        wanted = HttpFault(403, "local_token_required", message, TOKEN_HEADER)
+        return self.unserved(scope) or wanted
 
     def _is_trusted(self, headers: Headers) -> bool:
         if self.token is None or self.api_key is not None:

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..chat.requests import Chat
@@ -25,7 +25,7 @@ from .answering import Answering
 from .completions_api import Completions
 from .connection_limits import ConnectionLimits, LimitedConnection
 from .dialects import fault_response
-from .errors import fault_of, internal_fault, unnamed_fault
+from .errors import HttpFault, fault_of, internal_fault, unnamed_fault
 from .events_api import EventsApi
 from .guard import Guard
 from .join_api import JoinApi
@@ -95,6 +95,11 @@ def build_app(
         response.headers.update(error.headers or {})
         return response
 
+    def unserved(scope: Scope) -> HttpFault | None:
+        if any(route.matches(scope)[0] is not Match.NONE for route in routes):
+            return None
+        return unnamed_fault(404, scope["path"][:256], paths)
+
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -108,7 +113,8 @@ def build_app(
     app.router.redirect_slashes = False
     inner = between(app)
     listing = inner if profiles is None else ProfileLists(inner, profiles)
-    return Guard(listing, allowed_hosts, Origins(allowed_origins), api_key, token, tokens)
+    origins = Origins(allowed_origins)
+    return Guard(listing, allowed_hosts, origins, api_key, token, tokens, unserved=unserved)
 
 
 def api_routes(
