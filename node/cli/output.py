@@ -132,8 +132,9 @@ def _id(node: Mapping[str, Any]) -> str:
 
 def rekeyed(answer: Mapping[str, Any]) -> str:
     """What became of a new cluster key."""
-    kept = ", ".join(answer.get("kept", [])) or "no other node"
-    text = f"this node and {kept} restart with the new cluster key once running answers have ended"
+    kept = ", ".join(answer.get("kept", []))
+    who = f"this node and {kept} restart" if kept else "this node restarts"
+    text = f"{who} with the new cluster key once running answers have ended"
     if missed := answer.get("missed"):
         text += (
             f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "

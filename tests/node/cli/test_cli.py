@@ -391,3 +391,11 @@ def test_a_list_of_commands_reads_the_options_of_none(monkeypatch: pytest.Monkey
     for name, command in root.commands.items():
         line = f"  {name} +{re.escape(command.get_short_help_str(45)[:20])}"
         assert command.hidden != bool(re.search(line, listed)), name
+
+
+@pytest.mark.parametrize(
+    ("kept", "who"), [([], "this node restarts"), (["a", "b"], "this node and a, b restart")]
+)
+def test_who_restarts_with_a_new_key_is_said(kept: list[str], who: str) -> None:
+    told = cli_output.rekeyed({"kept": kept})
+    assert told == f"{who} with the new cluster key once running answers have ended"
