@@ -161,7 +161,7 @@ class Subject:
 
     def __init__(self, name: str, bits: int, repeats: int, prompt: int) -> None:
         self._name, self._bits, self._repeats = name, bits, repeats
-        self.model, self._family, self._head = _build(name, bits)
+        self.model, self._family, self.head = _build(name, bits)
         self.target = FamilyTarget(self._family)
         self._ids = [(31 * i + 7) % 4000 for i in range(prompt)]
         self._kernels: tuple[str, ...] = ()
@@ -169,11 +169,11 @@ class Subject:
 
     def choose(self, mode: Mode) -> tuple[Choice, ...]:
         """Puts kernels under the model as loading does, then measures plain decoding."""
-        parts: list[nn.Module] = [*self.model.layers, self._family.output, self._head]
+        parts: list[nn.Module] = [*self.model.layers, self._family.output, self.head]
         chosen = install(parts, mode, time.perf_counter, print)
         self._kernels = used(chosen)
-        self._run(Variant(), self._head, 0, True)  # MLX's kernels are compiled at their first use
-        self._first_plain, self._plain = self._run(Variant(), self._head, 0, True)
+        self._run(Variant(), self.head, 0, True)  # MLX's kernels are compiled at their first use
+        self._first_plain, self._plain = self._run(Variant(), self.head, 0, True)
         return chosen
 
     def measure(self, variant: Variant) -> dict[str, Any]:
@@ -248,9 +248,9 @@ class Subject:
 
     def _head_of(self, variant: Variant) -> Any:
         if not variant.head:
-            return self._head
+            return self.head
         head = self._family.make_head()
-        head.update(self._head.parameters())
+        head.update(self.head.parameters())
         nn.quantize(head, group_size=64, bits=variant.head)
         mx.eval(head.parameters())
         return head

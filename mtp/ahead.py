@@ -61,6 +61,8 @@ class Flight(NamedTuple):
 class AheadPositions(Positions):
     """One request's rows: `array` is how many there are, and `rows` the most that there may be."""
 
+    on_device = True
+
     def __init__(self, rows: int) -> None:
         super().__init__([rows])
         self._array = mx.array([rows], dtype=mx.int32)

@@ -5,7 +5,7 @@ from typing import Final
 
 import mlx.core as mx
 
-from .finite import NO_TOKEN, NotFinite
+from .finite import NO_TOKEN, DraftNotFinite, NotFinite
 from .logprobs import Scores, score
 from .sampler import Sampler
 from .seams import Drafts, StopCondition
@@ -66,10 +66,13 @@ class Answer:
         return score(chosen, tokens, self._top_logprobs)
 
 
-def check_finite(ids: Sequence[int], position: int) -> None:
-    """Raises NotFinite where one of `ids`, the first of them at `position`, is no token."""
+def check_finite(ids: Sequence[int], position: int, drafts: int = 0) -> None:
+    """Raises NotFinite where one of `ids`, the first of them at `position`, is no token.
+
+    DraftNotFinite if the forward that gave them had rows of `drafts`.
+    """
     if NO_TOKEN in ids:
-        raise NotFinite(position + ids.index(NO_TOKEN))
+        raise DraftNotFinite(position) if drafts else NotFinite(position + ids.index(NO_TOKEN))
 
 
 def round_of(

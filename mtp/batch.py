@@ -31,11 +31,11 @@ from .batch_drafter import BatchDrafter, BatchHead, RowDrafts
 from .batch_slots import SOON, Change, order_of, padding_of
 from .batch_verdict import Judged, judge
 from .depth import AdaptiveDepth, DepthPolicy
-from .drafters import DrafterState
-from .finite import NotFinite
+from .drafters import DrafterState, NativeDrafter
+from .finite import DraftNotFinite, NotFinite
 from .logprobs import Scores
 from .rollback import cache_arrays
-from .seams import as_ids, as_row
+from .seams import FORWARD_FAULTS, as_ids, as_row
 from .types import FinishReason, Forward, Round
 
 
@@ -55,15 +55,15 @@ class Member:
 
     answer: Answer
     depth: DepthPolicy
-    draft_limit: int
-    """The most drafts of a round; 0: it never drafts."""
+    drafter: NativeDrafter | None
+    """Its own, with what waits while the batch's head rests; None: it never drafts."""
     token: int
     """Its last one, whose row is not written."""
     rounds: deque[Round] = field(default_factory=deque[Round])
     """Computed, and not taken yet."""
     reason: FinishReason | None = None
     """Why it ended, with the last of `rounds`."""
-    fault: NotFinite | None = None
+    fault: NotFinite | DraftNotFinite | None = None
     """In place of a round behind the last of `rounds`."""
     leaving: Callable[[], None] | None = None
     """Called once, before its rows go for good: they can be read then. Not where nobody knows what
@@ -75,9 +75,8 @@ class Member:
 
     @property
     def wish(self) -> Wish:
-        limit = (
-            0 if self.answer.parked_at is not None else min(self.draft_limit, self.answer.room - 1)
-        )
+        drafts = self.drafter is not None and self.answer.parked_at is None
+        limit = min(self.drafter.k, self.answer.room - 1) if self.drafter and drafts else 0
         if not isinstance(self.depth, AdaptiveDepth):
             return Wish(limit, None)
         return Wish(limit, self.depth.acceptance.probabilities)
@@ -88,8 +87,6 @@ class Held(NamedTuple):
 
     caches: list[Any]
     position: int
-    drafter: DrafterState | None
-    """Nothing is pending in it."""
 
 
 class _Flight(NamedTuple):
@@ -141,6 +138,8 @@ class Batch:
         self._drafts: tuple[RowDrafts, list[int], float] | None = None
         self._flight: _Flight | None = None
         self._broken = False
+        self.running = 0
+        """Answers in progress, its members among them: more of them may join soon."""
 
     def join(self, member: Member, held: Held) -> None:
         """From the next round on."""
@@ -160,8 +159,8 @@ class Batch:
             self._broken = False
 
     def take(self, member: Member) -> Round:
-        """Its next round, computed with those of all if it was not yet. Raises NotFinite where its
-        logits were no distribution, BatchBroken."""
+        """Its next round, computed with those of all if it was not yet. Raises NotFinite or
+        DraftNotFinite where its logits were no distribution, BatchBroken."""
         while not member.rounds:
             if member.fault is not None:
                 raise member.fault
@@ -185,23 +184,27 @@ class Batch:
         self._remove(member)
         return held
 
-    def state_of(self, member: Member) -> Held:
-        """Its state as it is, in views: the row of a plain token under way is in it. As `leave`."""
+    def state_of(self, member: Member) -> tuple[Held, DrafterState | None]:
+        """Its state and its drafter's as they are, in views: the row of a plain token under way is
+        in them. As `leave`."""
         if member in self._waiting:
-            return self._waiting[member]
+            return self._waiting[member], member.drafter.state if member.drafter else None
         self._check()
-        return self._viewed(self._members.index(member))
+        index, flight = self._members.index(member), self._flight
+        drafter = self._drafter.state(index) if self._drafter is not None else None
+        if drafter is not None and flight is not None and flight.hidden is not None:
+            drafter = replace(drafter, ahead=flight.hidden[index : index + 1])
+        return self._viewed(index), drafter
 
     def rows_of(self, member: Member) -> tuple[list[Any], KVCache | None]:
         """By layer and of the draft head, what attention holds of it, in views; the last rows of
         each may be none. Nothing is computed. Not where it is `broken`."""
         if (held := self._waiting.get(member)) is not None:
-            return held.caches, held.drafter.cache if held.drafter else None
+            return held.caches, member.drafter.cache if member.drafter else None
         index = self._members.index(member)
         rows = (BatchKVCache, BatchQuantizedKVCache)
         caches = [c.of(index) if isinstance(c, rows) else None for c in self._caches]
-        drafts = self._drafter is not None and member.draft_limit > 0
-        return caches, self._drafter.cache.of(index) if self._drafter and drafts else None
+        return caches, self._drafter.cache(index) if self._drafter else None
 
     @property
     def broken(self) -> bool:
@@ -225,6 +228,7 @@ class Batch:
     def arrays(self) -> list[mx.array]:
         """What it holds in memory."""
         waiting = [cache_arrays(held.caches) for held in self._waiting.values()]
+        waiting += [member.drafter.arrays() for member in self._waiting if member.drafter]
         drafter = self._drafter.arrays() if self._drafter else []
         here = [*cache_arrays(self._caches), *drafter]
         return [*here, *(a for each in waiting for a in each)]
@@ -243,12 +247,12 @@ class Batch:
 
     @contextmanager
     def _shared(self) -> Generator[None]:
-        """What does not come to its end leaves the batch broken. MLX's faults are RuntimeErrors."""
+        """Leaves the batch broken where the work raises."""
         self._check()
         self._broken = True
         try:
             yield
-        except RuntimeError as fault:
+        except FORWARD_FAULTS as fault:
             raise BatchBroken(SHARED) from fault
         self._broken = False
 
@@ -284,8 +288,7 @@ class Batch:
         joins = dict[Member, Held]()
         for member, held in self._waiting.items():
             (slow if member.rounds else joins)[member] = held
-        drafts = any(held.drafter is not None for held in joins.values())
-        if stays and can_change(self._caches) and (self._drafter is not None or not drafts):
+        if stays and can_change(self._caches):
             self._change(stays, joins)
         else:
             self._form(stays, joins)
@@ -302,20 +305,27 @@ class Batch:
         self._members = [*(self._members[place] for place in order), *joins]
         self._gone, self._drafts = set(), None
         if self._drafter is not None:
-            self._drafter.change(order, [each.drafter for each in held])
-        if not any(member.draft_limit for member in self._members):
-            self._drafter = None
+            self._drafter.change(order, [member.drafter for member in joins])
+        self._draft_for_members()
 
     def _form(self, stays: Sequence[int], joins: dict[Member, Held]) -> None:
         """Of copies of all that its members have."""
+        if self._drafter is not None:
+            self._drafter.rest()
         ready = {self._members[index]: self._viewed(index) for index in stays} | joins
         self._clear()
         self._members = list(ready)
         states = list(ready.values())
         self._positions = Positions([held.position for held in states])
         self._caches = batched([held.caches for held in states], self._positions, SOON)
-        drafters = [held.drafter for held in states]
-        if self._head is not None and any(state is not None for state in drafters):
+        self._draft_for_members()
+
+    def _draft_for_members(self) -> None:
+        """There is a drafter where any member drafts."""
+        drafters = [member.drafter for member in self._members]
+        if self._head is None or not any(drafters):
+            self._drafter = None
+        elif self._drafter is None:
             self._drafter = BatchDrafter(self._head, drafters)
 
     def _clear(self) -> None:
@@ -326,29 +336,22 @@ class Batch:
     def _held(self, index: int) -> Held:
         """Copies, so that the batch's own arrays can go."""
         viewed = self._viewed(index)
-        drafter = viewed.drafter
-        for cache in (*viewed.caches, *([drafter.cache] if drafter else [])):
+        for cache in viewed.caches:
             own(cache)
         mx.eval(cache_arrays(viewed.caches))
-        if drafter is not None and drafter.read is not None:
-            drafter = replace(drafter, read=mx.contiguous(drafter.read))
-            mx.eval(cache_arrays([drafter.cache]), drafter.read)
-        return viewed._replace(drafter=drafter)
+        if self._drafter is not None:
+            self._drafter.leave(index)
+        return viewed
 
     def _viewed(self, index: int) -> Held:
-        flight = self._flight
-        caches = [cache.of(index) for cache in self._caches]
-        wanted = self._drafter is not None and self._members[index].draft_limit > 0
-        drafter = self._drafter.state(index) if self._drafter is not None and wanted else None
-        if drafter is not None and flight is not None and flight.hidden is not None:
-            drafter = replace(drafter, ahead=flight.hidden[index : index + 1])
-        return Held(caches, self._positions.rows[index], drafter)
+        return Held([cache.of(index) for cache in self._caches], self._positions.rows[index])
 
     def _round(self) -> None:
         """Drafts where it pays, one verify, one read."""
         begun, seconds = self._clock(), 0.0
         if self._drafts is None:
-            k = self._depth.choose([m.wish for m in self._members])
+            k = self._choose()
+            begun = self._clock()
             if k == 0:
                 flight = self._issue(self._last_tokens())
                 begun = self._clock() if self._overlaps else begun
@@ -389,8 +392,8 @@ class Batch:
                 kept.append(1)
                 continue
             try:
-                check_finite(ids, start + 1)
-            except NotFinite as fault:
+                check_finite(ids, start + 1, rows - 1)
+            except (NotFinite, DraftNotFinite) as fault:
                 member.fault = fault
                 kept.append(1)
                 continue
@@ -411,11 +414,35 @@ class Batch:
         """The next round's drafts are under way before these tokens are handed out."""
         if self._changes_next or not self._overlaps:
             return
-        begun = self._clock()
-        k = self._depth.choose([m.wish for m in self._members])
+        k, begun = self._choose(), self._clock()
         if k:
             drafts, limits = self._draft(k)
             self._drafts = drafts, limits, self._clock() - begun
+
+    def _choose(self) -> int:
+        """The next round's K; where that is not 0 the head is awake."""
+        k = self._wanted_k
+        if k and self._drafter is not None and (unread := self._drafter.unread):
+            begun = self._clock()
+            self._drafter.wake()
+            self._depth.woke(unread, self._clock() - begun)
+        return k
+
+    @property
+    def _wanted_k(self) -> int:
+        unread = self._drafter.unread if self._drafter is not None else 0
+        return self._depth.choose([each.wish for each in self._members], unread, self._expected)
+
+    @property
+    def _expected(self) -> int:
+        """Answers in progress without those that do not take their rounds."""
+        return self.running - sum(bool(member.rounds) for member in self._waiting)
+
+    @property
+    def rests(self) -> bool:
+        """Whether drafts would not pay if all answers in progress were here."""
+        awake = self._drafter is not None and not self._drafter.rests
+        return self._expected > 1 and not awake and self._depth.rests(self._expected)
 
     def _draft(self, k: int) -> tuple[RowDrafts, list[int]]:
         assert self._drafter is not None
@@ -445,7 +472,7 @@ class Batch:
         self._flight = None
         if self._drafter is not None and flight.hidden is not None:
             self._drafter.observe(flight.hidden, flight.tokens[:, None], [1] * len(self._members))
-        if goes_on and self._depth.choose([m.wish for m in self._members]) == 0:
+        if goes_on and self._wanted_k == 0:
             self._flight = self._issue(flight.tokens)
         ids = as_ids(flight.tokens)
         if begun is not None:

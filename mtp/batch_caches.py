@@ -12,11 +12,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .batch_slots import ROOM, Change, lifted, lined_up, padded, room_for, seated
-from .rollback import TapedCache, cache_arrays, kept_rows
+from .rollback import TapedCache, kept_rows, state_arrays
 
 
 class Positions:
     """The rows that each request has, shared by all layers of a model (or of a head)."""
+
+    on_device = False
+    """Whether `array` alone tells how many rows there are, and `rows` no more than a bound."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = list(rows)
@@ -106,6 +109,16 @@ class BatchKVCache:
     def offset(self) -> mx.array:
         return self._positions.array
 
+    @property
+    def known_rows(self) -> list[int] | None:
+        """The rows of each request; None where only the device counts them."""
+        return None if self._positions.on_device else self._positions.rows
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values, (slots, heads, room, size); none before the first rows."""
+        return [array for array in (self.keys, self.values) if array is not None]
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.keys = _appended(self.keys, keys, self._positions)
         self.values = _appended(self.values, values, self._positions)
@@ -120,8 +133,7 @@ class BatchKVCache:
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
         """See `change_all`, which tells nobody of the positions."""
-        rows = [cache_arrays([cache]) for cache in joins]
-        self.keys, self.values = _all_seated(_arrays(self), change, moving, rows)
+        self.keys, self.values = _all_seated(self.arrays, change, moving, joins)
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -161,6 +173,11 @@ class BatchQuantizedKVCache:
     def offset(self) -> mx.array:
         return self._positions.array
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Three arrays of keys and three of values; none before the first rows."""
+        return [array for array in self._held if array is not None]
+
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
@@ -174,8 +191,7 @@ class BatchQuantizedKVCache:
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[QuantizedKVCache]) -> None:
         """As `BatchKVCache.change`."""
-        rows = [cache_arrays([cache]) for cache in joins]
-        self._held = list(_all_seated(_arrays(self), change, moving, rows))
+        self._held = list(_all_seated(self.arrays, change, moving, joins))
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -222,6 +238,11 @@ class BatchRotatingKVCache:
     @property
     def offset(self) -> mx.array:
         return self._positions.array
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values, (B, heads, room, size)."""
+        return [self.keys, self.values]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if keys.shape[2] != 1:
@@ -282,14 +303,18 @@ class BatchTapedCache(TapedCache):
         cache.cache = [None if a is None else a[index : index + 1] for a in self.cache]
         return cache
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The states (B, …) of the rows that were kept: a choice on the device is resolved."""
+        return state_arrays(self)
+
     def change(self, change: Change, moving: "Moving", joins: Sequence[ArraysCache]) -> None:
         """As `BatchKVCache.change`; no row can be taken back behind it."""
-        arrays = cache_arrays([self])
-        rows = [cache_arrays([cache]) for cache in joins]
+        rows = [state_arrays(cache) for cache in joins]
         made = iter(
             [
                 lined_up(held, change, moving[i], [each[i] for each in rows])
-                for i, held in enumerate(arrays)
+                for i, held in enumerate(self.arrays)
             ]
         )
         self.cache = [None if held is None else next(made) for held in self.cache]
@@ -345,7 +370,7 @@ def change_all(
 ) -> None:
     """Those that stay change their places, and those with the caches `joins` come behind; of
     caches that `can_change`. Lazy, but for what moves. Who calls it tells the positions."""
-    moving = [[lifted(held, change) for held in _arrays(cache)] for cache in caches]
+    moving = [[lifted(held, change) for held in cache.arrays] for cache in caches]
     mx.eval(moving)
     for layer, cache in enumerate(caches):
         cast("Any", cache).change(change, moving[layer], [each[layer] for each in joins])
@@ -369,16 +394,15 @@ def keep_of(caches: Sequence[BatchCache], kept: mx.array) -> None:
             cache.keep(at)
 
 
-def _arrays(cache: BatchCache) -> list[mx.array]:
-    return cache_arrays([cache])
-
-
 def _all_seated(
-    arrays: list[mx.array], change: Change, moving: Moving, joins: Sequence[Sequence[mx.array]]
+    arrays: list[mx.array],
+    change: Change,
+    moving: Moving,
+    joins: Sequence[KVCache | QuantizedKVCache],
 ) -> list[mx.array]:
+    rows = [state_arrays(cache) for cache in joins]
     return [
-        seated(held, change, moving[i], [each[i] for each in joins])
-        for i, held in enumerate(arrays)
+        seated(held, change, moving[i], [each[i] for each in rows]) for i, held in enumerate(arrays)
     ]
 
 
@@ -392,7 +416,7 @@ def _batched(layer: list[Any], positions: Positions, ahead: int) -> BatchCache:
     if isinstance(layer[0], RotatingKVCache):
         return BatchRotatingKVCache(layer, positions)
     room = room_for(max(positions.rows) + ahead)
-    each = [cache_arrays([cache]) for cache in layer]
+    each = [state_arrays(cache) for cache in layer]
     held = [
         mx.concatenate(
             [padded(a[..., :rows, :], room) for a, rows in zip(arrays, positions.rows, strict=True)]

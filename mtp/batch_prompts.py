@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from .batch_caches import BatchTapedCache, LoneCache, Positions, batched, can_read_together, own
 from .parts import Parts
-from .seams import Block, Wait, Want
+from .seams import FORWARD_FAULTS, Block, Wait, Want
 
 
 class PromptTarget(Protocol):
@@ -95,7 +95,7 @@ class PromptBatch:
             else:
                 self._read(group)
             yield from self._parts.computed([ask.caches for ask in group])
-        except RuntimeError as fault:
+        except FORWARD_FAULTS as fault:
             for ask in group:
                 ask.block = None  # nobody knows what the caches hold
             if len(group) > 1:

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from .rollback import cache_arrays
 from .sampler import Sampler
+from .schedule import rows_at
 from .seams import Drafts, as_row
 
 PENDING_ROWS = 64
@@ -16,12 +17,22 @@ PENDING_ROWS = 64
 
 One forward over many costs about what one row does; waiting longer would only hold more hiddens.
 """
+RESTING_ROWS = 4096
+"""The same while drafts do not pay for the requests that are answered together: their head rests.
+
+Hidden states of so many rows are held at most, for each request. Beyond that the head reads them
+all the same: a pass over many rows is a small share of the target's own, and a head that skipped
+rows could not draft for the rest of the answer.
+"""
+READ_ROWS = 512
+"""Rows of one pass over those that waited; fewer far into a context, see `rows_at`."""
 
 
 class NoDrafter:
     """Plain decoding."""
 
     k = 0
+    rests = False
 
     def draft(self, k: int, position: int) -> Drafts:
         raise AssertionError("a drafter with k = 0 was asked for drafts")
@@ -81,10 +92,12 @@ class NativeDrafter:
         k: int,
         *,
         overlap: bool,
+        patience: Callable[[], int] = lambda: PENDING_ROWS,
     ) -> None:
         """`embed` maps ids (1, n) to (1, n, H), `logits` maps (1, n, H) to (1, n, V).
 
         `overlap`: the drafts are evaluated while the verifier's graph is built.
+        `patience`: how many committed rows may wait now before the head reads them undrafted.
         """
         self.k = k
         self.cache = KVCache()
@@ -93,6 +106,7 @@ class NativeDrafter:
         self._logits = logits
         self._sampler = sampler
         self._evaluate = mx.async_eval if overlap else mx.eval
+        self._patience = patience
         self._pending: list[tuple[mx.array, mx.array]] = []
         self._pending_rows = 0
         self._speculative = 0
@@ -118,14 +132,24 @@ class NativeDrafter:
     def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
         if hidden is None:
             raise AssertionError("the verifier gave no hidden for its drafter")
-        if self._pending_rows >= PENDING_ROWS:
-            _ = self._append_pending()
+        if self._pending_rows >= self._patience():
+            self.catch_up()
+        self._read = None  # it is not of the last row any more
         self._pending.append((hidden, tokens[None]))
         self._pending_rows += tokens.shape[0]
 
+    @property
+    def unread(self) -> int:
+        """Committed rows that the head has not read."""
+        return self._pending_rows
+
+    @property
+    def rests(self) -> bool:
+        """Whether the head is to read what waits only where drafts will pay for long."""
+        return self._pending_rows > PENDING_ROWS and self._patience() > PENDING_ROWS
+
     def draft(self, k: int, position: int) -> Drafts:
-        if self._pending:
-            self._read = self._append_pending()
+        self.catch_up()
         hidden = self._read
         if hidden is None or self._speculative:
             raise AssertionError("nothing was committed since the last draft")
@@ -142,12 +166,12 @@ class NativeDrafter:
         return joined
 
     def catch_up(self) -> None:
-        _ = self._append_pending()
+        if self._pending:
+            self._read = self._append_pending()
 
     def settled(self) -> DrafterState:
         """Its state with nothing pending: the head has read all rows, and no drafts are left."""
-        if self._pending:
-            self._read = self._append_pending()
+        self.catch_up()
         _ = self.cache.trim(self._speculative)
         self._speculative = 0
         return self.state
@@ -166,17 +190,18 @@ class NativeDrafter:
     def arrays(self) -> list[mx.array]:
         return [*cache_arrays([self.cache]), *(hidden for hidden, _ in self._pending)]
 
-    def _append_pending(self) -> mx.array | None:
-        """One forward over the rows committed since the last; its last row (1, 1, H), if any."""
-        if not self._pending:
-            return None
-        hidden, tokens = self._hidden(), self._pending[0][1]
-        if len(self._pending) > 1:
-            tokens = mx.concatenate([tokens for _, tokens in self._pending], axis=1)
-        self._pending, self._pending_rows, self._read = [], 0, None
+    def _append_pending(self) -> mx.array:
+        """Reads the rows committed since the last; the head's output at the last one (1, 1, H)."""
         _ = self.cache.trim(self._speculative)
-        self._speculative = 0
-        return self._head(hidden, self._embed(tokens), self.cache)[:, -1:]
+        hidden, tokens = self._hidden(), [tokens for _, tokens in self._pending]
+        after = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens, axis=1)
+        self._pending, self._pending_rows, self._speculative = [], 0, 0
+        rows, begin, read = after.shape[1], 0, hidden
+        while begin < rows:
+            end = min(rows, begin + rows_at(self.cache.offset, READ_ROWS))
+            read = self._head(hidden[:, begin:end], self._embed(after[:, begin:end]), self.cache)
+            begin = end
+        return read[:, -1:]
 
     def _hidden(self) -> mx.array:
         if len(self._pending) == 1:

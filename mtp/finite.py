@@ -17,6 +17,19 @@ class NotFinite(Exception):
         self.position = position
 
 
+class DraftNotFinite(Exception):
+    """The logits of a verify are no distribution, and one of its drafts may be the reason.
+
+    Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN. Only a
+    forward without drafts shows whether the target itself is at fault.
+    """
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"the logits of a verify at position {position} are not finite; its drafts may be why"
+        )
+
+
 def finite_rows(logits: mx.array) -> mx.array:
     """(rows,) whether logits (rows, V) are a distribution: no NaN, no +inf, not all of them -inf.
 

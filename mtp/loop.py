@@ -12,8 +12,9 @@ import mlx.core as mx
 
 from .ahead import Ahead, Flight
 from .answer import Answer, check_finite, round_of
-from .depth import LONGEST_STRETCH, DepthPolicy, FixedDepth, Plan
+from .depth import LONGEST_STRETCH, LOOK_TOKENS, DepthPolicy, FixedDepth, Plan
 from .drafters import NativeDrafter, NoDrafter
+from .finite import NO_TOKEN
 from .logprobs import Scores
 from .rebuild import Rebuild
 from .sampler import Sampler
@@ -135,7 +136,7 @@ class Generation:
             if self._leaves():
                 self.token = token
                 return None
-            plan = self._depth.plan(self._verifier.position) if ahead is None else ahead.plan
+            plan = self._plan() if ahead is None else ahead.plan
             if plan.k == 0 and self._verifier.overlaps:
                 flight = yield from self._issue(token)
                 token, reason = yield from self._plain(flight, plan.rounds)
@@ -197,6 +198,11 @@ class Generation:
             return block.logits, last, Forward(start, end - start)
         raise ValueError("the prompt is empty")
 
+    def _plan(self) -> Plan:
+        if self._drafter.rests:
+            return Plan(0, LOOK_TOKENS)
+        return self._depth.plan(self._verifier.position)
+
     def _draft(self, plan: Plan) -> NextRound:
         """Drafts for the next round, as far as the budget has room; their evaluation begins."""
         begun, start = self._clock(), self._verifier.position
@@ -209,7 +215,8 @@ class Generation:
     ) -> Generator[Step, None, tuple[mx.array, FinishReason | None, NextRound | None]]:
         """One verify: K drafts and the committed `token` in, 1 to K + 1 tokens out.
 
-        The next round's drafts are under way before these tokens are handed out.
+        The next round's drafts are under way before these tokens are handed out. Where the logits
+        are not finite, a plain step shows whether that is the target's fault or a draft's.
         """
         begun, start = self._clock(), self._verifier.position
         drafts, k = ahead.drafts, ahead.k
@@ -218,17 +225,20 @@ class Generation:
         verdict = self._sampler.judge(block.logits, drafts, start + 1)
         scores = self.answer.scores(block.logits, drafts, verdict.tokens)
         accepted, ids, sound = verdict.read_with(None if drafts is None else drafts.finite)
-        check_finite(ids, start + 1)
         if not sound:
             self._park(start + 1)
-        elif k or not ahead.plan.k:  # the last token alone, where drafts were planned, is no step
+        if k and NO_TOKEN in ids:
+            self._verifier.rollback(rows.shape[0])
+            return (yield from self._round(token, NextRound(ahead.plan, None, 0.0)))
+        check_finite(ids, start + 1)
+        if sound and (k or not ahead.plan.k):  # one row where drafts were planned is no step
             self._depth.learn(k, accepted, start, ahead.seconds + self._clock() - begun)
         reason, ids = self.answer.cut(ids)
         self._commit(block, verdict.tokens, rows.shape[0], len(ids))
         forward = Forward(start, rows.shape[0], block.batch)
         following = None
         if reason is None:
-            plan = self._depth.plan(self._verifier.position)
+            plan = self._plan()
             following = self._draft(plan) if plan.k else NextRound(plan, None, 0.0)
         yield round_of(ids, k, min(accepted, len(ids)), forward, scores)
         return verdict.tokens[len(ids) - 1 : len(ids)], reason, following
@@ -241,7 +251,8 @@ class Generation:
     def _overlapped(self, ahead: Ahead, token: mx.array, plan: Plan) -> Generator[Step, None, Next]:
         """Rounds of which each is built before the verdict of the one before it is read.
 
-        Ends where the answer does, where it leaves, and where nothing is to be drafted.
+        Ends where the answer does, where it leaves, and where nothing is to be drafted. Raises
+        DraftNotFinite: the round behind is under way, so no row can be taken back.
         """
         position, unsound = self._verifier.position, 0
         assert isinstance(self._drafter, NativeDrafter)
@@ -251,7 +262,7 @@ class Generation:
             begun = self._clock()
             following = None if unsound else self._issued(ahead, flight.k + 1, position)
             accepted, ids, sound = flight.read()
-            check_finite(ids, position + 1)
+            check_finite(ids, position + 1, flight.k)
             if not sound:
                 unsound = unsound or position + 1
             elif flight.k:

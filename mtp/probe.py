@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .fixed_rows import PADDING_ID
-from .rollback import cache_arrays, holds_rows, rollback
+from .rollback import cache_arrays, holds_rows, rollback, state_arrays
 from .sampling import greedy_token
 from .seams import Block, Drafter, Want, as_row
 
@@ -207,12 +207,12 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     arrays: list[mx.array] = []
     for cache in caches:
         if isinstance(cache, ArraysCache):
-            arrays += cache_arrays([cache])
+            arrays += state_arrays(cache)
         elif isinstance(cache, RotatingKVCache):
             arrays += cast("tuple[mx.array, mx.array]", cache.keys_and_values())
         elif holds_rows(cache):
-            offset = cast("KVCache | QuantizedKVCache", cache).offset
-            arrays += [held[..., :offset, :] for held in cache_arrays([cache])]
+            rows = cast("KVCache | QuantizedKVCache", cache)
+            arrays += [held[..., : rows.offset, :] for held in state_arrays(rows)]
     return arrays
 
 

@@ -104,6 +104,8 @@ class TapedCache(ArraysCache):
             raise AssertionError("the last forward left no tape for a batch")
         kept = each(at)
         if isinstance(kept, Chosen):
+            # The arrays behind the last row are no request's state: nothing may find them.
+            self.cache = [None] * len(self._arrays)
             self.chosen = kept
         else:
             self.cache = kept
@@ -393,10 +395,22 @@ def rollback(caches: Sequence[object], rows: int) -> None:
             raise AssertionError(f"{type(cache).__name__} cannot be rolled back")
 
 
+def state_arrays(cache: ArraysCache | KVCache | QuantizedKVCache) -> list[mx.array]:
+    """The arrays that one cache's state consists of, in their order; none before its first row.
+
+    Recurrent states, or keys and values (three arrays each where they are quantised), as the
+    cache's own methods resolve them. Rows of attention may be more than `offset`.
+    """
+    if isinstance(cache, ArraysCache):
+        return [state for state in cache.cache if state is not None]
+    return [array for half in (cache.keys, cache.values) for array in _arrays_in(half)]
+
+
 def cache_arrays(caches: Sequence[object]) -> list[mx.array]:
-    """Every array that the caches hold, to be evaluated or measured, those of caches in them too.
+    """Every array that the caches hold, in no particular order: to be evaluated or measured.
 
     Attributes rather than `state`: that is a copy where a cache holds more rows than it shows.
+    To read a state, take `state_arrays`: what is found here may be in another form.
     """
     return [array for cache in caches for array in _arrays_in(vars(cache))]
 

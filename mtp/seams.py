@@ -3,7 +3,7 @@
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -11,6 +11,17 @@ from .types import FinishReason
 
 Want = Literal["all", "last", "none"]
 """The rows of a forward whose logits are read."""
+
+FORWARD_FAULTS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that MLX or a model's class raises in a forward. In a forward that several requests
+share, each of them is a fault of the forward and of none of the requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,11 @@ class Drafter(Protocol):
 
     k: int
     """Drafts per round; 0: none."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether it had better not be asked for drafts now, whatever they would be worth."""
+        ...
 
     def draft(self, k: int, position: int) -> Drafts:
         """`k` >= 1 tokens for the positions from `position` on; lazy, evaluation under way."""

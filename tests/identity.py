@@ -101,6 +101,8 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 class Scripted:
     """Drafts what plain decoding emits, or never that."""
 
+    rests = False
+
     def __init__(self, k: int, prompt: int, ids: Sequence[int], shift: int) -> None:
         self.k = k
         self._prompt, self._ids, self._shift = prompt, ids, shift

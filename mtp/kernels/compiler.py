@@ -79,7 +79,7 @@ def compiler() -> Compiler:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     version = f"NVRTC {major.value}.{minor.value}"
-    return Compiler(library, version, _architecture(), includes(), private_folder())
+    return Compiler(library, version, _architecture(), includes(), private_folder("kernels"))
 
 
 def _library() -> ctypes.CDLL:

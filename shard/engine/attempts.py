@@ -116,8 +116,7 @@ class WholeAttempt:
             return Holding(*self.batching.rows_of(self.seat.member))
         if (ahead := self.generation.ahead) is not None:
             return Holding(*ahead.rows())
-        drafter = self.drafter if self.seat is None else self.seat.drafter
-        cache = drafter.cache if isinstance(drafter, NativeDrafter) else None
+        cache = self.drafter.cache if isinstance(self.drafter, NativeDrafter) else None
         return Holding(self.verifier.state.caches, cache)
 
     def arrays(self) -> list[mx.array]:
@@ -131,9 +130,8 @@ class WholeAttempt:
         _ = self.verifier.hand_over()
         if (ahead := self.generation.ahead) is not None:
             ahead.drop()
-        for drafter in (self.drafter, self.seat.drafter if self.seat else None):
-            if isinstance(drafter, NativeDrafter):
-                drafter.drop()
+        if isinstance(self.drafter, NativeDrafter):
+            self.drafter.drop()
 
     def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
         """Its state, for the spare, where it can be copied now.
@@ -159,17 +157,17 @@ class WholeAttempt:
         return state
 
     def _state_in_batch(self, ids: Sequence[int], member: Member) -> RequestState | None:
-        held = self.batching.held(member)
-        if held is None:
+        if (found := self.batching.held(member)) is None:
             return None
+        held, drafter = found
         # What the batch has under way is waited for here, and is not counted as time of the copy:
         # copies may take a small share only, and would become rare.
-        drafted = [] if held.drafter is None else cache_arrays([held.drafter.cache])
+        drafted = [] if drafter is None else cache_arrays([drafter.cache])
         mx.eval(cache_arrays(held.caches), drafted)
         # A state of its own: views would keep the batch's arrays for as long as the answer lasts.
         state = replace(self.verifier.state, caches=held.caches, position=held.position)
         ahead = (token for each in member.rounds for token in each.tokens)
-        state.drafter, state.ids = held.drafter, digest_of([*ids, *ahead][: held.position])
+        state.drafter, state.ids = drafter, digest_of([*ids, *ahead][: held.position])
         return state
 
 

@@ -10,7 +10,7 @@ from ...mtp.ahead import Ahead
 from ...mtp.batch import Batch, Held, Member
 from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
-from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.drafters import PENDING_ROWS, RESTING_ROWS, DrafterState, NativeDrafter
 from ...mtp.loop import Generation
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
@@ -34,8 +34,6 @@ class Seat:
     verifier: LocalVerifier
     drafter: Drafter
     depth: DepthPolicy
-    new_drafter: Callable[[DrafterState | None], Drafter]
-    """For when it goes on alone, where another drafter was."""
     member: Member | None = None
     leaving: Callable[[], None] | None = None
     """See `Member`."""
@@ -80,7 +78,6 @@ class Batching:
         sampler: Sampler,
         ending: StopCondition,
         depth: DepthPolicy,
-        new_drafter: Callable[[DrafterState | None], Drafter],
         clock: Callable[[], float] = lambda: 0.0,
         ahead: Ahead | None = None,
     ) -> Seat:
@@ -91,8 +88,15 @@ class Batching:
 
         made = task, verifier, drafter, sampler, ending, depth, clock, leaves
         generation = Generation(*made, ahead=ahead)
-        seat = Seat(generation, verifier, drafter, depth, new_drafter)
+        seat = Seat(generation, verifier, drafter, depth)
         return seat
+
+    @property
+    def patience(self) -> int:
+        """Rows of an answer here that may wait for its draft head: many where drafts do not pay
+        for as many answers as run now."""
+        rests = self._batch is not None and self._batch.rests
+        return RESTING_ROWS if rests else PENDING_ROWS
 
     def leaves(self, seat: Seat) -> bool:
         """Whether it is to go on in the batch; asked before each round that it computes alone."""
@@ -104,6 +108,8 @@ class Batching:
 
     def steps(self, seat: Seat) -> Steps:
         """As `Generation.steps`; its rounds are the batch's while others decode as well."""
+        if self._batch is not None:
+            self._batch.running += 1
         try:
             while True:
                 reason = yield from self._alone(seat)
@@ -115,8 +121,10 @@ class Batching:
             for seats in (self._seats, self._coming):
                 if seat in seats:
                     seats.remove(seat)
-            if seat.member is not None and self._batch is not None:
-                self._batch.drop(seat.member)
+            if self._batch is not None:
+                self._batch.running -= 1
+                if seat.member is not None:
+                    self._batch.drop(seat.member)
 
     def _alone(self, seat: Seat) -> Steps:
         """Rounds of its own; those of a batch wait for it as soon as it may join them."""
@@ -140,12 +148,11 @@ class Batching:
         """Rounds of the batch; None where nobody else is there any more."""
         batch, generation = self._batch, seat.generation
         assert batch is not None and generation.token is not None
-        drafter = seat.drafter
-        state = drafter.settled() if isinstance(drafter, NativeDrafter) else None
+        drafter = seat.drafter if isinstance(seat.drafter, NativeDrafter) else None
         (token,) = as_ids(generation.token)
         position = seat.verifier.position
-        held = Held(seat.verifier.hand_over(), position, state)
-        seat.member = member = Member(generation.answer, seat.depth, drafter.k, token)
+        held = Held(seat.verifier.hand_over(), position)
+        seat.member = member = Member(generation.answer, seat.depth, drafter, token)
         member.leaving = seat.leaving
         batch.settle()
         batch.join(member, held)
@@ -167,12 +174,12 @@ class Batching:
     def _return(self, seat: Seat, held: Held) -> None:
         assert seat.member is not None
         seat.verifier.take_over(held.caches, held.position)
-        seat.drafter = seat.new_drafter(held.drafter)
         seat.generation.come_back(seat.drafter, as_row([seat.member.token]))
         seat.member = None
 
-    def held(self, member: Member) -> Held | None:
-        """Its state, in views, at most a round ahead of what it handed out; None at its end."""
+    def held(self, member: Member) -> tuple[Held, DrafterState | None] | None:
+        """Its state and its drafter's, in views, at most a round ahead of what it handed out; None
+        at its end."""
         assert self._batch is not None
         if member.over or len(member.rounds) > 1:  # one that ended may be gone from the batch
             return None

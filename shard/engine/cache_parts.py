@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
-from ...mtp.rollback import TapedCache, cache_arrays, holds_rows
+from ...mtp.rollback import TapedCache, cache_arrays, holds_rows, state_arrays
 
 RowCache = KVCache | QuantizedKVCache
 
@@ -58,7 +58,7 @@ def has_rows(cache: object) -> bool:
 
 def row_bytes(cache: RowCache) -> int:
     """What one row takes; 0 of a cache that holds none yet."""
-    held = _held(cache)
+    held = state_arrays(cache)
     return sum(array.nbytes for array in held) // held[0].shape[2] if held else 0
 
 
@@ -70,14 +70,14 @@ def rows_of(cache: RowCache, begin: int, end: int) -> Rows:
 
 def viewed(cache: RowCache, begin: int, end: int) -> Rows:
     """The rows [begin, end) as they lie in the cache, which must not be written to meanwhile."""
-    held = _held(cache)
+    held = state_arrays(cache)
     return replace(form_of(cache), arrays=tuple(array[..., begin:end, :] for array in held))
 
 
 def form_of(cache: RowCache) -> Rows:
     """What is to be known of rows that stay in the cache."""
     form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
-    held = _held(cache)
+    held = state_arrays(cache)
     return Rows((), held[0].shape[2] if held else 0, form)
 
 
@@ -124,11 +124,6 @@ def joined(parts: list[Rows]) -> RowCache:
     else:
         cache.keys, cache.values = tuple(held[:half]), tuple(held[half:])
     return cache
-
-
-def _held(cache: RowCache) -> list[mx.array]:
-    """Its keys' arrays, then its values'."""
-    return cache_arrays([cache])
 
 
 def _with_room(parts: Sequence[mx.array], rest: int) -> mx.array:

@@ -1,11 +1,12 @@
 """Who drafts for a request, how many tokens, and why nobody does."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.drafters import NativeDrafter, NoDrafter
+from ...mtp.drafters import PENDING_ROWS, NativeDrafter, NoDrafter
 from ...mtp.family import Family, draft_logits
 from ...mtp.head import DraftHead
 from ...mtp.sampler import Sampler
@@ -73,8 +74,15 @@ class Drafting:
             return FixedDepth(request.k)
         return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
 
-    def drafter(self, sampler: Sampler, k: int, overlap: bool | None = None) -> Drafter:
-        """Of up to `k` tokens a round; `overlap` None: as the engine was opened with."""
+    def drafter(
+        self,
+        sampler: Sampler,
+        k: int,
+        overlap: bool | None = None,
+        patience: Callable[[], int] | None = None,
+    ) -> Drafter:
+        """Of up to `k` tokens a round; `overlap` None: as the engine was opened with; `patience`:
+        see `NativeDrafter`."""
         if k == 0:
             return NoDrafter()
         assert self._head is not None and self._family is not None
@@ -85,6 +93,7 @@ class Drafting:
             sampler,
             k,
             overlap=self._overlap if overlap is None else overlap,
+            patience=patience or (lambda: PENDING_ROWS),
         )
 
     def batch_head(self) -> BatchHead | None:

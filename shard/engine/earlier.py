@@ -157,17 +157,20 @@ class Earlier:
         if self._staged is not None:
             ends = self._ends(request)[:-1]  # the last forward's logits are wanted
             name, attempt, live = request.request, request.attempt, live_bytes()
-            return self._staged.found(name, attempt, request.prompt, ends, live, claim)
+            salt = request.cache_salt
+            return self._staged.found(name, attempt, request.prompt, ends, live, claim, salt)
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
+        salt = request.cache_salt
         if self._disk is not None:
-            beyond = self.prefixes.known(prompt, ends, drafts=drafts)
-            if stored := self._disk.find(prompt, ends, beyond, drafts=drafts):
+            beyond = self.prefixes.known(prompt, ends, salt, drafts=drafts)
+            if stored := self._disk.find(prompt, ends, beyond, salt, drafts=drafts):
                 rows, caches = stored.position, stored.caches
-                self.prefixes.keep(prompt, ends, rows, caches, stored.drafter, self._turn_ends)
-                del stored, caches
+                kept = prompt, ends, rows, caches, stored.drafter, self._turn_ends
+                self.prefixes.keep(*kept, salt=salt)
+                del stored, caches, kept
                 self.prefixes.shrink(live_bytes())
         live = live_bytes()
-        found = self.prefixes.find(prompt, ends, drafts=drafts, claim=claim, live=live)
+        found = self.prefixes.find(prompt, ends, drafts=drafts, claim=claim, live=live, salt=salt)
         if found is None:
             return None
         return RequestState(found.caches, position=found.position, drafter=found.drafter)
@@ -191,9 +194,9 @@ class Earlier:
         kept = request.prompt, ends, rows, caches, state, self._turn_ends
         following = next(end for end in ends if end > rows) - rows
         grows = growth_of([*caches, *([state.cache] if state else [])], following)
-        self.prefixes.keep(*kept, claim, live_bytes() + grows)
+        self.prefixes.keep(*kept, claim, live_bytes() + grows, request.cache_salt)
         if self._disk is not None:
-            self._disk.keep(*kept)
+            self._disk.keep(*kept, request.cache_salt)
         self.prefixes.shrink(live_bytes() + grows)
 
     def goes_on(self, attempt: Attempt, rows: int, live_bytes: Callable[[], int]) -> None:
@@ -271,7 +274,7 @@ class Earlier:
         border = None
         if self._staged is not None:
             border = Borders(request.prompt, self._ends(request), self._turn_ends, cached).at
-        return PipelineVerifier(
+        verifier = PipelineVerifier(
             self._stage,
             link,
             name,
@@ -283,6 +286,8 @@ class Earlier:
             background=request.background,
             border=border,
         )
+        verifier.state.read.salt = request.cache_salt
+        return verifier
 
     def _ends(self, request: EngineRequest) -> list[int]:
         return prefill_ends(request.prompt, self._options.prefill_chunk, self._turn_ends)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_prompts import PromptBatch, PromptsBroken
+from ...mtp.drafters import PENDING_ROWS
 from ...mtp.family import family_of
-from ...mtp.finite import NotFinite
+from ...mtp.finite import DraftNotFinite, NotFinite
 from ...mtp.first_choices import choose_first
 from ...mtp.head import DraftHead
 from ...mtp.parts import Parts
@@ -102,6 +103,7 @@ class TextEngine:
         self.limits = RequestLimits(options.context_length, vocabulary)
         self.token_bytes = codec.token_bytes
         self.answer_format = codec.answer_format
+        self.has_call_grammar = codec.has_call_grammar
         self.grammars = codec.grammars
         self.call_grammar = codec.call_grammar
         fed = None if head is None else head.hidden_kind
@@ -131,8 +133,14 @@ class TextEngine:
             turn_ends,
             self._codec.special_tokens,
             self._clock,
+            self._patience,
             self._new_ahead if self._runs_ahead else None,
         )
+
+    def _patience(self) -> int:
+        sender = self._state_sender
+        # What waits is sent to a spare with each copy.
+        return PENDING_ROWS if sender is not None and sender.following else self._batching.patience
 
     def _new_ahead(self, verifier: LocalVerifier, sampler: Sampler) -> Ahead:
         head, sender = self.drafting.batch_head(), self._state_sender
@@ -262,9 +270,8 @@ class TextEngine:
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
             stats.add(round_)
-        text = self._codec.stream(
-            request.stop, ignore_end=request.ignore_end, continues=request.continues
-        )
+        stops = request.stop_strings()
+        text = self._codec.stream(stops, ignore_end=request.ignore_end, continues=request.continues)
         attempt = self._live.begin(request, text, self._measured())
         lost, sound = False, False
         try:
@@ -306,7 +313,9 @@ class TextEngine:
         except NumericError:  # of a stage's numbers
             self._earlier.prefixes.clear()
             raise
-        except (BatchBroken, PromptsBroken) as fault:
+        except (BatchBroken, PromptsBroken, DraftNotFinite) as fault:
+            if request.grammar is not None and request.grammar.failed:
+                raise InvalidRequest(request.grammar.failed) from fault
             if fault.__cause__ is not None:  # the others hear of it as well
                 log.error("%s", fault, exc_info=fault)
             # Its entry node has all that it was told: the next attempt computes it alone.

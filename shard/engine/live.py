@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...mtp.ahead import Ahead, can_run_ahead
 from ...mtp.batch_prompts import PromptBatch
-from ...mtp.drafters import DrafterState, NativeDrafter
+from ...mtp.drafters import NativeDrafter
 from ...mtp.fixed_rows import FixedRows
 from ...mtp.loop import Generation
 from ...mtp.sampler import Sampler
@@ -62,10 +62,12 @@ class LiveAttempts:
         turn_ends: frozenset[int],
         special_tokens: tuple[int, ...],
         clock: Callable[[], float],
+        patience: Callable[[], int],
         ahead: "Callable[[LocalVerifier, Sampler], Ahead] | None" = None,
     ) -> None:
-        """`special_tokens`: see `Sampler`; `turn_ends`: see `Task`. `ahead`: what builds rounds
-        while others run, where that pays."""
+        """`special_tokens`: see `Sampler`; `turn_ends`: see `Task`; `patience`: see
+        `NativeDrafter`, of requests that do not fix their K. `ahead`: what builds rounds while
+        others run, where that pays."""
         self._drafting = drafting
         self._earlier = earlier
         self._batching = batching
@@ -73,6 +75,7 @@ class LiveAttempts:
         self._turn_ends = turn_ends
         self._special_tokens = special_tokens
         self._clock = clock
+        self._patience = patience
         self._ahead = ahead
         self._live: dict[tuple[str, int], Attempt] = {}
         self._parked: set[tuple[str, int]] = set()
@@ -130,7 +133,8 @@ class LiveAttempts:
         prompts = None if request.anew else measured.prompts
         begun = self._earlier.begin(request, lambda: self.bytes, prompts, claim)
         verifier, state, cached = begun
-        drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
+        patience = self._patience if request.adaptive else None
+        drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval, patience)
         if state is not None and isinstance(drafter, NativeDrafter):
             drafter.take_up(state, request.ids)
         task = Task(
@@ -175,8 +179,7 @@ class LiveAttempts:
             generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
             seat = None
         else:
-            again = self._new_drafter(sampler, request)
-            made = task, verifier, drafter, sampler, ending, depth, again, self._clock
+            made = task, verifier, drafter, sampler, ending, depth, self._clock
             seat = self._batching.seat(*made, self._ahead_of(request, verifier, drafter, sampler))
             generation = seat.generation
         made = generation, verifier, drafter, self._batching, seat, alone, cached
@@ -199,19 +202,6 @@ class LiveAttempts:
         if request.top_logprobs is not None or request.async_draft_eval is False:
             return None
         return self._ahead(verifier, sampler)
-
-    def _new_drafter(
-        self, sampler: Sampler, request: EngineRequest
-    ) -> Callable[[DrafterState | None], Drafter]:
-        """For an answer that comes back from a batch, behind what the batch's head has read."""
-
-        def made(state: DrafterState | None) -> Drafter:
-            drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval)
-            if state is not None and isinstance(drafter, NativeDrafter):
-                drafter.take_up(state, ())
-            return drafter
-
-        return made
 
     def end(self, request: EngineRequest, *, lost: bool, sound: bool) -> None:
         """Frees the answer's state, or keeps it where another attempt follows.

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
 from .cache_parts import has_rows, joined, state_of
-from .prefix_tree import DrafterPart, Node, drafter_spans, key_of
+from .prefix_tree import DrafterPart, Node, Salt, drafter_spans, key_of, pending_of
 from .spans import (
     Claim,
     Holding,
@@ -87,25 +87,29 @@ class PrefixCache:
         drafts: bool,
         claim: Claim | None = None,
         live: int = 0,
+        salt: Salt = b"",
     ) -> Prefix | None:
         """The longest prefix of `prompt`, read by forwards that end at `ends`, that is kept.
 
         The last forward is never a part of it: its logits are wanted. `drafts`: the drafter's state
         is wanted, too. `claim`: of the request that goes on from it, beside `live` bytes of others;
-        where both have no room the rows move to it. None: they are copied.
+        where both have no room the rows move to it. None: they are copied. `salt`: only what was
+        kept with the same one is found.
         """
-        path = self._walk(prompt, ends[:-1])
+        path = self._walk(prompt, ends[:-1], salt)
         self._lose([span for node in path for span in node.spans if not span.is_known])
-        node, moves = self._deepest(prompt, ends, drafts=drafts), False
+        node, moves = self._deepest(prompt, ends, salt, drafts=drafts), False
         if node is not None and claim is not None:
             following = next(end for end in ends if end > node.end) - node.end
             moves = self._prepare(node, following, live, drafts=drafts)
-            node = self._deepest(prompt, ends, drafts=drafts)
+            node = self._deepest(prompt, ends, salt, drafts=drafts)
         return None if node is None else self._prefix(node, claim, drafts=drafts, moves=moves)
 
-    def known(self, prompt: Sequence[int], ends: Sequence[int], *, drafts: bool) -> int:
+    def known(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> int:
         """How many rows `find` would give."""
-        node = self._deepest(prompt, ends, drafts=drafts)
+        node = self._deepest(prompt, ends, salt, drafts=drafts)
         return node.end if node else 0
 
     def keep(
@@ -118,22 +122,23 @@ class PrefixCache:
         turn_ends: frozenset[int],
         claim: Claim | None = None,
         live: int = 0,
+        salt: Salt = b"",
     ) -> None:
         """Keeps the first `rows` rows of `prompt`, which are all that `caches` hold, if they are
         worth it.
 
         `ends`: of all its forwards, `rows` among them. `drafter`: its state behind those rows;
-        None where nothing drafts. `turn_ends`: the tokens that end a turn. `claim`, `live`: see
-        `put`.
+        None where nothing drafts. `turn_ends`: the tokens that end a turn. `claim`, `live`,
+        `salt`: see `put`.
         """
         done = [end for end in ends if end <= rows]
-        known = list(self._walk(prompt, done))
+        known = list(self._walk(prompt, done, salt))
         kept = max((node.end for node in known if node.states is not None), default=0)
         goes_on = prompt[rows - 1] in turn_ends or done[-1:] == list(ends[-2:-1])
         if kept < rows and not (goes_on or is_worth(caches, rows - kept)):
             return
         first_turn = next((end for end in done if prompt[end - 1] in turn_ends), 0)
-        self.put(prompt, done, caches, drafter, first_turn, claim=claim, live=live)
+        self.put(prompt, done, caches, drafter, first_turn, claim=claim, live=live, salt=salt)
 
     def put(
         self,
@@ -146,17 +151,19 @@ class PrefixCache:
         *,
         claim: Claim | None = None,
         live: int = 0,
+        salt: Salt = b"",
     ) -> None:
         """Keeps all that `caches` hold: the rows of `prompt` that forwards ending at `done` read.
 
         `first_turn`: the row behind the first turn, or 0. `sent`: of a pipeline's stage, what left
         it for the rows [begin, end), as far as it is known. `claim`: of the request whose caches
         they are: rows that have no room beside `live` bytes stay there. None: they are copied.
+        `salt`: of those who may find it.
         """
         node = above = self._root
         for begin, end in pairwise((0, *done)):
             above = node if node.drafter is not None else above
-            key = key_of(prompt[begin:end])
+            key = key_of(prompt, begin, end, salt)
             if key not in node.children:
                 size = bytes_of_row(caches) * (end - begin)
                 copied = claim is None or self._has_room(size, live)
@@ -173,7 +180,7 @@ class PrefixCache:
                 begin = above.drafter.end if above.drafter else 0
                 size = bytes_of_row([drafter.cache]) * (drafter.rows - begin)
                 copied = claim is None or self._has_room(size, live)
-                node.drafter = DrafterPart.of(drafter, begin, copied=copied)
+                node.drafter = DrafterPart.of(drafter, above, copied=copied)
             elif drafter is not None and node.drafter is not None:
                 node.drafter = node.drafter.with_hidden(drafter)
             mx.eval(list(node.arrays))
@@ -190,7 +197,8 @@ class PrefixCache:
             with self._counted(victim):
                 if victim.children:
                     victim.states = None
-                    victim.drafter = victim.drafter.without_hidden() if victim.drafter else None
+                    if victim.drafter is not None and not victim.is_pending_below:
+                        victim.drafter = victim.drafter.without_hidden()
             if not victim.children:
                 self._remove(victim)
 
@@ -294,21 +302,24 @@ class PrefixCache:
         yield
         self.bytes += node.bytes - before
 
-    def _walk(self, prompt: Sequence[int], ends: Sequence[int]) -> Iterator[Node]:
+    def _walk(self, prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[Node]:
         node: Node | None = self._root
         for begin, end in pairwise((0, *ends)):
-            node = node.children.get(key_of(prompt[begin:end]))
+            node = node.children.get(key_of(prompt, begin, end, salt))
             if node is None:
                 return
             yield node
 
-    def _deepest(self, prompt: Sequence[int], ends: Sequence[int], *, drafts: bool) -> Node | None:
+    def _deepest(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt, *, drafts: bool
+    ) -> Node | None:
         """What a request may go on from; it is used."""
-        found = [node for node in self._walk(prompt, ends[:-1]) if node.goes_on(drafts=drafts)]
-        if not found:
+        path = self._walk(prompt, ends[:-1], salt)
+        able = [node for node in path if node.goes_on(drafts=drafts)]
+        if not able:
             return None
-        self._touch(found[-1])
-        return found[-1]
+        self._touch(able[-1])
+        return able[-1]
 
     def _touch(self, node: Node) -> None:
         self._ticks += 1
@@ -338,7 +349,7 @@ class PrefixCache:
         if drafts and (last := node.drafter) is not None:
             parts = parts_of(heads, 0, sources, moves=moves)
             cache = cast("KVCache", joined(parts)) if parts else KVCache()  # never quantised
-            drafter = DrafterState(cache, last.end, last.read, last.pending)
+            drafter = DrafterState(cache, last.end, last.read, pending_of(path))
         mx.eval(cache_arrays(caches))
         if claim is not None:
             holding = Holding(caches, drafter.cache if drafter else None)

@@ -6,10 +6,12 @@ running model do: they are readable by the node's user only, and nothing is writ
 EXO_PREFIX_CACHE_DISK is set.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,14 +23,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ...mtp.drafters import DrafterState
-from ...mtp.rollback import TapedCache
+from ...mtp.rollback import TapedCache, cache_arrays
 from ..checkpoint.files import write_atomic
 from .cache_parts import Rows, has_rows, joined, rows_of
 from .prefix_cache import Prefix
+from .prefix_tree import Salt, mark_of
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = "1"
+FORMAT: Final = "2"
 """Another one where files of before would be misread."""
 MIN_ROWS: Final = 256
 """A shorter first turn is read again as fast as a file."""
@@ -57,12 +60,20 @@ class PrefixDisk:
         self._off = False
 
     def find(
-        self, prompt: Sequence[int], ends: Sequence[int], beyond: int, *, drafts: bool
+        self,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        beyond: int,
+        salt: Salt = b"",
+        *,
+        drafts: bool,
     ) -> Prefix | None:
-        """The longest one of more than `beyond` rows; `ends` and `drafts` as `PrefixCache.find`."""
+        """The longest one of more than `beyond` rows; the others as in `PrefixCache.find`."""
         if not self._names:
             return None
-        known = [(end, name) for end, name in _names(prompt, ends[:-1]) if name in self._names]
+        known = [
+            (end, name) for end, name in _names(prompt, ends[:-1], salt) if name in self._names
+        ]
         for end, name in reversed(known):
             if end <= beyond:
                 break
@@ -79,6 +90,7 @@ class PrefixDisk:
         caches: Sequence[Any],
         drafter: DrafterState | None,
         turn_ends: frozenset[int],
+        salt: Salt = b"",
     ) -> None:
         """Writes what is behind the prompt's first turn, once; as `PrefixCache.keep`.
 
@@ -91,7 +103,7 @@ class PrefixDisk:
             return
         if any(type(cache) not in _KINDS for cache in caches):
             return
-        (*_, (_, name)) = _names(prompt, [end for end in ends if end <= rows])
+        (*_, (_, name)) = _names(prompt, [end for end in ends if end <= rows], salt)
         path = self._folder / f"{name}{_SUFFIX}"
         if name in self._names and (drafter is None or _has_drafter(path)):
             return
@@ -111,7 +123,7 @@ class PrefixDisk:
         from safetensors.numpy import save
 
         views = _views(tensors)
-        metadata["sha256"] = _digest(views)
+        metadata["sha256"] = _digest(views, metadata["prefix"])
         data = save(views, metadata)
         try:
             for folder in (self._root, self._folder):
@@ -130,19 +142,20 @@ class PrefixDisk:
             os.utime(path)  # the least recently used goes first
         except FileNotFoundError:
             prefix = None  # another runner of this model made room
-        # MLX raises RuntimeError for a file that it cannot read.
-        except (OSError, RuntimeError, ValueError, KeyError) as fault:
-            log.warning("a prefix on disk cannot be used and is deleted: %s", fault)
-            path.unlink(missing_ok=True)
+        except Exception as fault:  # whatever it holds: the prompt is read as without it
+            why = str(fault) or type(fault).__name__
+            log.warning("a prefix on disk cannot be used and is deleted: %s", why)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             prefix = None
         if prefix is None:
             self._names.discard(name)
         return prefix
 
 
-def _names(prompt: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Of the rows up to each end: a name that tells the ids and by which forwards they are read."""
-    digest = hashlib.sha256()
+def _names(prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[tuple[int, str]]:
+    """The ends, each with a name for the salt, the ids up to there and the forwards over them."""
+    digest = hashlib.sha256(mark_of(salt))
     for begin, end in pairwise((0, *ends)):
         digest.update(array("Q", [end, *prompt[begin:end]]).tobytes())
         yield end, digest.copy().hexdigest()[:40]
@@ -203,13 +216,13 @@ def _with_arrays(plain: Any, tensors: Mapping[str, mx.array]) -> Any:
 
 def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
     """Raises what a file that is none of ours may raise, ValueError with a reason of our own."""
-    if not path.exists():
-        raise FileNotFoundError
+    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be read without an end
+        raise ValueError("it is no regular file")
     tensors, metadata = cast(
         "tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True)
     )
     mx.eval(list(tensors.values()))
-    if metadata["sha256"] != _digest(_views(tensors)):
+    if metadata["sha256"] != _digest(_views(tensors), metadata["prefix"]):
         raise ValueError("its bytes are not those that were written")
     described = json.loads(metadata["prefix"])
     if described["rows"] != rows or len(described["layers"]) != len(caches):
@@ -218,6 +231,7 @@ def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
         tensors[name] = tensors[name].view(mx.bfloat16)
     layers = zip(caches, described["layers"], strict=True)
     filled = [_filled(cache, layer, tensors) for cache, layer in layers]
+    mx.eval(cache_arrays(filled))
     if (drafter := described["drafter"]) is None:
         return Prefix(filled, rows, None)
     cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
@@ -244,8 +258,8 @@ def _views(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
     return {name: np.asarray(memoryview(cast("Any", each))) for name, each in tensors.items()}
 
 
-def _digest(views: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256()
+def _digest(views: Mapping[str, Any], description: str) -> str:
+    digest = hashlib.sha256(f"{len(description)} {description};".encode())
     for name in sorted(views):
         digest.update(f"{name} {views[name].shape};".encode())
         digest.update(views[name].data)
@@ -256,6 +270,8 @@ def _has_drafter(path: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
         with safe_open(str(path), framework="np") as file:
             return json.loads(file.metadata()["prefix"])["drafter"] is not None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as fault:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -10,6 +11,9 @@ from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
 from .cache_parts import State
 from .spans import Span
+
+Salt: TypeAlias = bytes
+"""Stands for who asked: requests of one salt share what is kept of their prompts, no others do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +26,26 @@ class DrafterPart:
     end: int
     read: mx.array | None
     pending: mx.array | None
+    first: int
+    """The row that `pending` begins at. Where the head rested it is behind `end`: what lies between
+    is pending at earlier nodes, see `pending_of`."""
     whole: bool = True
     """False: `read` and `pending` were dropped."""
 
     @classmethod
-    def of(cls, drafter: DrafterState, begin: int, *, copied: bool) -> "DrafterPart":
-        end, span = drafter.rows, None
+    def of(cls, drafter: DrafterState, above: "Node", *, copied: bool) -> "DrafterPart":
+        """`above`: the nearest node before that has a drafter's state, or the root."""
+        begin, rested = 0, False
+        if above.drafter is not None:
+            begin = above.drafter.end
+            rested = above.drafter.whole and begin == drafter.rows < above.end
+        end, span, pending = drafter.rows, None, drafter.pending
         if end > begin:
             span = Span.of([drafter.cache], begin, end, copied=copied)
-        return cls(begin, span, end, drafter.read, drafter.pending)
+        first = above.end if rested else end
+        if pending is not None and first > end:
+            pending = mx.contiguous(pending[:, first - end :])
+        return cls(begin, span, end, drafter.read, pending, first)
 
     @property
     def hidden_bytes(self) -> int:
@@ -39,7 +54,8 @@ class DrafterPart:
     def with_hidden(self, drafter: DrafterState) -> "DrafterPart":
         if self.whole or drafter.rows != self.end:
             return self
-        return replace(self, read=drafter.read, pending=drafter.pending, whole=True)
+        hidden = {"read": drafter.read, "pending": drafter.pending, "first": self.end}
+        return replace(self, **hidden, whole=True)
 
     def without_hidden(self) -> "DrafterPart":
         return replace(self, read=None, pending=None, whole=False)
@@ -74,12 +90,29 @@ class Node:
     @property
     def state_bytes(self) -> int:
         """What can go while the rows stay."""
-        hidden = self.drafter.hidden_bytes if self.drafter else 0
-        return hidden + sum(state.bytes for state in self.states or ())
+        return self._hidden_bytes * (not self.is_pending_below) + self._recurrent_bytes
 
     @property
     def bytes(self) -> int:
-        return self.state_bytes + sum(span.bytes for span in self.spans) + len(self.sent)
+        rows = sum(span.bytes for span in self.spans)
+        return self._hidden_bytes + self._recurrent_bytes + rows + len(self.sent)
+
+    @property
+    def is_pending_below(self) -> bool:
+        """Whether what is pending here is a part of what is pending at a node below."""
+        here = self.drafter
+        if here is None or here.pending is None:
+            return False
+        parts = (node.drafter for node in self.below)
+        return any(p is not None and p.end == here.end < self.end <= p.first for p in parts)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self.drafter.hidden_bytes if self.drafter else 0
+
+    @property
+    def _recurrent_bytes(self) -> int:
+        return sum(state.bytes for state in self.states or ())
 
     @property
     def path(self) -> "list[Node]":
@@ -106,6 +139,8 @@ class Node:
                     yield from rows.arrays
         for state in self.states or ():
             yield from cache_arrays([state.cache])
+        if self.drafter is not None and self.drafter.pending is not None:
+            yield self.drafter.pending
 
     def drop_drafter(self) -> None:
         if self.drafter is not None and self.drafter.span is not None:
@@ -117,8 +152,18 @@ class Node:
         return self.states is not None and (has_drafter or not drafts)
 
 
-def key_of(ids: Sequence[int]) -> bytes:
-    return array("Q", ids).tobytes()
+def key_of(prompt: Sequence[int], begin: int, end: int, salt: Salt = b"") -> bytes:
+    """The key of the forward over the rows [begin, end).
+
+    `salt` is part of the keys of first forwards: prompts of different salts share no node.
+    """
+    mark = b"" if begin else mark_of(salt)
+    return mark + array("Q", prompt[begin:end]).tobytes()
+
+
+def mark_of(salt: Salt) -> bytes:
+    """The beginning of what tells prompts of one salt from all others."""
+    return salt + b":" if salt else b""
 
 
 def drafter_spans(path: Sequence[Node]) -> list[Span]:
@@ -134,3 +179,19 @@ def drafter_spans(path: Sequence[Node]) -> list[Span]:
             wanted = each.begin
     assert wanted == 0, "a row of the drafter's is missing"
     return spans[::-1]
+
+
+def pending_of(path: Sequence[Node]) -> mx.array | None:
+    """The hidden states of the rows up to the path's end that the drafter is yet to read."""
+    last, wanted, parts = path[-1].drafter, path[-1].end, list[mx.array]()
+    assert last is not None
+    if last.first == last.end:
+        return last.pending
+    for node in reversed(path):
+        each = node.drafter
+        joins = each is not None and each.end == last.end and node.end == wanted > last.end
+        if each is not None and joins and each.pending is not None:
+            parts.append(each.pending)
+            wanted = each.first
+    assert wanted == last.end, "a row that the drafter is yet to read is missing"
+    return mx.concatenate(parts[::-1], axis=1)

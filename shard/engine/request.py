@@ -1,11 +1,13 @@
 """What the generator's engine is asked for, and what of an earlier attempt it may go on with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...mtp.grammar import Grammar
 from ...mtp.types import DraftPolicy, Round, Sampling
+from ..text.channels import AnswerFormat
+from ..text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,20 @@ class EngineRequest:
     async_draft_eval: bool | None = None
     """None: as the engine was opened with."""
 
+    answer_format: AnswerFormat = field(default_factory=AnswerFormat)
+    """How the answer marks its content, in which alone `stop` counts; by default all is that."""
+
     grammar: Grammar | None = None
     """What the answer may be; this attempt's alone, with nothing of the answer taken yet."""
 
+    cache_salt: bytes = b""
+    """Only prefixes that were kept with the same one are found; see `PrefixCache`."""
     background: bool = False
     """It has room, and its prompt is read, behind those that are not."""
+
+    def stop_strings(self) -> StopStrings:
+        """For one run of the answer."""
+        return StopStrings(self.stop, self.answer_format, self.prompt)
 
     @property
     def keeps(self) -> bool:

@@ -1,9 +1,18 @@
 """What a request may ask of a model: tokens within its context, ids within its vocabulary."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from ...mtp.types import Sampling
 from ...placement.errors import ContextLengthExceeded, InvalidRequest
+
+_RANGES: Final = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 0.5),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,24 +23,40 @@ class RequestLimits:
     vocabulary: int
 
     def budget(self, prompt_tokens: int, max_tokens: int) -> int:
-        """The number of tokens to generate at most; `max_tokens` 0 means up to the context's end.
+        """The number of tokens to generate at most: `max_tokens`, or up to the context's end.
 
-        Raises ContextLengthExceeded, and InvalidRequest for a prompt of no tokens.
+        `max_tokens` 0 stands for no limit. Raises ContextLengthExceeded for a prompt that leaves no
+        room, in the two sentences of Anthropic's API, because its clients read the numbers and
+        shorten the conversation; and InvalidRequest for a prompt of no tokens.
         """
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", param="messages")
         room = self.context_length - prompt_tokens
-        if room < 1 or max_tokens > room:
+        if room < 0:
+            told = f"prompt is too long: {prompt_tokens} tokens > {self.context_length} maximum"
+            raise ContextLengthExceeded(f"{told}; shorten the messages", param="messages")
+        if room == 0:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {max_tokens}, but "
-                f"this model's context holds {self.context_length}; shorten the messages "
-                "or lower max_tokens",
-                param="messages" if room < 1 else "max_tokens",
+                "input length and `max_tokens` exceed context limit: "
+                f"{prompt_tokens} + {max_tokens or 1} > {self.context_length}; shorten the "
+                "messages, since not even one more token fits",
+                param="messages",
             )
-        return max_tokens or room
+        return min(max_tokens or room, room)
 
     def checked(self, sampling: Sampling) -> Sampling:
-        """Raises InvalidRequest for a logit_bias on an id that the model does not have."""
+        """Raises InvalidRequest for a number that means nothing, and for a logit_bias on an id that
+        the model does not have.
+
+        The HTTP API has checked the numbers of its own clients; those of other nodes come unseen.
+        """
+        for name, least, most in _RANGES:
+            if not least <= getattr(sampling, name) <= most:
+                raise InvalidRequest(f"{name} must be {least:g} to {most:g}", param=name)
+        if sampling.penalties.repetition <= 0:
+            raise InvalidRequest(
+                "repetition_penalty must be more than 0", param="repetition_penalty"
+            )
         for token, _ in sampling.penalties.logit_bias:
             if token >= self.vocabulary:
                 raise InvalidRequest(

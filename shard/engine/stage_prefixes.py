@@ -10,6 +10,7 @@ from ..model.stage_model import StageModel
 from ..pipeline.frames import HiddenBlock
 from ..pipeline.request_state import RequestState
 from .prefix_cache import Prefix, PrefixCache, is_worth
+from .prefix_tree import Salt
 from .spans import Claim, Holding, growth_of
 
 
@@ -56,11 +57,12 @@ class StagePrefixes:
         ends: Sequence[int],
         live: int,
         claim: Claim | None,
+        salt: Salt = b"",
     ) -> RequestState | None:
         """As `find`; `claim`: the request's. None: its rows are copies, and `end` has nothing to
-        do."""
+        do. `salt`: the request's."""
         all_ends = [*ends, len(ids) + 1]
-        found = self._kept.find(ids, all_ends, drafts=False, claim=claim, live=live)
+        found = self._kept.find(ids, all_ends, drafts=False, claim=claim, live=live, salt=salt)
         if found is None:
             return None
         caches = self._model.make_caches()
@@ -87,7 +89,15 @@ class StagePrefixes:
         own = self._model.own_caches(state.caches)
         live += growth_of(own, state.last_rows)  # of the next forward, if it has as many
         self._kept.put(
-            read.ids, read.ends, own, None, read.first_turn, sent, claim=claim, live=live
+            read.ids,
+            read.ends,
+            own,
+            None,
+            read.first_turn,
+            sent,
+            claim=claim,
+            live=live,
+            salt=read.salt,
         )
         self._kept.shrink(live)
 

@@ -57,7 +57,7 @@ def machine_code() -> bytes:
     if compiler is None:
         raise CannotStandIn("there is no C compiler: install gcc, and start the node again")
     key = hashlib.sha256(text + " ".join(_OPTIONS).encode()).hexdigest()
-    folder = private_folder()
+    folder = private_folder("kernels")
     path = folder / f"{key}.so" if folder else None
     if path and (held := kept(path)):
         return held

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
 import mlx.core as mx
-import platformdirs
+
+from ...mtp.kernels.kept_code import is_own_file, private_folder
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ class FusedCode:
         for part, suffix in _FILES:
             self._mlxs(part).mkdir(parents=True, exist_ok=True)
             if self._kept is not None:
-                (self._kept / part).mkdir(parents=True, exist_ok=True)
-                held = _files(self._kept / part, suffix)
+                for folder in (self._kept, self._kept / part):
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                held = list(_trusted(_files(self._kept / part, suffix)))
                 self._known.update(_linked(held, self._mlxs(part)))
 
     def use(self) -> None:
@@ -73,6 +75,7 @@ class FusedCode:
             new = [f for f in _files(self._mlxs(part), suffix) if f.name not in self._known]
             for found in new:
                 with contextlib.suppress(OSError), found.open("rb") as file:
+                    os.fchmod(file.fileno(), 0o700)  # whatever the umask
                     os.fsync(file)  # else a power cut could leave an empty one under that name
             self._known.update(_linked(new, self._kept / part))
 
@@ -122,7 +125,7 @@ async def kept_at_the_end(keeping: "Future[None]") -> None:
 
 def _begun() -> FusedCode | None:
     """None where no folder can be made at all: MLX will say so if it has to compile."""
-    for kept in (private_folder(), None):
+    for kept in (users_folder(), None):
         try:
             return FusedCode(kept)
         except OSError as fault:
@@ -130,28 +133,13 @@ def _begun() -> FusedCode | None:
     return None
 
 
-def private_folder() -> Path | None:
-    """Under the user's cache; None where it is not this user's alone, or cannot be made.
+def users_folder() -> Path | None:
+    """In the user's cache; None where it is not this user's alone, or cannot be made.
 
     MLX's version and what it compiles for are in its name: a home may be on a network, and a
     machine may have two kinds of GPU.
     """
-    cache = platformdirs.user_cache_path("exo-node", appauthor=False)
-    folder = cache / "fused" / f"{VERSION}-{_target()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = folder.stat()
-    except OSError as fault:
-        log.info("what MLX compiles is not kept: %s", fault)
-        return None
-    if held.st_uid != os.geteuid() or held.st_mode & 0o022:
-        log.warning(
-            "what MLX compiles is not kept: others can write to %s; make it yours alone "
-            "(`chmod go-w`), or remove it",
-            folder,
-        )
-        return None
-    return folder
+    return private_folder("fused", f"{VERSION}-{_target()}")
 
 
 def _target() -> str:
@@ -177,6 +165,16 @@ def _remove_ended(parent: Path) -> None:
         with contextlib.suppress(OSError), (left / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _trusted(files: Iterable[Path]) -> Iterator[Path]:
+    """Those that nobody else can have written; the others go, to be compiled again."""
+    for file in files:
+        if is_own_file(file):
+            yield file
+        else:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:

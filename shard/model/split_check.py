@@ -5,6 +5,9 @@ so that the very layers [first, end) are tried that are planned. It runs whole o
 chunks, single tokens, a block and, where its caches can, a rollback. Then the stage runs alone on
 what entered its layers, every number that it must not need replaced by NaN, and must give the same
 bits: state that layers share beside hidden states and their own caches is then not there.
+
+The whole small model must also give one result however a prompt is cut into forwards, up to
+rounding: a pipeline cuts it otherwise than one node does.
 """
 
 import hashlib
@@ -36,7 +39,7 @@ from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, known_type, said
 
 log = logging.getLogger(__name__)
 
-_SCHEDULE_VERSION: Final = 2
+_SCHEDULE_VERSION: Final = 3
 _MAX_NUMBERS: Final = 100_000_000
 _MAX_BYTES: Final = 1 << 16
 _MOST_IDS: Final = 251
@@ -55,6 +58,14 @@ class _Step:
 
 _SCHEDULE: Final = (_Step(9), _Step(3), _Step(1), _Step(4, back=2), _Step(1))
 """Two prompt chunks (longer together than a small window), tokens, a verify, and on from there."""
+
+
+_CUT: Final = (9, 11, 1)
+"""Rows of forwards over a prompt that is longer than two small windows, against one forward."""
+_CUT_ERROR: Final = 1e-3
+"""Relative, of the logits: rounding leaves 1e-5 at most in float32."""
+_STARTS: Final = (0, 101)
+"""Two prompts: of one alone a router's near tie may be decided otherwise."""
 
 
 class _Stored(BaseModel):
@@ -110,6 +121,8 @@ def stage_fault(small: str, first: int, end: int) -> tuple[str, tuple[int, ...]]
     try:
         trial = Trial(small_model(config), min(_MOST_IDS, vocabulary_size(config)))
         fault = trial.fault(first, end)
+        if not fault and (fault := trial.cut_fault()):
+            return fault, ()
         planned = {first, end} - {0, trial.layers}
         borders = trial.borders_near(planned) if fault else ()
         # A stage between borders that are good by themselves lacks something else.
@@ -150,6 +163,16 @@ class Trial:
             return f"they need more than the hidden states of the layers before: {said(raised)}"
         finally:
             _ = self.model.update(tree_unflatten(self._weights))
+        return ""
+
+    def cut_fault(self) -> str:
+        """Whether the whole model's logits depend on how a prompt is cut; empty where not."""
+        whole = StageModel(self.model, 0, self.layers)
+        if all(_cut_error(whole, self._ids, start) > _CUT_ERROR for start in _STARTS):
+            return (
+                "its class gives other logits where a prompt is read in other forwards, and "
+                "several nodes read it in others than one does"
+            )
         return ""
 
     def borders_near(self, planned: Collection[int]) -> tuple[int, ...]:
@@ -208,6 +231,21 @@ def _run(
             position -= step.back
         position += step.rows
     return found
+
+
+def _cut_error(whole: StageModel, ids: int, start: int) -> float:
+    """How far the last logits behind a prompt that is cut are from those behind one forward."""
+    ends: list[mx.array] = []
+    for rows in ((sum(_CUT),), _CUT):
+        caches, position, last = whole.make_caches(), start, mx.zeros(1)
+        for each in rows:
+            logits, _ = whole.noted(_tokens(position, each, ids), caches)
+            last = logits.reshape(-1, logits.shape[-1])[-1].astype(mx.float32)
+            mx.eval(last, cache_arrays(caches))
+            position += each
+        ends.append(last)
+    one, cut = ends
+    return cast("float", (mx.linalg.norm(cut - one) / mx.linalg.norm(one)).item())
 
 
 def _whole_step(stage: StageModel, ids: mx.array, caches: list[Any]) -> _Seen:

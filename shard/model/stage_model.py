@@ -25,6 +25,7 @@ from mlx_lm.utils import (
 
 from ...mtp.family import prepare
 from ...mtp.rollback import takes_tapes, with_tapes
+from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.weights import cast_parameters
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
@@ -37,15 +38,10 @@ REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
 ONE_NODE: Final = "; place it on one node"
 MODEL_FAULTS = (
-    ArithmeticError,
-    AttributeError,
+    *FORWARD_FAULTS,
     ImportError,
-    LookupError,
     OSError,
-    RuntimeError,
     SystemExit,  # of a class whose import lacks a library
-    TypeError,
-    ValueError,
 )
 """What a model class raises for a config.json it was not written for."""
 

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache
 from ...mtp.batch_caches import BatchCache, BatchTapedCache, Positions, batched, can_batch, own
 from ...mtp.probe import lengthen, probe_ids
 from ...mtp.rollback import TapedCache, cache_arrays
+from ...mtp.seams import FORWARD_FAULTS
 from ...placement.errors import StateLost
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import to_bytes
@@ -108,15 +109,21 @@ class Merged:
 
         `entering` (B, 1, H); None on the first stage.
         """
-        group = self._group_of(states)
-        group.broken = True
         try:
-            ids = mx.array([[token] for token in tokens], dtype=mx.int32)
-            caches = self._for_model(states[0], group)
-            data = to_bytes(self.model.hidden(ids, entering, caches))
-        except RuntimeError as fault:
+            return self._rows(states, tokens, entering)
+        except FORWARD_FAULTS as fault:
             log.error("%s", SHARED, exc_info=fault)
             raise StateLost(SHARED) from fault
+
+    def _rows(
+        self, states: Sequence[RequestState], tokens: Sequence[int], entering: mx.array | None
+    ) -> list[bytes]:
+        """As `rows`; raises what the forward raises, and leaves the group broken then."""
+        group = self._group_of(states)
+        group.broken = True
+        ids = mx.array([[token] for token in tokens], dtype=mx.int32)
+        caches = self._for_model(states[0], group)
+        data = to_bytes(self.model.hidden(ids, entering, caches))
         group.broken = False
         group.positions.moved([1] * len(states))
         for state in states:
@@ -162,7 +169,7 @@ class Merged:
             states = [replace(bases[i], caches=copy.deepcopy(bases[i].caches)) for i in chosen]
             rows = [noise[i] for i in chosen]
             entering = None if self._outer else mx.concatenate(cast("list[mx.array]", rows))
-            got = self.rows(states, [tokens[i] for i in chosen], entering)
+            got = self._rows(states, [tokens[i] for i in chosen], entering)
             for state in states:
                 self.drop(state)
             if got != [alone[i] for i in chosen]:

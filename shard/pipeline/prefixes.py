@@ -29,6 +29,9 @@ class PromptRead:
     """The last row behind which the state is kept."""
     first_turn: int = 0
     """The row behind the prompt's first turn; 0: none was seen."""
+    salt: bytes = b""
+    """Only requests of the same salt find it. Set on the generator, by whose prefixes all stages
+    go: what the others keep is looked for only after it was found there."""
 
     @property
     def schedule(self) -> list[int]:

@@ -237,6 +237,10 @@ class _Watched:
         self.committed = 0
         self.wrong_lengths = 0
 
+    @property
+    def rests(self) -> bool:
+        return self.inner.rests
+
     def draft(self, k: int, position: int) -> Drafts:
         drafts = self.inner.draft(k, position)
         # Depths 2 to k wrote a speculative row each.

@@ -11,7 +11,7 @@ from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch
 from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import FixedDepth
-from ...mtp.drafters import DrafterState, NativeDrafter, NoDrafter
+from ...mtp.drafters import NativeDrafter, NoDrafter
 from ...mtp.family import draft_logits, family_of
 from ...mtp.fixed_rows import FixedRows
 from ...mtp.kernel_choice import used
@@ -167,20 +167,13 @@ def _seated(
 ) -> Steps:
     sampler = Sampler(Sampling(), 1, subject.special_tokens, prompt)
 
-    def new_drafter(state: DrafterState | None) -> Drafter:
-        if not k:
-            return NoDrafter()
+    drafter: Drafter = NoDrafter()
+    if k:
         assert subject.make_drafter is not None
         drafter = subject.make_drafter(sampler, k)
-        if state is not None:
-            drafter.take_up(state, ())
-        return drafter
-
     verifier = LocalVerifier(subject.target, subject.make_caches())
-    task, drafter = Task(prompt, tokens, subject.chunk), new_drafter(None)
-    depth = FixedDepth(k)
-    seat = batching.seat(task, verifier, drafter, sampler, _Endless(), depth, new_drafter)
-    return batching.steps(seat)
+    task, depth = Task(prompt, tokens, subject.chunk), FixedDepth(k)
+    return batching.steps(batching.seat(task, verifier, drafter, sampler, _Endless(), depth))
 
 
 def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:

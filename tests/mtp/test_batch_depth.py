@@ -81,3 +81,43 @@ def test_who_never_drafts_counts_and_wants_none() -> None:
 
 def test_sizes_share_a_bucket_where_costs_are_alike() -> None:
     assert [size_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 3, 4, 5, 5, 6, 6, 7]
+
+
+def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -> None:
+    depth, wishes = BatchDepth(), [Wish(1, SURE)] * 4
+    assert settled_in(depth, wishes, lambda k: 1 + 2 * k, 40) == 0
+    depth.woke(100, 10.0)
+    for _ in range(ENOUGH):  # now a draft costs little more than its rows
+        depth.learn(4, 1, 1.1)
+    assert depth.choose(wishes, unread=50_000) == 0
+    for _ in range(15):
+        depth.learn(4, 1, 1.1)
+    assert depth.choose(wishes, unread=50_000) == 0
+    assert depth.choose(wishes, unread=10) == 1
+
+
+def settled_in(
+    depth: BatchDepth, wishes: list[Wish], seconds: Callable[[int], float], rounds: int
+) -> int:
+    k = 0
+    for _ in range(rounds):
+        k = depth.choose(wishes)
+        depth.learn(len(wishes), k, seconds(k))
+    return k
+
+
+@pytest.mark.parametrize("unread", [0, 1000])
+def test_looks_at_what_does_not_pay_take_a_small_share_of_the_time(unread: int) -> None:
+    """What the head reads before them is a part of that."""
+    depth, wishes = BatchDepth(), [Wish(3, POOR)] * 8
+    _ = settled_in(depth, wishes, lambda k: 1 + 3 * k, 3 * ENOUGH)
+    depth.woke(100, 1.0)
+    plain, lost, woken = 0, 0.0, 0
+    for _ in range(20 * LOOK_EVERY):
+        k = depth.choose(wishes, unread)
+        depth.learn(8, k, 1 + 3 * k)
+        plain += k == 0
+        lost += 4 - 1.2 if k else 0
+        woken += k > 0
+    assert 0 < woken <= 5 * ENOUGH
+    assert lost + woken / ENOUGH * unread * 0.01 <= 0.03 * plain + unread * 0.01

@@ -1,12 +1,13 @@
 """Compiling kernels and keeping their code, with a stand-in for NVRTC."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 import pytest
 
-from exo_node.mtp.kernels import compiler
+from exo_node.mtp.kernels import compiler, kept_code
 
 CODE = b"\x7fELF and more"
 
@@ -92,17 +93,68 @@ def test_a_text_that_is_refused_says_why() -> None:
     assert library.destroyed == 1
 
 
-def test_a_folder_that_others_may_write_to_keeps_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder of exo-node, which is not there yet, nor is the one above it."""
+    folder = tmp_path / "a" / "b" / "exo-node"
+
     def here(*_: Any, **__: Any) -> Path:
-        return tmp_path
+        return folder
 
     monkeypatch.setattr(platformdirs, "user_cache_path", here)
-    folder = compiler.private_folder()
-    assert folder is not None and folder == tmp_path / "kernels"
-    folder.chmod(0o777)
-    assert compiler.private_folder() is None
+    return folder
+
+
+@pytest.mark.parametrize("part", [".", "fused", "fused/x"])
+def test_a_folder_that_others_may_write_to_keeps_no_code(
+    cache: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kept_code.private_folder("fused", "x") == cache / "fused" / "x"
+    (cache / part).chmod(0o775)
+    assert kept_code.private_folder("fused", "x") is None
+    assert "chmod go-w" in caplog.text
+
+
+def test_every_folder_that_is_made_is_its_users_alone_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = kept_code.private_folder("fused", "x")
+    finally:
+        _ = os.umask(before)
+    assert folder is not None
+    for each in (folder, folder.parent, cache, cache.parent, cache.parent.parent):
+        assert each.stat().st_mode & 0o777 == 0o700, each
+
+
+def test_links_lead_to_no_code(cache: Path, tmp_path: Path) -> None:
+    folder = kept_code.private_folder("kernels")
+    assert folder is not None
+    kept_code.keep(folder / "good", b"code")
+    (folder / "link").symlink_to(folder / "good")
+    assert kept_code.kept(folder / "good") == b"code"
+    assert kept_code.kept(folder / "link") is None
+    (elsewhere := tmp_path / "elsewhere").mkdir(mode=0o700)
+    (cache / "fused").symlink_to(elsewhere)
+    assert kept_code.private_folder("fused", "x") is None
+
+
+@pytest.mark.parametrize("fault", ["another's", "writable", "pipe"])
+def test_a_file_that_may_be_anothers_is_not_loaded(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "code"
+    kept_code.keep(path, b"code")
+    assert kept_code.kept(path) == b"code" and kept_code.is_own_file(path)
+    match fault:
+        case "another's":
+            me = os.geteuid()
+            monkeypatch.setattr(kept_code.os, "geteuid", lambda: me + 1)
+        case "writable":
+            path.chmod(0o666)
+        case _:
+            path.unlink()
+            os.mkfifo(path)
+    assert kept_code.kept(path) is None and not kept_code.is_own_file(path)
 
 
 def test_every_kernels_text_is_complete() -> None:

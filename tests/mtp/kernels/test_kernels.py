@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from kernel_cases import DeltaCase
 from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
+from plain_gated_delta import PlainGatedDelta, give_kernel
 
 from exo_node.mtp import kernel_choice, layer_choice
+from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.family import prepare
 from exo_node.mtp.kernels import attention, gated_delta, layers, product, trial
 from exo_node.mtp.rollback import TapedCache, with_tapes
@@ -37,47 +37,6 @@ TEXT = {
     "vocab_size": 96,
     "tie_word_embeddings": False,
 }
-
-
-class StandIn:
-    """The launches of `GatedDelta`, in mlx-lm's operations, a row at a time."""
-
-    def __init__(self, sizes: gated_delta.Sizes) -> None:
-        self.sizes = sizes
-        self.rows_seen: list[int] = []
-
-    def rows(
-        self,
-        qkv: mx.array,
-        z: mx.array,
-        b: mx.array,
-        a: mx.array,
-        before: mx.array,
-        layer: gated_delta.Layer,
-        state: mx.array,
-        at: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        self.rows_seen.append(qkv.shape[1])
-        if at is not None and state.ndim == 5:
-            which, first = np.array(at)
-            before = mx.stack([before[i, n : n + 3] for i, n in enumerate(first.tolist())])
-            state = mx.stack([state[n, i] for i, n in enumerate(which.tolist())])
-        case = DeltaCase(self.sizes, (qkv, z, b, a), before, layer, state)
-        ys: list[mx.array] = []
-        states: list[mx.array] = []
-        for i in range(qkv.shape[1]):
-            y, state = replace(case, inputs=case.row(i), state=state).reference()
-            ys.append(y)
-            states.append(state)
-            row = replace(case, inputs=case.row(i)).inputs[0]
-            case = replace(case, before=mx.concatenate([case.before, row], axis=1)[:, 1:])
-        window = mx.concatenate([before, qkv], axis=1)
-        return mx.concatenate(ys, axis=1), window, mx.stack(states)
-
-    def recurrence(
-        self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        return gated_delta.gated_delta_ops(q, k, v, g, beta, state)
 
 
 class PlainProduct:
@@ -116,8 +75,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made: dict[str, Any] = {"product": PlainProduct()}
     monkeypatch.setattr(kernel_choice, "available", lambda: True)
 
-    def delta(sizes: gated_delta.Sizes) -> StandIn:
-        return made.setdefault("delta", StandIn(sizes))
+    def delta(sizes: gated_delta.Sizes) -> PlainGatedDelta:
+        return made.setdefault("delta", PlainGatedDelta(sizes))
 
     def dense(_: product.Weights) -> PlainProduct:
         return made["product"]
@@ -264,12 +223,6 @@ def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, 
             assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
 
 
-def give_kernel(layer: Any) -> None:
-    sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
-    layer.kernel = StandIn(sizes)
-    layer.fixed = kernel_choice._fixed(layer)  # pyright: ignore[reportPrivateUsage]
-
-
 def test_few_rows_take_the_product_and_many_take_mlxs() -> None:
     layer, kernel = nn.Linear(64, 32, bias=False), PlainProduct()
     wanted = layer(mx.ones((1, 65, 64)))
@@ -365,6 +318,34 @@ def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) 
     assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-5).item()
     assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
     assert caches[1].offset == caches[0].offset == 9 + rows
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_row_by_row_in_a_batch_is_that_of_each_request_alone(
+    model: qwen3_5.Model, rows: int
+) -> None:
+    """With a mask over the longest request MLX would choose other kernels on a GPU."""
+    layer: Any = model.language_model.model.layers[3].self_attn
+    layer.__class__ = attention.SingleRowAttention
+    alone = [KVCache() for _ in range(3)]
+    for cache, past in zip(alone, (9, 40, 1), strict=True):
+        layer(mx.random.normal((1, past, 64), key=mx.random.key(past)), "causal", cache)
+    positions = Positions([cache.offset for cache in alone])
+    [together] = batched([[cache] for cache in alone], positions)
+    x = mx.random.normal((3, rows, 64))
+    wanted = [
+        mx.concatenate([layer(x[b : b + 1, i : i + 1], None, cache) for i in range(rows)], axis=1)
+        for b, cache in enumerate(alone)
+    ]
+    got = layer(x, None, together)
+    positions.moved([rows] * 3)
+    assert mx.array_equal(mx.concatenate(wanted), got).item()
+    for b, cache in enumerate(alone):
+        read = together.of(b)
+        assert isinstance(read, KVCache) and read.offset == cache.offset
+        for mine, theirs in zip(cache.keys_and_values(), read.keys_and_values(), strict=True):
+            assert mine is not None and theirs is not None
+            assert mx.array_equal(mine, theirs).item()
 
 
 @pytest.mark.parametrize("prompt", [1, 9, 250, 256, 512])

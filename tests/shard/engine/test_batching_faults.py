@@ -52,14 +52,18 @@ def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
     _ = go_on(served, readers)  # though the batch fails again
 
 
+FAULTS = (RuntimeError("[malloc] out of memory"), ValueError("[concatenate] shapes differ"))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=["RuntimeError", "ValueError"])
 def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     served = engine()
     with monkeypatch.context() as patched:
 
         def failing(self: object, group: object) -> None:
-            raise RuntimeError("[malloc] out of memory")
+            raise fault
 
         patched.setattr(PromptBatch, "_read", failing)
         readers = [Reader(request(prompt(i, 40), 1, 12)) for i in range(3)]
@@ -88,7 +92,7 @@ def test_a_target_that_gives_no_number_ends_its_own_answer_only(
         return logits, hidden
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", broken)
-    readers = [Reader(request(prompt(i), 2, 50, ignore_end=True)) for i in range(3)]
+    readers = [Reader(request(prompt(i), 0, 50, ignore_end=True)) for i in range(3)]
     together(served, readers)
     ended = [reader for reader in readers if reader.fault is not None]
     assert ended and all(isinstance(reader.fault, NumericError) for reader in ended)
@@ -98,14 +102,15 @@ def test_a_target_that_gives_no_number_ends_its_own_answer_only(
     assert served.live_requests == 0
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=["RuntimeError", "ValueError"])
 def test_a_fault_of_a_shared_forward_ends_all_of_it_and_nothing_that_follows(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     served = engine()
     with monkeypatch.context() as patched:
 
         def failing(target: object, tokens: mx.array, caches: object) -> None:
-            raise RuntimeError("[malloc] out of memory")
+            raise fault
 
         patched.setattr(FamilyTarget, "forward_batch", failing)
         readers = [Reader(request(prompt(i), 2, 50)) for i in range(3)]

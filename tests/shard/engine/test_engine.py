@@ -173,15 +173,21 @@ def small_context() -> Iterator[TextEngine]:
     yield small_engine(dtype="float32", context_length=32)
 
 
-def test_a_prompt_over_the_context_is_refused(small_context: TextEngine) -> None:
-    with pytest.raises(ContextLengthExceeded, match="holds 32") as caught:
-        _ = small_context.limits.budget(32, 0)
-    assert caught.value.param == "messages"
+def test_only_a_prompt_that_leaves_no_room_is_refused_and_in_anthropics_words(
+    small_context: TextEngine,
+) -> None:
+    """Claude Code reads the numbers: it asks again with less, or shortens the conversation."""
+    limits = small_context.limits
     with pytest.raises(ContextLengthExceeded) as caught:
-        _ = small_context.limits.budget(30, 3)
-    assert caught.value.param == "max_tokens"
-    assert small_context.limits.budget(30, 2) == 2
-    assert small_context.limits.budget(30, 0) == 2
+        _ = limits.budget(33, 0)
+    assert caught.value.message.startswith("prompt is too long: 33 tokens > 32 maximum")
+    assert caught.value.param == "messages"
+    for asked, told in ((0, 1), (3, 3)):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            _ = limits.budget(32, asked)
+        words = f"input length and `max_tokens` exceed context limit: 32 + {told} > 32"
+        assert caught.value.message.startswith(words)
+    assert [limits.budget(30, asked) for asked in (0, 1, 2, 3, 32_000)] == [2, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("k", [0, 3])

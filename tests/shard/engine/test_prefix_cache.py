@@ -27,6 +27,7 @@ from prefixes import (
     of_class,
     told,
     turn,
+    two_stages,
 )
 from small import small_spec
 from zoo import VOCABULARY
@@ -36,6 +37,7 @@ from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.prefix_tree import key_of
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -48,6 +50,25 @@ def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
         cached.append(got.stats.cached_tokens)
     # Forwards end at the chunk (160), the system's turn (300), a chunk (460); the last is not kept.
     assert cached == [0, 300, 300, 300, 460, 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stages: int) -> None:
+    """Else `cached_tokens` tells the holder of one token what that of another one asked."""
+    warm = engine() if stages == 1 else two_stages("llama", ROOM)[0]
+    k, prompt = (3, FIRST) if stages == 1 else (0, [id_ % VOCABULARY for id_ in FIRST])
+    alice, bob, nobody = b"alice-xx", b"bob-xxxx", b""
+    cached: list[tuple[bytes, bool]] = []
+    answers: set[str] = set()
+    for salt in (alice, bob, nobody, alice, bob, nobody):
+        got = answer(warm, request(prompt, k, TOKENS, cache_salt=salt))
+        answers.add(str(told(got)))
+        cached.append((salt, got.stats.cached_tokens > 0))
+    assert [found for _, found in cached] == [False] * 3 + [True] * 3
+    assert len(answers) == 1
+    # One whose ids begin with the bytes of another's salt does not meet it.
+    odd = int.from_bytes(alice, "little")
+    assert key_of([1, 2], 0, 2, alice) != key_of([odd, 1, 2], 0, 3)
 
 
 def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:

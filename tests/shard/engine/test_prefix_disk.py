@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_a_restart_goes_on_behind_the_first_turn(k: int, tmp_path: Path) -> None
     assert only.stat().st_mode & 0o777 == 0o600 and only.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_file_is_found_by_who_asked_its_prompt_alone(tmp_path: Path) -> None:
+    def cached(salt: bytes) -> int:
+        disk = opened(tmp_path)
+        got = answer(engine(disk), request(FIRST, 2, TOKENS, cache_salt=salt))
+        assert told(got) == cold(FIRST, 2)
+        disk.settle()
+        return got.stats.cached_tokens
+
+    salts = (b"alice-xx", b"bob-xxxx", b"")
+    assert [cached(salt) for salt in (*salts, *salts)] == [0, 0, 0, 300, 300, 300]
+    text = " ".join(str(path) for path in files(tmp_path))
+    assert len(files(tmp_path)) == 3
+    assert not any(salt.hex() in text for salt in salts[:2])
+
+
 def test_the_rest_of_a_conversation_is_in_memory_as_without_a_disk(tmp_path: Path) -> None:
     _ = asked(opened(tmp_path), FIRST, 2)
     again = engine(opened(tmp_path))
@@ -81,12 +97,20 @@ def test_another_model_or_another_beginning_finds_nothing(tmp_path: Path) -> Non
     assert asked(opened(tmp_path), short, 1) == asked(opened(tmp_path), short, 1) == 0
 
 
+def _changed(data: bytes, old: bytes, new: bytes) -> bytes:
+    """With one entry of the description changed, and no byte more or less."""
+    found = re.search(old, data)
+    assert found is not None and len(found[0]) == len(new)
+    return data.replace(found[0], new)
+
+
 SPOILS: dict[str, Callable[[bytes], bytes]] = {
     "a bit": lambda data: data[:-100] + bytes([data[-100] ^ 4]) + data[-99:],
     "its end": lambda data: data[:-7],
     "half of it": lambda data: data[: len(data) // 2],
     "no safetensors": lambda _: b"\xff" * 5000,
     "empty": lambda _: b"",
+    "more room": lambda data: _changed(data, rb'\\"room\\": \d{3}', b'\\"room\\": 999'),
     "another number of rows": lambda data: data.replace(b'\\"rows\\": 300', b'\\"rows\\": 301'),
 }
 
@@ -117,6 +141,29 @@ def test_a_file_that_changed_is_deleted(
     with caplog.at_level(logging.WARNING):
         assert disk.find(FIRST, [160, 300, 342], 0, drafts=True) is None
     assert "is deleted" in caplog.text and files(tmp_path) == []
+
+
+def test_a_pipe_in_the_place_of_a_file_stops_nobody(kept: Path, tmp_path: Path) -> None:
+    _ = shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    [only] = files(tmp_path)
+    only.unlink()
+    os.mkfifo(only)
+    disk = opened(tmp_path)
+    assert disk.find(FIRST, [160, 300, 342], 0, drafts=True) is None
+    assert files(tmp_path) == []
+
+
+def test_whatever_a_file_makes_its_reader_raise_it_is_deleted(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ = shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+
+    def too_much(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(prefix_disk, "joined", too_much)
+    assert opened(tmp_path).find(FIRST, [160, 300, 342], 0, drafts=True) is None
+    assert files(tmp_path) == []
 
 
 def test_where_a_file_changed_the_prompt_is_read_and_kept_again(kept: Path, tmp_path: Path) -> None:

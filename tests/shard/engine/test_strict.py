@@ -50,6 +50,8 @@ WRONG = 0.25
 class Scripted:
     """Drafts what a run without drafts gave, some tokens of it wrong."""
 
+    rests = False
+
     def __init__(self, script: Sequence[int], k: int) -> None:
         self.k = k
         wrong = Random(k)

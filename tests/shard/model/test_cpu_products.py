@@ -167,10 +167,14 @@ def test_the_tests_own_processes_compute_with_them_as_well() -> None:
     assert products.computed == before + 1
 
 
+def nowhere(*_: str) -> None:
+    """There is no folder to keep machine code in."""
+
+
 @pytest.fixture
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu_products, "_state", "nothing was tried")
-    monkeypatch.setattr(cpu_code, "private_folder", lambda: None)
+    monkeypatch.setattr(cpu_code, "private_folder", nowhere)
     yield
 
 

@@ -121,18 +121,21 @@ def test_without_a_folder_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
     assert not code.folder.exists()
 
 
-def test_a_cache_that_others_can_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def here(*_: object, **__: object) -> Path:
-        return tmp_path
-
-    monkeypatch.setattr(fused_code.platformdirs, "user_cache_path", here)
-    found = fused_code.private_folder()
-    assert found is not None and found.stat().st_mode & 0o077 == 0
-    found.chmod(0o777)
-    assert fused_code.private_folder() is None
-    assert "chmod go-w" in caplog.text
+def test_a_library_that_others_can_write_to_is_not_loaded(tmp_path: Path) -> None:
+    first = FusedCode(tmp_path)
+    for name in ("libgood.so", "libbad.so"):
+        _ = (own(first) / name).write_bytes(b"whole")
+        (own(first) / name).chmod(0o775)  # as with a umask of 002
+    first.keep()
+    first.remove()
+    (tmp_path / "kept" / "cpu" / "libbad.so").chmod(0o777)
+    (tmp_path / "kept" / "cpu" / "liblink.so").symlink_to("libgood.so")
+    second = FusedCode(tmp_path)
+    assert sorted(each.name for each in own(second).iterdir()) == ["libgood.so"]
+    _ = (own(second) / "libbad.so").write_bytes(b"compiled again")
+    second.keep()
+    assert (tmp_path / "kept" / "cpu" / "libbad.so").read_bytes() == b"compiled again"
+    second.remove()
 
 
 def test_a_full_disk_costs_what_would_be_kept_and_not_the_process(
@@ -147,7 +150,7 @@ def test_a_full_disk_costs_what_would_be_kept_and_not_the_process(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(fused_code.tempfile, "mkdtemp", mkdtemp)
-    monkeypatch.setattr(fused_code, "private_folder", lambda: tmp_path)
+    monkeypatch.setattr(fused_code, "users_folder", lambda: tmp_path)
     before = os.environ.get("TMPDIR")
     with fused_code.compiling_apart() as keep:
         assert os.environ["TMPDIR"] == str(tmp_path / "elsewhere")

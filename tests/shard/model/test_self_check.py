@@ -157,6 +157,7 @@ def test_each_border_is_judged_by_itself(name: str, good: tuple[int, ...]) -> No
         ("talkie", "depend on weights that other stages hold"),
         ("gemma4 with inputs for each layer", "depend on weights that other stages hold"),
         ("rwkv7", "need more than the hidden states of the layers before"),
+        ("plamo3", "gives other logits where a prompt is read in other forwards"),
     ],
 )
 def test_what_cannot_be_split_is_told_in_a_sentence(name: str, why: str) -> None:

@@ -171,16 +171,17 @@ def test_a_loss_on_the_way_back_costs_no_answer_and_no_row() -> None:
     assert min(rows) >= held  # nothing before is computed anew
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("[malloc] out of memory"), ValueError("shapes")])
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_fault_of_a_merged_forward_ends_no_answer(
-    first: int, monkeypatch: pytest.MonkeyPatch
+    first: int, fault: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, readers, count = Split((0, 2, LAYERS)), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
     def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
         if tokens.shape[0] > 1 and model.first == first and next(count) == 9:
-            raise RuntimeError("[malloc] out of memory")
+            raise fault
         return hidden(model, tokens, *rest)
 
     monkeypatch.setattr(StageModel, "hidden", failing)

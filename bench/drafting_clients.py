@@ -1,0 +1,315 @@
+"""Clients at once at a model with a draft head: default requests against `num_draft_tokens` 0.
+
+    python bench/drafting_clients.py demo [--clients 1,2,8] [--prompt 300] [--tokens 96]
+        [--repeats 5]
+    python bench/drafting_clients.py 27B:4 --prompt 1012 --tokens 128 [--layers 0.05]
+
+Each repeat answers with both kinds of requests, in turn, in one process that holds one engine, on
+a compute thread as a runner's; which kind is first alternates. No cache knows a prompt. Ratios are
+taken within a repeat: tokens a second from the first request to the last end, and, for a busy
+machine without a GPU, tokens for each second of CPU time that this process had.
+`first_s` is the time to the first and to the last client's first token. A warm-up of each comes
+before, in which the engine learns what drafts cost for so many clients.
+
+A shape (see bench/shapes.py) has random weights. Its layers are scaled by `--layers`, so that the
+last token decides most of the next one, and its head drafts from that token alone: the fewer
+layers count, the more drafts are right; `accepted` tells. It ends with status 1 where a default
+answer has other ids than one without drafts and the engine's probes said that all are equal.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
+
+# isort: split
+import mlx.core as mx
+from mlx import nn
+from shapes import SHAPES, Subject
+
+from exo_node.mtp.rollback import take_chunks
+from exo_node.mtp.types import FinishReason, Sampling
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import load
+from exo_node.shard.model.stage_model import StageModel
+
+LOADER = loader_import.__name__
+DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
+KINDS = ("default", "K=0")
+MAX_K = 3
+ENDLESS = 10**9
+
+
+@dataclass(slots=True)
+class Client:
+    """One request and what came of it; times in seconds of one clock."""
+
+    asked: EngineRequest
+    ids: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])
+    done: Done | None = None
+    fault: BaseException | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, event: object) -> None:
+        if isinstance(event, Delta):
+            self.times.append(time.perf_counter())
+            self.ids += event.round.tokens
+        elif isinstance(event, Done):
+            self.done = event
+
+    def end(self, fault: BaseException | None) -> None:
+        self.fault = fault
+        self.over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All clients' answers of one kind."""
+
+    clients: list[Client]
+    begun: float
+    cpu_s: float
+    """CPU time of this process until the last end."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(client.ids) for client in self.clients)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second from the first request to the last end."""
+        ended = max(client.times[-1] for client in self.clients)
+        return self.tokens / (ended - self.begun)
+
+    @property
+    def cpu_rate(self) -> float:
+        """Tokens for each second of CPU time."""
+        return self.tokens / self.cpu_s
+
+    @property
+    def first(self) -> list[float]:
+        return sorted(client.times[0] - self.begun for client in self.clients)
+
+    @property
+    def behind_first(self) -> float:
+        """A client's tokens a second behind its first one, in the median."""
+        return statistics.median(
+            (len(c.ids) - 1) / (c.times[-1] - c.times[0]) for c in self.clients if len(c.ids) > 1
+        )
+
+    def summary(self) -> dict[str, Any]:
+        stats = [client.done.stats for client in self.clients if client.done]
+        drafted = sum(each.proposed_draft_tokens for each in stats)
+        rounds = [sum(counts) for counts in zip(*(_counts(s) for s in stats), strict=True)]
+        return {
+            "tokens_s": round(self.rate, 1),
+            "tokens_cpu_s": round(self.cpu_rate, 1),
+            "first_s": [round(self.first[0], 2), round(self.first[-1], 2)],
+            "behind_first_s": round(self.behind_first, 1),
+            "accepted": round(sum(s.accepted_draft_tokens for s in stats) / max(1, drafted), 2),
+            "rounds_by_k": rounds,
+        }
+
+
+class NoText:
+    """A codec without a tokenizer: what an engine asks of one, for ids that mean nothing."""
+
+    end_tokens: frozenset[int] = frozenset()
+    special_tokens: tuple[int, ...] = ()
+    token_bytes = answer_format = grammars = call_grammar = None
+    has_call_grammar = False
+    stopped_by = None
+
+    def stream(self, *_: object, **__: object) -> "NoText":
+        return NoText()
+
+    def push(self, token: int) -> FinishReason | None:
+        del token
+        return None
+
+    def take(self) -> str:
+        return ""
+
+    finish = take
+
+
+def main() -> int:
+    options = _options()
+    compute = ComputeThread()
+    engine = compute.submit(lambda: _engine(options)).result()
+    bitwise = engine.identity == engine.batch_identity == "bitwise"
+    print(f"{mx.default_device()}: drafts {engine.identity}, batches {engine.batch_identity}")
+    same = True
+    for count in options.clients:
+        for kind in KINDS:
+            _ = _run(compute, engine, _asked(options, count, -1, kind))
+        pairs = list[dict[str, Run]]()
+        for repeat in range(options.repeats):
+            runs = {
+                kind: _run(compute, engine, _asked(options, count, repeat, kind))
+                for kind in (KINDS if repeat % 2 else KINDS[::-1])
+            }
+            pairs.append(runs)
+            same = same and len({_ids(run) for run in runs.values()}) == 1
+            told = {kind: run.summary() for kind, run in runs.items()}
+            print(json.dumps({"clients": count} | told), flush=True)
+        print(f"{count} clients, default / K=0: {_ratios(pairs)}; same ids: {same}", flush=True)
+    compute.close()
+    return 1 if bitwise and not same else 0
+
+
+def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
+    """Medians over repeats, and their spread."""
+    told = list[str]()
+    for name, value in (("tokens", attrgetter("rate")), ("per CPU s", attrgetter("cpu_rate"))):
+        ratios = [float(value(runs["default"]) / value(runs["K=0"])) for runs in pairs]
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        told.append(f"{name} {statistics.median(ratios):.3f} ({spread})")
+    return ", ".join(told)
+
+
+def _run(compute: ComputeThread, engine: TextEngine, asked: Sequence[EngineRequest]) -> Run:
+    # Neither kind finds the prefixes of the other.
+    compute.submit(engine._earlier.prefixes.clear).result()  # pyright: ignore[reportPrivateUsage]
+    clients, begun, cpu = [Client(each) for each in asked], time.perf_counter(), time.process_time()
+    for client in clients:
+        events = engine.generate(client.asked)
+        driven = compute.drive(events, client.take, client.end)
+        driven.read(ENDLESS)  # a reader that is never slow
+    for client in clients:
+        _ = client.over.wait()
+        if client.fault is not None:
+            raise client.fault
+    return Run(clients, begun, time.process_time() - cpu)
+
+
+def _asked(
+    options: argparse.Namespace, clients: int, repeat: int, kind: str
+) -> list[EngineRequest]:
+    """The same prompts for both kinds."""
+    k = MAX_K if kind == "default" else 0
+    asked = list[EngineRequest]()
+    for client in range(clients):
+        draw = random.Random(f"{clients} {repeat} {client}")
+        prompt = [draw.randrange(3, 4000) for _ in range(options.prompt)]
+        name = f"{clients}/{repeat}/{client}/{kind}"
+        given = name, 1, prompt, Sampling(), options.tokens, (), k, "" if k else "asked"
+        asked.append(EngineRequest(*given, ignore_end=True, adaptive=k > 0))
+    return asked
+
+
+def _counts(stats: Any) -> list[int]:
+    counts = list(stats.draft_k_histogram)
+    return counts + [0] * (MAX_K + 1 - len(counts))
+
+
+def _ids(run: Run) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(client.ids) for client in run.clients)
+
+
+def _engine(options: argparse.Namespace) -> TextEngine:
+    made = _demo(options) if options.model == "demo" else _shape(options)
+    made.probe()
+    return made
+
+
+def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
+    context = max(options.clients) * (options.prompt + options.tokens + 64)
+    return EngineOptions(
+        dtype,
+        max(4400, context),
+        prefill_chunk=512 if options.model != "demo" else 256,
+        max_draft_tokens=MAX_K,
+        prefix_cache_bytes=options.prefixes << 20,
+    )
+
+
+def _demo(options: argparse.Namespace) -> TextEngine:
+    spec = pb.StageSpec(
+        model="demo",
+        num_stages=1,
+        end_layer=16,
+        num_layers=16,
+        dtype="float32",
+        context_length=4096,
+        native_mtp=True,
+        mtp_hidden="post_norm",
+        path=str(DEMO),
+    )
+    loaded = load(spec, lambda _: None)
+    assert loaded.codec is not None
+    made = _engine_options(options, "float32")
+    return TextEngine(loaded.codec, loaded.model, loaded.vocabulary, made, head=loaded.head)
+
+
+def _shape(options: argparse.Namespace) -> TextEngine:
+    name, _, bits = cast(str, options.model).partition(":")
+    subject = Subject(name, int(bits or 16), 5, 64)
+    table = subject.model.language_model.model.embed_tokens
+    _scale(table, SHAPES[name]["hidden_size"] ** 0.5)  # to 1 in the mean square
+    _weaken(subject.model.layers, options.layers)
+    _weaken(subject.head.layers, 0.0)
+    rows = SHAPES[name]["hidden_size"]
+    sees = mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
+    subject.head.fc.weight = sees.astype(subject.head.fc.weight.dtype)
+    kernels = tuple({choice.kernel for choice in subject.choose("auto") if choice.used})
+    _ = take_chunks([subject.model])
+    stage = StageModel(subject.model, 0, len(subject.model.layers))
+    made = _engine_options(options, "bfloat16")
+    vocabulary, codec = SHAPES[name]["vocab_size"], cast(Any, NoText())
+    return TextEngine(codec, stage, vocabulary, made, head=subject.head, kernels=kernels)
+
+
+def _weaken(layers: Sequence[nn.Module], factor: float) -> None:
+    """Scales what each layer adds to what entered it."""
+    for layer in layers:
+        for path, module in layer.named_modules():
+            if path.endswith(("o_proj", "out_proj", "down_proj")):
+                _scale(module, factor)
+        mx.eval(layer.parameters())
+
+
+def _scale(module: nn.Module, factor: float) -> None:
+    for weight in ("scales", "biases") if hasattr(module, "bits") else ("weight",):
+        module[weight] = module[weight] * factor
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    _ = add("model", help="demo, or NAME:BITS of bench/shapes.py")
+    _ = add("--clients", type=_numbers, default=(1, 8))
+    _ = add("--prompt", type=int, default=300, help="ids of each prompt")
+    _ = add("--tokens", type=int, default=96, help="of each answer")
+    _ = add("--repeats", type=int, default=5)
+    _ = add("--prefixes", type=int, default=4096, help="MiB for prefixes and requests; 0: none")
+    _ = add("--layers", type=float, default=0.05, help="how much a shape's layers count")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
+
+
+if __name__ == "__main__":
+    status = main()
+    _ = sys.stdout.flush()
+    os._exit(status)  # without waiting for MLX's threads, as a runner

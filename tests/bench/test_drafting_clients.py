@@ -1,0 +1,35 @@
+"""`bench/drafting_clients.py` runs: an engine without text answers clients at once, both kinds."""
+
+import argparse
+from typing import Any, cast
+
+import drafting_clients as bench
+from readers import loaded
+
+from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.options import EngineOptions
+
+
+def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:
+    options = argparse.Namespace(model="small", prompt=30, tokens=12)
+    compute = ComputeThread()
+
+    def made() -> TextEngine:
+        limits = EngineOptions("float32", 4096, 64, max_draft_tokens=bench.MAX_K)
+        codec, model = cast(Any, bench.NoText()), loaded()
+        return TextEngine(codec, model.model, model.vocabulary, limits, head=model.head)
+
+    try:
+        engine = compute.submit(made).result()
+        runs = {
+            kind: bench._run(compute, engine, bench._asked(options, 3, 0, kind))  # pyright: ignore[reportPrivateUsage]
+            for kind in bench.KINDS
+        }
+    finally:
+        compute.close()
+    assert {run.tokens for run in runs.values()} == {36}
+    told = {kind: run.summary() for kind, run in runs.items()}
+    assert sum(told["default"]["rounds_by_k"][1:]) > 0 == sum(told["K=0"]["rounds_by_k"][1:])
+    ids = [tuple(tuple(client.ids) for client in run.clients) for run in runs.values()]
+    assert ids[0] == ids[1]

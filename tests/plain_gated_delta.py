@@ -1,0 +1,81 @@
+"""The CPU twin of the gated-delta kernel: the same launches, shapes and device-side row counts.
+
+A layer with this kernel leaves behind a forward what a CUDA kernel leaves: the convolution's rows,
+the state behind every row, and `rollback.Chosen` where requests keep different numbers of rows.
+"""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from kernel_cases import DeltaCase
+from mlx import nn
+
+from exo_node.mtp import kernel_choice
+from exo_node.mtp.kernels import gated_delta
+from exo_node.mtp.rollback import TapedGatedDelta
+
+
+class PlainGatedDelta:
+    """`GatedDelta` in mlx-lm's operations, a row at a time; lazy, as the kernel is."""
+
+    def __init__(self, sizes: gated_delta.Sizes) -> None:
+        self.sizes = sizes
+        self.rows_seen: list[int] = []
+
+    def rows(
+        self,
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        before: mx.array,
+        layer: gated_delta.Layer,
+        state: mx.array,
+        at: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        self.rows_seen.append(qkv.shape[1])
+        if at is not None and state.ndim == 5:
+            state = state[at[0], mx.arange(qkv.shape[0])]
+            before = _three_rows(before, at[1])
+        case = DeltaCase(self.sizes, (qkv, z, b, a), before, layer, state)
+        ys: list[mx.array] = []
+        states: list[mx.array] = []
+        for i in range(qkv.shape[1]):
+            y, state = replace(case, inputs=case.row(i), state=state).reference()
+            ys.append(y)
+            states.append(state)
+            row = replace(case, inputs=case.row(i)).inputs[0]
+            case = replace(case, before=mx.concatenate([case.before, row], axis=1)[:, 1:])
+        window = mx.concatenate([before, qkv], axis=1)
+        return mx.concatenate(ys, axis=1), window, mx.stack(states)
+
+    def recurrence(
+        self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return gated_delta.gated_delta_ops(q, k, v, g, beta, state)
+
+
+def give_kernel(layer: Any) -> None:
+    """Puts the twin under one gated-delta layer."""
+    sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
+    layer.kernel = PlainGatedDelta(sizes)
+    layer.fixed = kernel_choice._fixed(layer)  # pyright: ignore[reportPrivateUsage]
+
+
+def give_kernels(model: nn.Module) -> int:
+    """Puts the twin under every gated-delta layer of a model; the number of those layers."""
+    layers = [each for _, each in model.named_modules() if isinstance(each, TapedGatedDelta)]
+    for layer in layers:
+        give_kernel(layer)
+    return len(layers)
+
+
+def _three_rows(window: mx.array, first: mx.array) -> mx.array:
+    """(B, 3, C): three rows of each request's window, from its own `first` (B,)."""
+    at = (first[:, None] + mx.arange(3))[:, :, None]
+    return mx.take_along_axis(window, mx.broadcast_to(at, (*at.shape[:2], window.shape[2])), axis=1)

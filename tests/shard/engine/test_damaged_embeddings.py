@@ -1,0 +1,122 @@
+"""A token whose embedding is no number harms the answers that choose it, and no other ones."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import answer, engine_of, load_quietly, request
+from plain_gated_delta import give_kernels
+from readers import Reader, together
+from small import PROMPT, small_spec
+
+from exo_node.mtp.drafters import NativeDrafter
+from exo_node.mtp.seams import as_ids
+from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import NumericError, StateLost
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.model.load import Loaded
+
+TOKENS = 24
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "seeded": Sampling(temperature=0.9, top_p=0.95, seed=11),
+}
+
+
+@functools.cache
+def loaded(*, kernels: bool = False) -> Loaded:
+    """Its embeddings are damaged, so no other test has it."""
+    made = load_quietly(small_spec(native_mtp=True))
+    assert not kernels or give_kernels(made.model.model)
+    return made
+
+
+def engine(*, ahead: bool = False, **changes: Any) -> TextEngine:
+    made = engine_of(
+        loaded(kernels=ahead), small_spec(native_mtp=True, **changes), runs_ahead=ahead
+    )
+    made.batch_identity = "bitwise"
+    return made
+
+
+def refused_draft(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, k: int) -> int:
+    """A token that the head drafts, and the target neither reads nor chooses."""
+    drafted = list[int]()
+    draft = NativeDrafter.draft
+
+    def noted(self: NativeDrafter, k: int, position: int) -> Any:
+        drafts = draft(self, k, position)
+        drafted.extend(as_ids(drafts.tokens))
+        return drafts
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeDrafter, "draft", noted)
+        got = answer(engine(), request(PROMPT, k, TOKENS, sampling=sampling, ignore_end=True))
+    return next(token for token in drafted if token not in {*got.ids, *PROMPT})
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, token: int, *, kernels: bool = False) -> None:
+    model: Any = loaded(kernels=kernels).model.model
+    table = model.language_model.model.embed_tokens
+    broken = mx.where(mx.arange(table.weight.shape[0])[:, None] == token, mx.nan, table.weight)
+    monkeypatch.setitem(table, "weight", broken)  # a Module keeps its arrays as a dict does
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_refused_draft_without_numbers_ends_no_answer(
+    monkeypatch: pytest.MonkeyPatch, name: str, k: int
+) -> None:
+    """Masked attention multiplies the draft's row by 0, which is NaN in every row before it."""
+    damage(monkeypatch, refused_draft(monkeypatch, SAMPLINGS[name], k))
+    plain, drafted = (
+        answer(engine(), request(PROMPT, n, TOKENS, sampling=SAMPLINGS[name], ignore_end=True))
+        for n in (0, k)
+    )
+    assert drafted.ids == plain.ids and len(plain.ids) == TOKENS
+
+
+@pytest.mark.parametrize("fixed_rows", [0, 4], ids=["", "strict"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_chosen_token_without_numbers_ends_the_answer_where_plain_decoding_ends(
+    monkeypatch: pytest.MonkeyPatch, k: int, fixed_rows: int
+) -> None:
+    ids = answer(engine(), request(PROMPT, 0, TOKENS, ignore_end=True)).ids
+    token = next(t for t in ids[8:] if t not in PROMPT)
+    damage(monkeypatch, token)
+    readers = [Reader(request(PROMPT, n, TOKENS, ignore_end=True)) for n in (0, k)]
+    for reader in readers:
+        together(engine(fixed_rows=fixed_rows), [reader])
+        assert isinstance(reader.fault, NumericError)
+    plain, drafted = readers
+    assert drafted.ids == plain.ids == list(ids[: ids.index(token) + 1])
+    assert str(drafted.fault) == str(plain.fault)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_an_answer_of_a_batch_or_of_rounds_ahead_resumes_alone_and_ends(
+    monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    token = refused_draft(monkeypatch, Sampling(), 2)
+    damage(monkeypatch, token, kernels=ahead)
+    served = engine(ahead=ahead)
+    others = [1 + t % 4000 for t in PROMPT]
+    readers = [Reader(request(ids, 2, TOKENS, ignore_end=True)) for ids in (PROMPT, others)]
+    together(served, readers[:1] if ahead else readers)
+    assert isinstance(readers[0].fault, StateLost)
+    again = replace(readers[0].asked, attempt=2, replay=tuple(readers[0].rounds), rebuild_all=True)
+    after = Reader(again)
+    together(served, [after])
+    assert after.fault is None
+    plain = answer(engine(batching=False), request(PROMPT, 0, TOKENS, ignore_end=True))
+    assert tuple(readers[0].ids + after.ids) == plain.ids
+    if not ahead:
+        wanted = answer(engine(batching=False), request(others, 0, TOKENS, ignore_end=True))
+        assert readers[1].fault is None and tuple(readers[1].ids) == wanted.ids
+    assert served.live_requests == 0

@@ -1,0 +1,103 @@
+"""Answers on layers whose kernel leaves its states on the device, as CUDA kernels do.
+
+Such a layer holds a `rollback.Chosen` behind a verify of which requests keep different numbers of
+rows. The kernel's CPU twin (`plain_gated_delta.py`) produces it here.
+"""
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from budget import seeds
+from engines import Answer, answer, engine_of, load_quietly, request
+from plain_gated_delta import give_kernels
+from readers import Reader, prompt, together
+from small import LAYERS, small_spec
+
+from exo_node.mtp import batch
+from exo_node.mtp.batch_caches import BatchCache, BatchTapedCache, change_all
+from exo_node.mtp.batch_slots import Change
+from exo_node.mtp.types import Penalties, Sampling
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import Loaded
+
+GREEDY = Sampling()
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
+PENALISED = Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),)))
+
+
+@functools.cache
+def loaded() -> Loaded:
+    """The small model with the kernel's twin under its recurrent layers; no other test has it."""
+    made = load_quietly(small_spec(native_mtp=True))
+    assert give_kernels(made.model.model) == LAYERS - 1
+    return made
+
+
+def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -> TextEngine:
+    spec = small_spec(native_mtp=True, prefill_chunk=160, batching=batching, **changes)
+    made = engine_of(loaded(), spec, runs_ahead=runs_ahead)
+    made.batch_identity = "bitwise"
+    return made
+
+
+def alone(asked: EngineRequest) -> Answer:
+    return answer(engine(batching=False), asked)
+
+
+@pytest.fixture
+def device_changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Changes of a batch whose states are on the device: leave, join, or both."""
+    seen = list[str]()
+
+    def noted(caches: Sequence[BatchCache], change: Change, joins: Sequence[Any]) -> None:
+        chosen = [c.chosen for c in caches if isinstance(c, BatchTapedCache) and c.chosen]
+        if chosen:
+            leaves = len(change.order) < chosen[0].at.shape[1]
+            seen.append("both" if leaves and joins else "leave" if leaves else "join")
+        change_all(caches, change, joins)
+
+    monkeypatch.setattr(batch, "change_all", noted)
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("seed", seeds(2, 24))
+def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
+    seed: int, *, ahead: bool, device_changes: list[str]
+) -> None:
+    draw = random.Random(seed)
+    readers = list[Reader]()
+    for number in range(10):
+        begins = draw.randrange(50)
+        sampling = draw.choice([GREEDY, GREEDY, SEEDED, PENALISED])
+        asked = request(
+            prompt(number, draw.choice([0, 5, 60, 130])),
+            draw.choice([1, 2, 3, 3]),
+            draw.randrange(6, 40),
+            sampling=sampling,
+            adaptive=draw.random() < 0.2,
+            ignore_end=True,
+        )
+        cancelled = draw.choice([None, None, None, begins + draw.randrange(40)])
+        readers.append(Reader(asked, begins, cancelled))
+    served = engine(runs_ahead=ahead)
+    together(served, readers)
+    for reader in readers:
+        wanted = alone(reader.asked).ids
+        assert reader.fault is None
+        assert tuple(reader.ids) == (wanted if reader.ends is None else wanted[: len(reader.ids)])
+    assert served.live_requests == 0 and served.cache_bytes() == 0
+    assert {"leave", "join"} <= set(device_changes)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_one_answer_has_the_ids_of_plain_decoding(*, ahead: bool) -> None:
+    for k in (1, 2, 3):
+        asked = request(prompt(k, 30), k, 40, ignore_end=True)
+        plain = alone(request(prompt(k, 30), 0, 40, ignore_end=True))
+        got = answer(engine(runs_ahead=ahead), asked)
+        assert got.ids == plain.ids and got.stats.proposed_draft_tokens > 0

@@ -1,0 +1,256 @@
+"""A draft head reads nothing while drafts do not pay for those that are answered together."""
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from budget import seeds
+from engines import engine_of, request
+from held_prefixes import counted, kept, nodes
+from readers import Reader, alone, loaded, prompt, together
+from small import small_spec
+
+from exo_node.mtp import drafters, parts
+from exo_node.mtp.batch_depth import BatchDepth, Wish
+from exo_node.mtp.seams import Want
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.local import FamilyTarget
+from exo_node.shard.engine.request import EngineRequest
+
+TOKENS = 30
+CHEAP, DEAR = 0.05, 3.0
+
+
+@dataclass
+class Bench:
+    """A clock that forwards move, and what the head reads. `row`: seconds of a row more of a verify
+    of several requests, of which the first row takes one second."""
+
+    row: float = DEAR
+    now: float = 0.0
+    passes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+
+    def clock(self) -> float:
+        return self.now
+
+    @property
+    def rows_read(self) -> int:
+        return sum(size * rows for size, rows in self.passes)
+
+
+class WatchedHead:
+    """The small model's, whose passes are noted."""
+
+    hidden_kind = "post_norm"
+
+    def __init__(self, bench: Bench) -> None:
+        self._head: Any = loaded().head
+        self._bench = bench
+
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
+        self._bench.passes.append((hidden.shape[0], hidden.shape[1]))
+        return self._head(hidden, embedding, cache)
+
+    def read_out(self, output: mx.array) -> mx.array:
+        return self._head.read_out(output)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench()
+    together_, single = FamilyTarget.forward_batch, FamilyTarget.forward
+
+    def forward_batch(self: FamilyTarget, tokens: mx.array, caches: Any) -> Any:
+        made.now += 1 + (tokens.shape[1] - 1) * (made.row if tokens.shape[0] > 2 else CHEAP)
+        return together_(self, tokens, caches)
+
+    def forward(self: FamilyTarget, tokens: mx.array, caches: Any, *, want: Want) -> Any:
+        made.now += 1 + (tokens.shape[0] - 1) * CHEAP
+        return single(self, tokens, caches, want=want)
+
+    monkeypatch.setattr(FamilyTarget, "forward_batch", forward_batch)
+    monkeypatch.setattr(FamilyTarget, "forward", forward)
+    for least in ("LEAST_S", "MOST_S"):  # a chunk is computed at once
+        monkeypatch.setattr(parts, least, math.inf)
+    return made
+
+
+def watched(bench: Bench, *, ahead: bool | None = None, **changes: Any) -> TextEngine:
+    spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
+    made = replace(loaded(), head=WatchedHead(bench))
+    served = engine_of(made, spec, clock=bench.clock, runs_ahead=ahead)
+    served.batch_identity = "bitwise"
+    return served
+
+
+def default(ids: list[int], tokens: int = TOKENS, k: int = 2) -> EngineRequest:
+    return request(ids, k, tokens, adaptive=True, ignore_end=True)
+
+
+def crowd(count: int, rows: int = 0, first: int = 0, tokens: int = TOKENS) -> list[Reader]:
+    return [Reader(default(prompt(first + i, rows), tokens)) for i in range(count)]
+
+
+def taught(bench: Bench, **changes: Any) -> TextEngine:
+    """An engine that knows what rounds cost: so many were answered together before."""
+    served = watched(bench, **changes)
+    together(served, crowd(4, 20, 100))
+    bench.passes.clear()
+    return served
+
+
+def assert_as_alone(readers: list[Reader]) -> None:
+    for reader in readers:
+        wanted = alone(replace(reader.asked, k=0, adaptive=False, request="alone"))
+        assert reader.fault is None and tuple(reader.ids) == wanted.ids
+
+
+def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Bench) -> None:
+    served, readers = taught(bench), crowd(4, 200)
+    before_end = list[int]()
+
+    def noted(_: int) -> None:
+        if all(reader.done is None for reader in readers):
+            before_end.append(bench.rows_read)
+
+    together(served, readers, noted)
+    assert before_end and set(before_end) == {0}
+    assert {r.drafted for each in readers for r in each.rounds if r.forward.batch == 4} == {0}
+    assert_as_alone(readers)
+    for reader in readers:
+        assert reader.done is not None
+        stats = reader.done.stats
+        assert (stats.drafter_kind, stats.num_draft_tokens) == ("native_mtp", 2)
+        assert stats.draft_k_histogram[0] >= TOKENS - 10
+
+
+def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None:
+    served, readers = taught(bench), crowd(4, 200, tokens=TOKENS)
+    readers[0] = Reader(default(prompt(0, 200), 4 * TOKENS))
+    together(served, readers)
+    late = [r for r in readers[0].rounds if r.forward.batch == 1][-12:]
+    assert sum(r.drafted for r in late) > 12
+    # What it drafts is what a head that always read would draft.
+    position = late[0].forward.position
+    wanted = alone(request(prompt(0, 200), 2, 4 * TOKENS, ignore_end=True))
+    kept_ids = {r.forward.position: (r.drafted, r.accepted) for r in wanted.rounds}
+    same = [r for r in late if (r.drafted == 2 and r.forward.position in kept_ids)]
+    assert same and all(kept_ids[r.forward.position] == (2, r.accepted) for r in same), position
+    assert_as_alone(readers)
+
+
+def test_those_that_do_not_read_keep_nobody_from_drafts(bench: Bench) -> None:
+    served, readers = taught(bench), crowd(4, 20)
+    readers[0] = Reader(default(prompt(0, 20), 4 * TOKENS))
+    for stalled in readers[1:]:
+        stalled.stalls = range(18, 300)
+    together(served, readers)
+    late = [r.drafted for r in readers[0].rounds[-20:] if r.forward.batch < 4]
+    assert readers[1].done is not None and sum(late) > 10
+    assert_as_alone(readers)
+
+
+def test_a_k_that_a_request_fixes_is_drafted_all_the_same(bench: Bench) -> None:
+    served, readers = taught(bench), crowd(3, 200)
+    readers.append(Reader(request(prompt(9, 200), 2, TOKENS, ignore_end=True)))
+    together(served, readers)
+    fixed = readers[-1]
+    assert {r.drafted for r in fixed.rounds[1:-2]} == {2}
+    assert_as_alone(readers)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("seed", seeds(2, 12))
+def test_ids_are_those_without_drafts_at_every_switch(
+    bench: Bench, seed: int, *, ahead: bool
+) -> None:
+    """Verifies get dear and cheap again; requests join, leave and stall; what waits is bounded."""
+    draw = random.Random(seed)
+    served = watched(bench, ahead=ahead)
+    ends = [draw.choice([None, None, 20 + draw.randrange(60)]) for _ in range(9)]
+    readers = [
+        Reader(
+            default(prompt(i, draw.choice([9, 150, 330])), draw.randrange(5, 60), 1 + i % 3),
+            begins=draw.randrange(60),
+            ends=ends[i],
+        )
+        for i in range(9)
+    ]
+
+    def switched(turn: int) -> None:
+        bench.row = DEAR if turn // 17 % 2 else 0.0
+
+    together(served, readers, switched)
+    whole = [reader for reader in readers if reader.ends is None]
+    assert_as_alone(whole)
+    drafted = {r.drafted for each in readers for r in each.rounds if r.forward.batch > 2}
+    assert {0, 1} <= drafted
+    assert served.live_requests == 0 and served.cache_bytes() == 0
+
+
+def test_what_waits_for_a_long_prompt_is_bounded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exo_node.shard.engine.batching.RESTING_ROWS", 200)
+    unread = list[int]()
+    observe = drafters.NativeDrafter.observe
+
+    def noted(self: drafters.NativeDrafter, hidden: Any, tokens: mx.array) -> None:
+        observe(self, hidden, tokens)
+        unread.append(self.unread)
+
+    monkeypatch.setattr(drafters.NativeDrafter, "observe", noted)
+    served, readers = taught(bench), crowd(3, 900)
+    together(served, readers)
+    assert 160 < max(unread) <= 200 + 160
+    assert_as_alone(readers)
+
+
+def test_a_prefix_that_a_resting_head_left_gives_the_same_answer_and_drafts(bench: Bench) -> None:
+    served = taught(bench, prefix_cache_bytes=256 << 20)
+    ids = prompt(5, 500)
+    together(served, [Reader(default(ids)), *crowd(3, 200)])
+    parts_kept = [node.drafter for node in nodes(kept(served)) if node.drafter is not None]
+    resting = [part for part in parts_kept if part.end == 0 and part.pending is not None]
+    sizes = sorted(part.pending.shape[1] for part in resting if part.pending is not None)
+    assert sizes and sizes[-1] <= 160, "a row is kept once, however many forwards follow it"
+    _ = counted(kept(served))
+    asked = request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True)
+    again, cold = Reader(asked), watched(bench)
+    together(served, [again])
+    anew = Reader(replace(asked, request="anew"))
+    together(cold, [anew])
+    assert again.done is not None and again.done.stats.cached_tokens == 480
+    assert again.ids == anew.ids
+    told = [[(r.drafted, r.accepted, r.forward.position) for r in x.rounds] for x in (again, anew)]
+    assert told[0] == told[1] and sum(accepted for _, accepted, _ in told[0]) > 0
+
+
+def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Bench) -> None:
+    served = taught(bench, prefix_cache_bytes=256 << 20)
+    ids = prompt(5, 500)
+    together(served, [Reader(default(ids)), *crowd(3, 200)])
+    cache = kept(served)
+    for room in range(cache.bytes, 0, -cache.bytes // 12):
+        cache.shrink(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
+        _ = counted(cache)
+        asked = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
+        found = served.prefix_of(asked.asked)
+        if found is not None and found.drafter is not None:
+            assert found.drafter.observed == found.position
+
+
+def test_a_head_that_rests_is_not_woken_for_a_moment() -> None:
+    """Where more answers are in progress than drafts pay for, and some of them soon join."""
+    depth, many, few = BatchDepth(), [Wish(1, [0.9])] * 8, [Wish(1, [0.9])] * 2
+    for wishes, row in ((many, 9.0), (few, 0.1)):
+        for _ in range(20):
+            k = depth.choose(wishes)
+            depth.learn(len(wishes), k, 1 + row * k)
+    assert depth.rests(8) and not depth.rests(2)
+    assert depth.choose(few, unread=500, running=8) == 0
+    assert depth.choose(few, unread=500, running=2) == 1
+    assert depth.choose(few, unread=0, running=8) == 1
