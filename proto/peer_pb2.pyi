@@ -586,6 +586,9 @@ class HeldModel(_message.Message):
     FORMAT_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
+    MODEL_TYPE_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weight_bytes: _builtins.int
     quantization: _builtins.int
@@ -595,6 +598,14 @@ class HeldModel(_message.Message):
     context_length: _builtins.int
     head: _builtins.bool
     """a native MTP head is in its files"""
+    model_type: _builtins.str
+    """of its config.json"""
+    digest: _builtins.str
+    """of its files' names and sizes, in hex"""
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in cards"""
+
     def __init__(
         self,
         *,
@@ -604,10 +615,13 @@ class HeldModel(_message.Message):
         format: _builtins.str = ...,
         context_length: _builtins.int = ...,
         head: _builtins.bool = ...,
+        model_type: _builtins.str = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "format", b"format", "head", b"head", "model", b"model", "quantization", b"quantization", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "digest", b"digest", "format", b"format", "head", b"head", "model", b"model", "model_type", b"model_type", "quantization", b"quantization", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1458,6 +1472,8 @@ class AcquireRequest(_message.Message):
     BACKGROUND_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    TRUSTED_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request: _builtins.str
     num_draft_tokens: _builtins.int
@@ -1472,6 +1488,12 @@ class AcquireRequest(_message.Message):
     """how long the model stays loaded behind it; the bound: for ever"""
     release: _builtins.bool
     """no answer: the model is unloaded once it is idle"""
+    trusted: _builtins.bool
+    """keep_alive_s holds as it is; else it lengthens the stay at most, up to"""
+    client: _builtins.str
+    """the head's setting
+    whose it is, for a fair order of turns: an API token's or an address
+    """
     @_builtins.property
     def resumes(self) -> Global___Resumption:
         """absent: the answer has not begun"""
@@ -1488,10 +1510,12 @@ class AcquireRequest(_message.Message):
         background: _builtins.bool = ...,
         keep_alive_s: _builtins.float | None = ...,
         release: _builtins.bool = ...,
+        trusted: _builtins.bool = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "keep_alive_s", b"keep_alive_s", "num_draft_tokens", b"num_draft_tokens", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "release", b"release", "request", b"request", "resumes", b"resumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s", "_num_draft_tokens", b"_num_draft_tokens", "background", b"background", "client", b"client", "draft_policy", b"draft_policy", "holding", b"holding", "keep_alive_s", b"keep_alive_s", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "release", b"release", "request", b"request", "resumes", b"resumes", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_alive_s: _TypeAlias = _typing.Literal["keep_alive_s"]  # noqa: Y015
     _WhichOneofArgType__keep_alive_s: _TypeAlias = _typing.Literal["_keep_alive_s", b"_keep_alive_s"]  # noqa: Y015
@@ -2895,6 +2919,8 @@ class GenerateRequest(_message.Message):
     BARE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CALL_PARTS_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2923,6 +2949,10 @@ class GenerateRequest(_message.Message):
     """the prompt was a text: its answer has no parts"""
     continues: _builtins.bool
     """the answer goes on in a text: a space that begins it is part of it"""
+    cache_salt: _builtins.bytes
+    """kept prefixes are shared by requests of the same salt only"""
+    call_parts: _builtins.bool
+    """calls come in parts, as they are written"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -2964,10 +2994,12 @@ class GenerateRequest(_message.Message):
         bare: _builtins.bool = ...,
         grammar: Global___Grammar | None = ...,
         continues: _builtins.bool = ...,
+        cache_salt: _builtins.bytes = ...,
+        call_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3242,16 +3274,22 @@ class Started(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what of the request is followed otherwise or not at all, for a person"""
+
     def __init__(
         self,
         *,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "prompt_ids", b"prompt_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3346,26 +3384,67 @@ class Piece(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     CALL_FIELD_NUMBER: _builtins.int
+    CALL_PART_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     reasoning: _builtins.str
     @_builtins.property
     def call(self) -> Global___ToolCall: ...
+    @_builtins.property
+    def call_part(self) -> Global___CallPart:
+        """where GenerateRequest.call_parts asked for it"""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         call: Global___ToolCall | None = ...,
+        call_part: Global___CallPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "piece", b"piece", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "call_part", b"call_part", "piece", b"piece", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "piece", b"piece", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "call_part", b"call_part", "piece", b"piece", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_piece: _TypeAlias = _typing.Literal["text", "reasoning", "call"]  # noqa: Y015
+    _WhichOneofReturnType_piece: _TypeAlias = _typing.Literal["text", "reasoning", "call", "call_part"]  # noqa: Y015
     _WhichOneofArgType_piece: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_piece) -> _WhichOneofReturnType_piece | None: ...
 
 Global___Piece: _TypeAlias = Piece  # noqa: Y015
+
+@_typing.final
+class CallPart(_message.Message):
+    """What comes next of a call that is being written: its parts follow each other, with no other call
+    between them. All `arguments` together are a JSON object, unless it is cut.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    IS_CUT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """in the first part only"""
+    arguments: _builtins.str
+    ends: _builtins.bool
+    """with this part"""
+    is_cut: _builtins.bool
+    """the answer ended within the call"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+        ends: _builtins.bool = ...,
+        is_cut: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "ends", b"ends", "is_cut", b"is_cut", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallPart: _TypeAlias = CallPart  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):

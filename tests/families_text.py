@@ -15,6 +15,7 @@ from exo_node.shard.text.codec import TextCodec
 TEMPLATES = Path(__file__).parent / "templates"
 TOKENS: dict[str, tuple[str, ...]] = {
     "qwen": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "qwen_levels": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     "glm": (
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<sop>", "[gMASK]", "<|user|>"),
         *("<|assistant|>", "<|system|>", "<|observation|>", "<arg_key>", "</arg_key>"),

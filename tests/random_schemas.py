@@ -54,3 +54,50 @@ def _value(r: random.Random, depth: int) -> dict[str, Any]:
             return _object(r, depth)
         case _:
             return {"type": "array", "items": _value(r, depth), "maxItems": r.randint(0, 2)}
+
+
+def random_arguments(seed: int) -> dict[str, Any]:
+    """The parameters of a tool, as programs declare them: optional, by reference, in unions."""
+    r = random.Random(seed)
+    definitions: dict[str, Any] = {}
+    schema = _object(r, depth=1)
+    members: dict[str, Any] = schema["properties"]
+    for name in members:
+        members[name] = _declared(r, members[name], definitions)
+    return {**schema, "$defs": definitions}
+
+
+def _declared(r: random.Random, schema: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    match r.choice(("as it is", "optional", "reference", "all", "union", "one", "format", "const")):
+        case "optional":
+            return {"anyOf": [schema, {"type": "null"}], "default": None, "title": "T"}
+        case "reference":
+            name = f"d{len(definitions)}"
+            definitions[name] = {}
+            definitions[name] = _declared(r, schema, definitions)
+            return {"$ref": f"#/$defs/{name}", "description": "by reference"}
+        case "all":
+            return {"allOf": [schema], "title": "T"}
+        case "union":
+            whole = {"type": "integer", "minimum": -9, "maximum": 9}
+            return {"anyOf": [schema, whole, {"type": "string", "maxLength": r.randint(1, 5)}]}
+        case "one":
+            tags = ("cat", "dog")
+            return {
+                "oneOf": [
+                    {
+                        "type": "object",
+                        "properties": {"kind": {"const": tag}, "of": _value(r, 3)},
+                        "required": ["kind", "of"],
+                        "additionalProperties": False,
+                    }
+                    for tag in tags
+                ],
+                "discriminator": {"propertyName": "kind"},
+            }
+        case "format":
+            return {"type": ["string", "null"], "format": r.choice(("date", "ipv4", "uuid"))}
+        case "const":
+            return {"const": r.choice((*_WORDS, 5, True, None))}
+        case _:
+            return schema

@@ -1,5 +1,6 @@
 """A model's files, read as hostile input and fetched from the hub; free of MLX.
 
+chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
 download.py: from the hub into its ordinary cache
 fetch.py: one file over HTTP, resumed and hashed

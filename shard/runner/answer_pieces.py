@@ -1,16 +1,23 @@
 """An answer's text as the pieces that a client is told: content, reasoning, calls of tools."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from ...proto import peer_pb2 as pb
+from ..text.call_scanners import scanner_for
+from ..text.call_stream import CallStream
 from ..text.channels import AnswerFormat, Channels, Segment
-from ..text.tool_calls import Call
-
-Parse = Callable[[str], Awaitable[Sequence[Call] | None]]
-"""The calls in a text, None where it holds none."""
+from ..text.tool_calls import Call, Tools
 
 _LINE_BREAKS: Final = "\n\r"
+
+
+class Parse(Protocol):
+    """Reads calls."""
+
+    async def __call__(self, text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
+        """The calls in a text, None where it holds none. `is_beginning`: arguments may lack."""
+        ...
 
 
 class AnswerPieces:
@@ -20,12 +27,24 @@ class AnswerPieces:
     Line breaks round reasoning and calls are the template's own and belong to neither.
     """
 
-    def __init__(self, format: AnswerFormat, prompt: Sequence[int], parse: Parse | None) -> None:
-        """`parse` None: the request declares no tools."""
+    def __init__(
+        self,
+        format: AnswerFormat,
+        prompt: Sequence[int],
+        parse: Parse | None,
+        *,
+        tools: Tools = (),
+        in_parts: bool = False,
+    ) -> None:
+        """`parse` None: the request declares no tools. `in_parts`: calls come as they are written,
+        where their format allows."""
         chosen = format if parse is not None else format.without_calls()
-        self._plain = chosen.plain
+        self._plain, self._unmarked = chosen.plain, chosen.unmarked
         self._channels = Channels(chosen, chosen.begins_in(prompt))
+        self._call_format = chosen.call_format if in_parts else ""
         self._parse = parse
+        self._tools = tools
+        self._call: _CallText | None = None
         self._breaks = ""
         """At the end of the content so far: dropped where a call follows."""
         self._trims = False
@@ -38,34 +57,37 @@ class AnswerPieces:
         """The pieces that became certain with `text`."""
         if self._plain:
             return [pb.Piece(text=text)] if text else []
-        return await self._pieces(self._channels.feed(text), over=False, stopped=False)
+        pieces: list[pb.Piece] = []
+        for segment in self._channels.feed(text):
+            pieces += await self._pieces(segment)
+        return pieces
 
     async def finish(self, text: str, *, stopped: bool) -> list[pb.Piece]:
         """With the last text; `stopped`: the model or a stop string ended the answer."""
         pieces = await self.said(text)
         if self._plain:
             return pieces
-        pieces += await self._pieces(self._channels.finish(), over=True, stopped=stopped)
+        for segment in self._channels.finish():
+            if segment.state == "header":
+                # A model that does not keep to its own format: what it says is not lost.
+                pieces += self._content("" if "<|" in segment.text else segment.text)
+            else:
+                pieces += await self._pieces(segment)
+        if self._call is not None:
+            pieces += await self._call_end("", ended=stopped)
         breaks, self._breaks = self._breaks, ""
         return [*pieces, pb.Piece(text=breaks)] if breaks else pieces
 
-    async def _pieces(
-        self, segments: Sequence[Segment], *, over: bool, stopped: bool
-    ) -> list[pb.Piece]:
-        pieces: list[pb.Piece] = []
-        for segment in segments:
-            match segment.state:
-                case "reasoning":
-                    pieces += self._reasoning(segment)
-                case "content":
-                    pieces += self._content(segment.text)
-                case "call":
-                    pieces += await self._calls(segment, certain=not over or stopped)
-                case "header":
-                    # A model that does not keep to its own format: what it says is not lost.
-                    stray = segment.text if over and "<|" not in segment.text else ""
-                    pieces += self._content(stray)
-        return pieces
+    async def _pieces(self, segment: Segment) -> list[pb.Piece]:
+        match segment.state:
+            case "reasoning":
+                return self._reasoning(segment)
+            case "content":
+                return self._content(segment.text)
+            case "call":
+                return await self._called(segment)
+            case "header":
+                return []
 
     def _reasoning(self, segment: Segment) -> list[pb.Piece]:
         self._trims = True
@@ -93,17 +115,71 @@ class AnswerPieces:
             self._breaks, said = said + text, ""
         return [pb.Piece(text=said)] if said else []
 
-    async def _calls(self, segment: Segment, *, certain: bool) -> list[pb.Piece]:
-        """A call that was cut off may parse and still lack what was to come: it is content."""
-        whole = segment.opened + segment.text + segment.closed
+    async def _called(self, segment: Segment) -> list[pb.Piece]:
+        pieces: list[pb.Piece] = []
+        if self._call is None:
+            self._call = _CallText(segment.opened, self._stream(segment.opened))
+        call = self._call
+        call.parts.append(segment.text)
+        if call.stream is not None and segment.text:
+            begun = call.stream.has_begun
+            if arguments := await call.stream.feed(segment.text):
+                self._breaks, self._trims = "", True
+                pieces.append(_part(arguments, name="" if begun else call.stream.name))
+        if segment.closed:
+            pieces += await self._call_end(segment.closed, ended=True)
+        return pieces
+
+    def _stream(self, opened: str) -> CallStream | None:
+        scanner = scanner_for(self._call_format, opened)
+        if scanner is None:
+            return None
+        header = opened if _is_header(opened) else ""
+
+        async def parse_beginning(text: str) -> Sequence[Call] | None:
+            assert self._parse is not None
+            return await self._parse(header + text, is_beginning=True)
+
+        return CallStream(scanner, self._tools, parse_beginning)
+
+    async def _call_end(self, closed: str, *, ended: bool) -> list[pb.Piece]:
+        """A call that the model has not `ended` may parse and still lack what was to come: it is
+        content, or is left open where its beginning was handed out."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        text = "".join(call.parts)
+        whole = text if self._unmarked else call.opened + text + closed
         calls: Sequence[Call] | None = None
-        if certain and self._parse is not None:
-            is_header = "<|message|>" in segment.opened
-            calls = await self._parse(whole if is_header else segment.text)
+        if ended and self._parse is not None:
+            calls = await self._parse(whole if _is_header(call.opened) else text)
+        if call.stream is not None and call.stream.has_begun:
+            rest = await call.stream.finish(calls, ended=ended)
+            pieces = [_part(rest.arguments, ends=True, is_cut=rest.is_cut)]
+            pieces += self._content(rest.text + (closed if rest.text else ""))
+            return [*pieces, *map(_whole, rest.calls)]
         if calls is None:
             self._trims = False
             return self._content(whole)
         self._breaks, self._trims = "", True
-        return [
-            pb.Piece(call=pb.ToolCall(name=call.name, arguments=call.arguments)) for call in calls
-        ]
+        return [*map(_whole, calls)]
+
+
+class _CallText:
+    """A call whose end has not come: its text, and what is handed out of it."""
+
+    def __init__(self, opened: str, stream: CallStream | None) -> None:
+        self.opened = opened
+        self.stream = stream
+        self.parts: list[str] = []
+
+
+def _is_header(opened: str) -> bool:
+    return "<|message|>" in opened
+
+
+def _part(arguments: str, *, name: str = "", ends: bool = False, is_cut: bool = False) -> pb.Piece:
+    return pb.Piece(call_part=pb.CallPart(name=name, arguments=arguments, ends=ends, is_cut=is_cut))
+
+
+def _whole(call: Call) -> pb.Piece:
+    return pb.Piece(call=pb.ToolCall(name=call.name, arguments=call.arguments))

@@ -15,7 +15,7 @@ from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
 from ..text.grammar import Gate, TokenGrammar, gate_of
-from ..text.grammars import refused, spec_of
+from ..text.grammars import GrammarSpec, refused, spec_of
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
 from ..text.tool_calls import Call
@@ -49,11 +49,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         request: pb.GenerateRequest,
         context: "Context",
     ) -> AsyncIterator[pb.GenerateEvent]:
+        notes: list[str] = []
         try:
-            asked = await self._prepare(request)
+            asked = await self._prepare(request, notes)
         except ExoNodeError as fault:
             await refuse(context, fault)
-        yield pb.GenerateEvent(started=pb.Started(prompt_ids=asked.prompt))
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=asked.prompt, notes=notes))
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 
@@ -61,9 +62,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
         pieces = self._pieces(request, asked)
-        thought = ReasoningCount(
-            AnswerFormat() if request.bare else self._engine.answer_format, asked.prompt
-        )
+        thought = ReasoningCount(asked.answer_format, asked.prompt)
         for replayed in asked.replay:
             thought.take(replayed.tokens)
         steps, shared = self._engine.generate(asked), shared_stats(self._expected)
@@ -85,14 +84,29 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     def _pieces(self, request: pb.GenerateRequest, asked: EngineRequest) -> AnswerPieces:
         tools = tools_from_json(request.tools)
 
-        async def parse(text: str) -> Sequence[Call] | None:
-            return await self._prompts.calls(text, tools)
+        async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
+            return await self._prompts.calls(text, tools, is_beginning=is_beginning)
 
-        # An answer to a bare text has no parts: its prompt may be within anything.
-        form = AnswerFormat() if request.bare else self._engine.answer_format
-        if asked.grammar is not None and not tools and form.entry(asked.prompt) is None:
+        return AnswerPieces(
+            asked.answer_format,
+            asked.prompt,
+            parse if tools else None,
+            tools=tools,
+            in_parts=request.call_parts,
+        )
+
+    def _format(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> AnswerFormat:
+        """How the answer marks its parts."""
+        if request.bare:  # its prompt may be within anything
+            return AnswerFormat()
+        form = self._engine.answer_format
+        if request.tools:
+            insists = request.HasField("grammar") and request.grammar.kind == "calls"
+            unmarked = insists and not self._engine.has_call_grammar
+            return form.unmarked_call() if unmarked else form
+        if request.HasField("grammar") and form.entry(prompt) is None:
             form = form.whole_content()
-        return AnswerPieces(form, asked.prompt, parse if tools else None)
+        return form.without_calls()
 
     async def Encode(self, request: pb.EncodeRequest, context: "Context") -> pb.EncodeReply:
         """Ids without an answer: what a prompt would be, or a text."""
@@ -120,12 +134,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         self._engine.park(request.request, int(request.attempt))
         return pb.ParkReply()
 
-    async def _prepare(self, request: pb.GenerateRequest) -> EngineRequest:
+    async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)
         match request.WhichOneof("prompt"):
             case "messages":
                 prompt = await self._prompts.encode(
-                    _chat(request.messages, request.tools), self._expected.context_length
+                    _chat(request.messages, request.tools), self._expected.context_length, notes
                 )
             case "text":
                 prompt = await self._prompts.encode_text(
@@ -140,14 +154,18 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 f"the prompt has ids that are not in the model's {self._expected.vocabulary}",
                 param="prompt",
             )
+        max_tokens = self._engine.limits.budget(len(prompt), request.max_tokens)
+        if max_tokens < request.max_tokens:
+            notes.append("max_tokens beyond the end of the context")
         grammar = await self._grammar(request, prompt) if request.HasField("grammar") else None
         return EngineRequest(
             request=request.request,
             attempt=request.attempt,
             prompt=prompt,
             sampling=self._engine.limits.checked(sampling_from_wire(request.sampling)),
-            max_tokens=self._engine.limits.budget(len(prompt), request.max_tokens),
+            max_tokens=max_tokens,
             stop=tuple(request.stop),
+            answer_format=self._format(request, prompt),
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
             replay=tuple(round_from_wire(r) for r in request.replay),
@@ -156,6 +174,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             ignore_end=request.ignore_eos,
             continues=request.continues,
             background=request.background,
+            cache_salt=request.cache_salt,
             adaptive=request.adaptive_draft,
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             async_draft_eval=(
@@ -166,11 +185,15 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     async def _grammar(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> TokenGrammar:
         """For this attempt. Raises InvalidRequest naming the field."""
-        asked, kind, text = request.grammar, request.grammar.kind, request.grammar.text
-        insists = kind == "calls"
+        asked = request.grammar
+        insists = asked.kind == "calls"
         if insists:
-            kind, text = "lark", self._engine.call_grammar(text, tools_from_json(request.tools))
-        spec = spec_of(kind, text, asked.field)
+            tools = tools_from_json(request.tools)
+            # Schemas may be large: events go on meanwhile.
+            lark = await asyncio.to_thread(self._engine.call_grammar, asked.text, tools)
+            spec = GrammarSpec("lark", lark, asked.field)
+        else:
+            spec = spec_of(asked.kind, asked.text, asked.field)
         gate = Gate()
         if not request.bare:
             form, calls = self._engine.answer_format, bool(request.tools) and not insists

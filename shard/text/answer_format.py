@@ -11,6 +11,7 @@ HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 """Tokens of OpenAI's Harmony format, as its specification names them."""
 _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
 
+_ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools", "qwen3_coder", "glm47")
 DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 """What DeepSeek's models put round their calls."""
 DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
@@ -46,6 +47,7 @@ def format_of(tokenizer: Any) -> AnswerFormat:
             tuple(tokenizer.think_start_tokens or ()),
             tuple(tokenizer.think_end_tokens or ()),
         ),
+        call_format=call_format(tokenizer),
         initial=_state(tokenizer.response_initial_state or "normal"),
     )
 
@@ -55,6 +57,22 @@ def call_markers(tokenizer: Any) -> tuple[str, str]:
     if tokenizer.has_tool_calling:
         return tokenizer.tool_call_start, tokenizer.tool_call_end or ""
     return DEEPSEEK if is_deepseek(tokenizer) else ("", "")
+
+
+def call_format(tokenizer: Any) -> str:
+    """The name of the format of a model's calls; empty where it is not known to make any."""
+    if is_harmony(tokenizer):
+        return "Harmony"
+    if is_deepseek(tokenizer):
+        return "DeepSeek"
+    if not tokenizer.has_tool_calling:
+        return ""
+    return str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+
+
+def has_call_grammar(tokenizer: Any) -> bool:
+    """Whether a call that a request insists on is one in the model's own format."""
+    return call_format(tokenizer) in _ENFORCED
 
 
 def is_deepseek(tokenizer: Any) -> bool:
@@ -86,7 +104,16 @@ def _harmony(tokenizer: Any) -> AnswerFormat:
     opens = _ids(tokenizer, f"{_CHANNEL}final{_MESSAGE}")
     thought = _ids(tokenizer, f"{_CHANNEL}analysis{_MESSAGE}"), (vocabulary[_END],)
     return AnswerFormat(
-        edges, starts, ends, opens, (), thought, "content", "header", _harmony_state
+        edges,
+        starts,
+        ends,
+        opens,
+        (),
+        thought,
+        call_format=call_format(tokenizer),
+        within="content",
+        initial="header",
+        route=_harmony_state,
     )
 
 

@@ -13,8 +13,6 @@ State = Literal["content", "reasoning", "call", "header"]
 Edge = tuple[str, State]
 
 _CLOSED_WITHIN: Final = 8
-_WHOLE: Final = ("call", "header")
-"""States whose text is of use only when it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +32,13 @@ class AnswerFormat:
     calls: tuple[int, ...] = ()
     thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """What begins and what ends reasoning."""
+    call_format: str = ""
+    """The name of the spelling of calls; see `answer_format.call_format`."""
     within: State = "reasoning"
     initial: State = "content"
     route: Callable[[str], State] | None = None
+    unmarked: bool = False
+    """Whether a call stands without markers: what leads to it is none of it."""
 
     def without_calls(self) -> "AnswerFormat":
         """For a request that declares no tools: what looks like a call is text."""
@@ -61,10 +63,25 @@ class AnswerFormat:
         """For a content that is all text once it has begun: a grammar's."""
         return replace(self, edges={**self.edges, "content": ()})
 
+    def unmarked_call(self) -> "AnswerFormat":
+        """For an answer that is one call without markers behind its reasoning."""
+
+        def changed(state: State) -> State:
+            return "call" if state == "content" else state
+
+        edges: dict[State, Sequence[Edge]] = {
+            state: [(marker, changed(follows)) for marker, follows in found]
+            for state, found in self.edges.items()
+            if state not in ("content", "call")
+        }
+        states = {"within": changed(self.within), "initial": changed(self.initial)}
+        spelling = "json_tools"  # what Hermes has between its markers
+        return replace(self, edges=edges, unmarked=True, call_format=spelling, **states)
+
     @property
     def plain(self) -> bool:
         """Whether all that this format can say is content."""
-        return not any(self.edges.values())
+        return not self.unmarked and not any(self.edges.values())
 
     def begins_in(self, prompt: Sequence[int]) -> State:
         """The state that the prompt leaves its answer in: templates may open the reasoning."""
@@ -147,7 +164,7 @@ class Channels:
             found.append(Segment(self._state, before, self._opened, marker))
             self._enter(follows, before, marker)
             start = 0
-        if self._state not in _WHOLE and (sure := len(self._held) - self._pending()):
+        if self._state != "header" and (sure := len(self._held) - self._pending()):
             found.append(Segment(self._state, self._held[:sure], self._opened))
             self._held, self._opened = self._held[sure:], ""
         return found
@@ -155,7 +172,7 @@ class Channels:
     def finish(self) -> list[Segment]:
         """The rest, when the answer is over; a call or a header that was not closed among it."""
         rest, self._held = self._held, ""
-        if not rest and not (self._state in _WHOLE and self._opened):
+        if not rest and self._state != "call" and not (self._state == "header" and self._opened):
             return []
         return [Segment(self._state, rest, self._opened)]
 

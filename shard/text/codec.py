@@ -16,11 +16,12 @@ from ...mtp.types import FinishReason
 from ...placement.errors import InvalidCheckpoint, InvalidRequest
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import parse_object, read_bytes, shown, size_of
-from .answer_format import format_of
+from .answer_format import format_of, has_call_grammar
 from .call_grammar import call_grammar
 from .control_tokens import ControlTokens
 from .grammars import Grammars
 from .messages import too_long
+from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
 from .tokenizer_sizes import require_reasonable
@@ -41,6 +42,7 @@ class TextCodec:
         self._template = ChatTemplate(tokenizer)
         self._parser = parser_of(tokenizer)
         self.answer_format = format_of(tokenizer)
+        self.has_call_grammar = has_call_grammar(tokenizer)
         self.token_bytes = token_bytes(tokenizer)
         self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -57,9 +59,10 @@ class TextCodec:
             tokenizer = load_tokenizer(folder, extra, eos_token_ids=eos)
         # The tokenizers library raises the bare class, the others whatever a field leads to.
         except Exception as fault:
+            why = f"it has no {fault}" if isinstance(fault, KeyError) else str(fault)
             raise InvalidCheckpoint(
                 f"the tokenizer of {folder.name} cannot be loaded: "
-                f"{str(fault).replace(str(folder), folder.name)}; put a whole copy of it there"
+                f"{why.replace(str(folder), folder.name)}; put a whole copy of it there"
             ) from fault
         return cls(tokenizer)
 
@@ -82,14 +85,17 @@ class TextCodec:
         limit: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         options: TemplateOptions | None = None,
+        notes: list[str] | None = None,
     ) -> list[int]:
         """Ids of the rendered chat, up to where the assistant's answer begins.
 
         Control tokens come from the template only: where the messages spell one, it is text.
+        `notes` is told what the template has no place for.
         Raises InvalidRequest where the template refuses these messages, and ContextLengthExceeded
         where it makes more than `limit` bytes of them.
         """
-        parts = self._template.render(messages, tools, options or TemplateOptions())
+        ignored = [] if notes is None else notes
+        parts = self._template.render(messages, tools, options or TemplateOptions(), ignored)
         return self._encoded(parts, limit)
 
     def encode_text(self, text: str, limit: int | None = None) -> list[int]:
@@ -104,7 +110,7 @@ class TextCodec:
     ) -> list[int]:
         """`first`: behind the token that the model wants at the beginning."""
         if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
-            raise too_long(size, limit)
+            raise too_long(size, limit, self.longest_token)
         try:
             pieces = [self._tokenizer.encode(part, add_special_tokens=first) for part in parts]
         except TEMPLATE_FAULTS as fault:
@@ -118,23 +124,25 @@ class TextCodec:
         """The text of these ids, control tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
+    def calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
+    ) -> list[Call] | None:
         """The calls of tools in a text that the model marked as such; None: it holds none."""
-        return parse_calls(self._parser, text, tools)
+        return parse_calls(self._parser, text, tools, is_beginning=is_beginning)
 
     def call_grammar(self, asked: str, tools: Sequence[Mapping[str, Any]]) -> str:
         """See there. Raises InvalidRequest."""
         return call_grammar(self._tokenizer, asked, tools)
 
     def stream(
-        self, stop: Sequence[str], *, ignore_end: bool, continues: bool = False
+        self, stops: StopStrings, *, ignore_end: bool, continues: bool = False
     ) -> "TextStream":
-        """For one answer; `ignore_end` goes on past the model's end tokens (benchmarks).
+        """For one answer; `ignore_end` continues past the model's end tokens (benchmarks).
 
-        `continues`: the answer goes on in a text, so a space that begins it stays.
+        `continues`: the answer begins within a text, so a space that begins it stays.
         """
         ends = frozenset[int]() if ignore_end else self.end_tokens
-        return TextStream(self._tokenizer, ends, tuple(stop), continues=continues)
+        return TextStream(self._tokenizer, ends, stops, continues=continues)
 
 
 class TextStream:
@@ -147,7 +155,7 @@ class TextStream:
         self,
         tokenizer: TokenizerWrapper,
         ends: frozenset[int],
-        stop: tuple[str, ...],
+        stops: StopStrings,
         *,
         continues: bool = False,
     ) -> None:
@@ -156,19 +164,21 @@ class TextStream:
             # They drop a space while their text is empty, so it is not: some was handed out.
             self._detokenizer.text, self._detokenizer.offset = " ", 1
         self._ends = ends
-        self._stop = stop
+        self._stops = stops
         self._ready = ""
-        self._held = ""
-        self._over = False
-        self.stopped_by = ""
+
+    @property
+    def stopped_by(self) -> str:
         """The stop string that ended the answer, if one did."""
+        return self._stops.match
 
     def push(self, token: int) -> FinishReason | None:
         """Takes the next id; "stop" when it ends the answer."""
         if token in self._ends:
             return "stop"
         self._detokenizer.add_token(token)
-        return self._add(self._detokenizer.last_segment)
+        self._ready += self._stops.feed(self._detokenizer.last_segment)
+        return "stop" if self._stops.match else None
 
     def take(self) -> str:
         """The text that became certain since the last call."""
@@ -176,35 +186,12 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The rest, when the answer is over."""
-        if not self._over:
+        """The rest, at the end of the answer."""
+        if not self._stops.match:
             self._detokenizer.finalize()
-            if self._add(self._detokenizer.last_segment) is None:
-                self._ready += self._held
-                self._held = ""
+            self._ready += self._stops.feed(self._detokenizer.last_segment)
+            self._ready += self._stops.finish()
         return self.take()
-
-    def _add(self, text: str) -> FinishReason | None:
-        held = self._held + text
-        places = [(at, s) for s in self._stop if (at := held.find(s)) >= 0]
-        if places:
-            found, self.stopped_by = min(places)
-            self._ready += held[:found]
-            self._held, self._over = "", True
-            return "stop"
-        keep = max((_overlap(held, s) for s in self._stop), default=0)
-        cut = len(held) - keep
-        self._ready += held[:cut]
-        self._held = held[cut:]
-        return None
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
 
 
 def _named_ends(folder: Path) -> object:

@@ -1,12 +1,27 @@
 """What an answer may be, token by token: a compiled grammar and where in the answer it holds."""
 
+import os
+import resource
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import psutil
 
 from .channels import AnswerFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+GRAMMAR_BYTES: Final = 100 << 20
+"""Memory that compiling a grammar may take, and as much again for the masks of one answer."""
+_BYTES_PER_S: Final = 1 << 29
+"""More than a matcher can allocate in a second of CPU time; about 2^27 were measured."""
+_STATM: Final = (
+    os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    if os.path.exists("/proc/self/statm")
+    else -1
+)
 
 
 class Gate(NamedTuple):
@@ -51,6 +66,32 @@ class _Place(NamedTuple):
     """Ids that may be the beginning of `opens`."""
 
 
+class MemoryGrowth:
+    """About how much memory some calls have added to this process.
+
+    Other threads allocate at the same time, so a call counts for what its CPU time allows at most.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._before = (0, 0.0)
+
+    def __enter__(self) -> None:
+        self._before = _resident(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        resident, cpu_s = self._before
+        most = int((time.thread_time() - cpu_s) * _BYTES_PER_S)
+        self.bytes += max(0, min(_resident() - resident, most))
+
+
+def _resident() -> int:
+    """Bytes; psutil alone would take longer than most masks."""
+    if _STATM < 0:
+        return int(psutil.Process().memory_info().rss)
+    return int(os.pread(_STATM, 128, 0).split()[1]) * resource.getpagesize()
+
+
 class TokenGrammar:
     """A `mtp.grammar.Grammar`: one answer's."""
 
@@ -75,6 +116,7 @@ class TokenGrammar:
         self._goes_on = None if gate.may_end else _all_but(ends, vocabulary)
         self._now: bytes | None = None
         """The mask behind the committed tokens, once it is known."""
+        self._growth = MemoryGrowth()
         self.failed = ""
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -87,6 +129,10 @@ class TokenGrammar:
             self._place = self._behind(self._place, token)
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        with self._growth:
+            return self._masks(drafts)
+
+    def _masks(self, drafts: Sequence[int]) -> list[bytes | None]:
         if self._now is None:
             self._now = self._mask(self._place)
         rows, place, taken = [self._now], self._place, 0
@@ -131,13 +177,16 @@ class TokenGrammar:
                 return self._goes_on
             case "first" | "begin" | "bound":
                 mask = self._matcher.compute_bitmask()
+                if self._growth.bytes > GRAMMAR_BYTES:
+                    self._fail(f"its states take more than {GRAMMAR_BYTES // 10**6} MB")
+                    return bytes(len(mask))
                 if self._matcher.is_error() or not any(mask):
                     self._fail()
                     return bytes(len(mask))
                 return _with(mask, self._others(place))
 
-    def _fail(self) -> None:
-        why = self._matcher.get_error() or "nothing may follow"
+    def _fail(self, why: str = "") -> None:
+        why = why or self._matcher.get_error() or "nothing may follow"
         told = f"the answer cannot be kept to '{self._field}' any longer: {why[:300]}"
         self.failed = self.failed or told
 

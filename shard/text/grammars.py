@@ -5,8 +5,10 @@ The library is imported where it is used: most runners never need it.
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from ...placement.errors import InvalidRequest
@@ -18,9 +20,18 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_CHARS: Final = 256 << 10
+"""Of a JSON schema."""
+MAX_PATTERN: Final = 8 << 10
+"""Characters of a regular expression or a Lark grammar, which take memory by their square."""
+_MAX_MULTIPLE: Final = 10_000
+"""Of `multipleOf`, without its factors 2 and 5: that many remainders are kept."""
+_WALK: Final = 8
+"""Tokens of an answer for which `check` computes masks."""
+_TOKEN_CPU_S: Final = 0.02
+"""CPU time for each of them, on average."""
 SPACES: Final = r"(\r?\n[ \t]{0,40}|[ \t]{1,4})"
 """Between a document's tokens: enough to indent it, not enough to go on for ever."""
-_TOLD: Final = 500
+_MAX_REASON: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +44,20 @@ class GrammarSpec:
 
 
 def spec_of(kind: str, text: str, field: str) -> GrammarSpec:
-    """Raises InvalidRequest."""
+    """A client's grammar. Raises InvalidRequest."""
     if kind not in get_args(Kind):
         raise InvalidRequest("a grammar of an unknown kind", param=field)
-    if len(text) > MAX_CHARS:
+    most = MAX_CHARS if kind == "json_schema" else MAX_PATTERN
+    if len(text) > most:
         raise InvalidRequest(
-            f"'{field}' has {len(text)} characters; at most {MAX_CHARS} are compiled", param=field
+            f"'{field}' has {len(text)} characters; at most {most} are compiled", param=field
         )
     return GrammarSpec(cast("Kind", kind), text, field)
 
 
-def check(spec: GrammarSpec) -> None:
-    """Compiles it without a tokenizer, and drops it again. Raises InvalidRequest.
-
-    Runs in the helper process: what passes its limits here passes them in the runner.
-    """
-    from llguidance import LLMatcher
-
-    why = LLMatcher.validate_grammar(_source(spec), None, limits=_limits())
-    if why and not why.startswith("WARNING"):
-        raise refused(spec, why)
-
-
 def refused(spec: GrammarSpec, why: str) -> InvalidRequest:
-    told = " ".join(why.split())[:_TOLD]
-    return InvalidRequest(f"'{spec.field}' cannot be enforced: {told}", param=spec.field)
+    reason = " ".join(why.replace("<non-verbose/>", "").split())[:_MAX_REASON]
+    return InvalidRequest(f"'{spec.field}' cannot be enforced: {reason}", param=spec.field)
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -65,6 +65,7 @@ def _source(spec: GrammarSpec) -> str:
 
     match spec.kind:
         case "json_schema":
+            _check_multiples(spec)
             try:
                 return LLMatcher.grammar_from_json_schema(
                     spec.text, defaults={"whitespace_pattern": SPACES}
@@ -77,11 +78,50 @@ def _source(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_lark(spec.text)
 
 
+def _check_multiples(spec: GrammarSpec) -> None:
+    """Raises InvalidRequest for a `multipleOf` that would take seconds to compile."""
+    try:
+        values: list[Any] = [json.loads(spec.text)]
+    except (ValueError, RecursionError) as fault:
+        raise refused(spec, str(fault)) from fault
+    while values:
+        match values.pop():
+            case {"multipleOf": int() | float() as number, **rest}:
+                if _remainders(number) > _MAX_MULTIPLE:
+                    why = f"multipleOf {number} has more than {_MAX_MULTIPLE} remainders to follow"
+                    raise refused(spec, f"{why}; choose a smaller one")
+                values.extend(rest.values())
+            case dict() as fields:
+                values.extend(cast("dict[str, Any]", fields).values())
+            case list() as items:
+                values.extend(cast("list[Any]", items))
+            case _:
+                pass
+
+
+def _remainders(number: float) -> int:
+    """Of a decimal number's digits, without factors that the last digits alone decide."""
+    exponent = Decimal(str(number)).as_tuple().exponent
+    if not isinstance(exponent, int) or abs(exponent) > 400 or number == 0:
+        return 0  # llguidance refuses it
+    rest = abs(int(Decimal(str(number)).scaleb(-min(exponent, 0))))
+    for factor in (2, 5):
+        while rest and rest % factor == 0:
+            rest //= factor
+    return rest
+
+
 def _limits() -> "LLParserLimits":
-    """Of one grammar: about 100 MiB at most, and 20 ms for a mask."""
+    """Of one grammar: a millisecond or ten for each mask."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=50_000, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        max_lexer_states=50_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )
 
 
 class Grammars:
@@ -93,11 +133,36 @@ class Grammars:
         self._ends = ends
         self._built: LLTokenizer | None = None
 
+    def build_table(self) -> None:
+        """Reads the vocabulary, which takes a second for a large one."""
+        _ = self._vocabulary()
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Compiles it, computes masks for a few tokens, and drops it. Raises InvalidRequest.
+
+        Runs in the helper process, whose limits on time and memory then hold for the same work in
+        the runner.
+        """
+        grammar = self.compile(spec, Gate())
+        began = time.thread_time()
+        for _ in range(_WALK):
+            (mask,) = grammar.masks([])
+            token = _highest(mask, self._ends)
+            if token is None:
+                break
+            grammar.take([token])
+        if grammar.failed:
+            raise refused(spec, grammar.failed)
+        if time.thread_time() - began > _WALK * _TOKEN_CPU_S:
+            raise refused(spec, "each token of an answer would take too long; make it smaller")
+
     def compile(self, spec: GrammarSpec, gate: Gate) -> TokenGrammar:
         """For one answer; its first mask is ready. Raises InvalidRequest."""
         from llguidance import LLMatcher
 
-        tokenizer = self._vocabulary(spec)
+        tokenizer = self._vocabulary()
+        if tokenizer is None:
+            raise refused(spec, "this model's tokenizer has no table that grammars can read")
         matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_limits())
         if matcher.is_error():
             raise refused(spec, matcher.get_error())
@@ -108,12 +173,10 @@ class Grammars:
             raise refused(spec, "no answer can satisfy it")
         return grammar
 
-    def _vocabulary(self, spec: GrammarSpec) -> "LLTokenizer":
-        """Built when it is first wanted: it takes a second for a large vocabulary."""
-        if self._built is None:
-            backend = getattr(self._tokenizer, "backend_tokenizer", None)
-            if backend is None:
-                raise refused(spec, "this model's tokenizer has no table that grammars can read")
+    def _vocabulary(self) -> "LLTokenizer | None":
+        """Built when it is first needed; None where the tokenizer has no file to build it from."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._built is None and backend is not None:
             written: dict[str, Any] = json.loads(backend.to_str())
             written |= {"padding": None, "truncation": None}
             self._built = self._without_control_text(written) or self._table(written)
@@ -146,6 +209,14 @@ class Grammars:
             return table
         _LOG.warning("control tokens are text to grammars of this model: their ids are not kept")
         return None
+
+
+def _highest(mask: bytes | None, ends: frozenset[int]) -> int | None:
+    """The highest id that the mask allows and that does not end the answer."""
+    allowed = int.from_bytes(mask or b"", "little")
+    for token in ends:
+        allowed &= ~(1 << token)
+    return allowed.bit_length() - 1 if allowed else None
 
 
 def _renamed(written: Mapping[str, Any], hidden: Mapping[str, int]) -> dict[str, Any]:

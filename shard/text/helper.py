@@ -16,32 +16,55 @@ import struct
 import sys
 import threading
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from .bare_mlx_lm import bare_mlx_lm
 from .bare_transformers import bare_transformers
+from .grammar import GRAMMAR_BYTES
 from .messages import chat_from_json
 
 if TYPE_CHECKING:
     from .codec import TextCodec
 
 HEAD = struct.Struct(">cI")
-OPEN, ENCODE, ENCODE_TEXT, DECODE, CALLS, GRAMMAR = b"o", b"e", b"t", b"d", b"c", b"g"
+_LENGTH = struct.Struct(">I")
+OPEN, ENCODE, ENCODE_TEXT, DECODE = b"o", b"e", b"t", b"d"
+CALLS, TABLE, GRAMMAR = b"c", b"v", b"g"
 """To the helper: the checkpoint's folder; a limit of bytes (8 bytes, big-endian) and a chat, or a
-text; 32-bit ids; JSON of a text that may hold calls and of the tools that they may call; JSON of a
-grammar's kind, text and field."""
+text; 32-bit ids; JSON of a text that may hold calls, of the tools that they may call, and of
+whether arguments may lack; nothing, to build the table of the vocabulary that grammars need; JSON
+of a grammar's kind, text and field.
+"""
 STARTED, OPENED, IDS, TEXT, FAULT = b"s", b"r", b"i", b"x", b"f"
-"""From it: imports are done; bytes of the longest token; 32-bit ids; text or JSON; an error."""
+"""From it: imports are done; bytes of the longest token; what `ids_frame` makes; text or JSON; an
+error."""
 CPU_BACKSTOP_S = 5
 """Of one request. The runner ends this process earlier, unless it hangs itself."""
+TABLE_CPU_S = 60
+"""To build the table: the size of the vocabulary is bounded when it is loaded."""
+
+_STATM = Path("/proc/self/statm")
 
 Frame = tuple[bytes, bytes]
 
 
 def frame(kind: bytes, body: bytes = b"") -> bytes:
     return HEAD.pack(kind, len(body)) + body
+
+
+def ids_frame(ids: Sequence[int], notes: Sequence[str] = ()) -> bytes:
+    """32-bit ids behind what the template had no place for: JSON, and its length before it."""
+    told = json.dumps(notes).encode()
+    return frame(IDS, _LENGTH.pack(len(told)) + told + array("I", ids).tobytes())
+
+
+def ids_and_notes(body: bytes) -> tuple[list[str], list[int]]:
+    """The notes and the ids of a frame that `ids_frame` made."""
+    start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    return json.loads(body[_LENGTH.size : start]), array("I", body[start:]).tolist()
 
 
 def fault_body(fault: ExoNodeError) -> bytes:
@@ -69,13 +92,16 @@ def main() -> NoReturn:
     except ExoNodeError as fault:
         _say(frame(FAULT, fault_body(fault)))
         os._exit(1)
-    _limit_memory(int(sys.argv[1]))
+    memory = _MemoryLimit(int(sys.argv[1]))
     _hush()
     _say(frame(OPENED, struct.pack(">Q", codec.longest_token)))
     while True:
         kind, body = frames.get()
-        _limit_time()
+        _limit_time(TABLE_CPU_S if kind == TABLE else CPU_BACKSTOP_S)
+        memory.apply(kind)
         _say(_answer(codec, kind, body))
+        if kind == TABLE:
+            memory = _MemoryLimit(int(sys.argv[1]))
 
 
 def _answer(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
@@ -94,24 +120,28 @@ def _answer(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
 def _done(codec: "TextCodec", kind: bytes, body: bytes) -> bytes:
     if kind == CALLS:
         asked = json.loads(body)
-        calls = codec.calls(asked["text"], asked["tools"])
+        calls = codec.calls(asked["text"], asked["tools"], is_beginning=asked["is_beginning"])
         told = None if calls is None else [[call.name, call.arguments] for call in calls]
         return frame(TEXT, json.dumps(told).encode())
+    if kind == TABLE:
+        codec.grammars.build_table()
+        return frame(TEXT)
     if kind == GRAMMAR:
-        from .grammars import check, spec_of
+        from .grammars import GrammarSpec
 
-        check(spec_of(*json.loads(body)))
+        codec.grammars.check(GrammarSpec(*json.loads(body)))
         return frame(TEXT)
     if kind == DECODE:
         return frame(TEXT, codec.decode(array("I", body).tolist()).encode(errors="replace"))
     limit, text = int.from_bytes(body[:8], "big"), body[8:].decode()
     if kind == ENCODE_TEXT:
-        return frame(IDS, array("I", codec.encode_text(text, limit)).tobytes())
+        return ids_frame(codec.encode_text(text, limit))
     from .template import options_of  # imports jinja2, as the codec does
 
     chat = chat_from_json(text)
-    ids = codec.encode_chat(chat.messages, limit, chat.tools, options_of(chat.options))
-    return frame(IDS, array("I", ids).tobytes())
+    notes: list[str] = []
+    ids = codec.encode_chat(chat.messages, limit, chat.tools, options_of(chat.options), notes)
+    return ids_frame(ids, notes)
 
 
 def over_memory() -> ExoNodeError:
@@ -145,18 +175,33 @@ def _hush() -> None:
     os.close(nowhere)
 
 
-def _limit_memory(more: int) -> None:
-    """Allocations fail beyond what is held now and `more`; only Linux counts them (RLIMIT_DATA)."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return
-    held = int(statm.read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
+class _MemoryLimit:
+    """Makes allocations fail beyond a limit; only Linux counts them (RLIMIT_DATA)."""
+
+    def __init__(self, more: int) -> None:
+        """`more`: bytes that one request may add to what the process has now."""
+        self._most = _data_bytes() + more
+
+    def apply(self, kind: bytes) -> None:
+        most, hard = self._most, resource.getrlimit(resource.RLIMIT_DATA)[1]
+        if kind == GRAMMAR:
+            most = min(most, _data_bytes() + GRAMMAR_BYTES)
+        elif kind == TABLE:
+            most = hard
+        if _STATM.exists():
+            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
-def _limit_time() -> None:
+def _data_bytes() -> int:
+    """Data and stack of this process, 0 where the system does not say."""
+    if not _STATM.exists():
+        return 0
+    return int(_STATM.read_text().split()[5]) * resource.getpagesize()
+
+
+def _limit_time(more_s: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + 1 + CPU_BACKSTOP_S
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + more_s
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     if hard == resource.RLIM_INFINITY or seconds <= hard:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))

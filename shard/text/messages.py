@@ -64,10 +64,11 @@ def tools_from_json(text: str) -> list[dict[str, Any]]:
     return tools
 
 
-def check_length(text: str, limit: int) -> None:
+def check_length(text: str, limit: int, longest_token: int) -> None:
     """Raises ContextLengthExceeded where the messages have more bytes of text than `limit`.
 
-    JSON is never shorter than the text in it, so that short messages are not read for this.
+    `longest_token`: bytes that a token may stand for. JSON is never shorter than the text in it, so
+    that short messages are not read for this.
     """
     if len(text) <= limit:
         return
@@ -84,12 +85,16 @@ def check_length(text: str, limit: int) -> None:
             case _:
                 pass
     if size > limit:
-        raise too_long(size, limit)
+        raise too_long(size, limit, longest_token)
 
 
-def too_long(size: int, limit: int) -> ContextLengthExceeded:
+def too_long(size: int, limit: int, longest_token: int) -> ContextLengthExceeded:
+    """The error for text of `size` bytes, which are not tokenised where even the fewest tokens
+    that they can be are beyond the context."""
+    fewest, context = -(-size // longest_token), limit // longest_token
     return ContextLengthExceeded(
-        f"the messages have {size} bytes of text, and the model's context holds {limit} at most; "
+        f"prompt is too long: {fewest} tokens > {context} maximum, if each of them had the "
+        f"{longest_token} bytes of the longest one: the messages have {size} bytes of text; "
         "shorten the messages",
         param="messages",
     )

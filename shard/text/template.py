@@ -1,25 +1,22 @@
 """Chat templates: what they are given, and what they make of it."""
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from functools import cached_property
+from typing import Any, Final, cast
 
 from jinja2 import TemplateError
 
 from ...placement.errors import InvalidRequest
 from .answer_format import is_harmony
 from .control_tokens import ControlTokens
+from .plain_calls import with_tools, without_tool_roles
+from .thinking import HARMONY_LEVELS, LEVELS, Effort, ThinkingVariables
 
 Message = Mapping[str, Any]
-Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-_SWITCHES: Final = ("enable_thinking", "thinking")
-"""The names under which templates have the switch of reasoning."""
-_EFFORT: Final = "reasoning_effort"
-_BUDGET: Final = "thinking_budget"
 TEMPLATE_FAULTS: Final = (
     TemplateError,
     ArithmeticError,
@@ -37,14 +34,16 @@ TEMPLATE_FAULTS: Final = (
 class TemplateOptions:
     """What a request asks of the template beside its messages.
 
-    `kwargs` are variables of the template. `effort` and `budget` go to those that it has for them.
-    `lenient`: an effort that it cannot follow is no error, but as near as it can.
+    `kwargs` are variables of the template. `effort`, `thinking` (on or off) and `budget` (tokens)
+    become those that it has for them: what it cannot follow is followed as nearly as it can.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     effort: Effort = ""
+    thinking: bool | None = None
     budget: int = 0
-    lenient: bool = False
+    insists: Sequence[str] | None = None
+    """The names of the tools of which the answer must call one; without any, all of them."""
 
 
 def options_of(told: Mapping[str, Any]) -> TemplateOptions:
@@ -68,25 +67,49 @@ class ChatTemplate:
         text: object = tokenizer.chat_template
         self._text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
+    @cached_property
+    def _thinking(self) -> ThinkingVariables:
+        harmony = is_harmony(self._tokenizer)
+        return ThinkingVariables(
+            self._text,
+            self._renders,
+            thinks=harmony or self._tokenizer.has_thinking,
+            levels=HARMONY_LEVELS if harmony else LEVELS,
+        )
+
+    def _renders(self, variables: Mapping[str, Any]) -> bool:
+        try:
+            _ = self._apply([{"role": "user", "content": "hi"}], (), variables)
+        except TEMPLATE_FAULTS:
+            return False
+        return True
+
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Message], options: TemplateOptions
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        options: TemplateOptions,
+        notes: list[str],
     ) -> list[str]:
         """The parts of the prompt, each to be tokenised by itself: so no text spells a control
         token.
 
         An assistant's message that comes last is the beginning of the answer, which continues it.
-        Raises InvalidRequest where the template refuses this.
+        `notes` is told what the template has no place for. Raises InvalidRequest where it refuses
+        the messages.
         """
         if not self._tokenizer.has_chat_template:
             raise InvalidRequest(
                 "this model has no chat template; use a model that was trained for chat",
                 param="model",
             )
-        variables = self._variables(options)
+        variables = self._variables(options, notes)
+        # A call that comes last is whole, also where the template knows it as text only.
+        end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
+        messages = self._with_tools(messages, tools, options, notes)
         mark = f"\ufdd0{secrets.randbits(64)}\ufdd0"
         placed = self._placed(messages, tools, variables)
         broken = [self._control.broken(message, mark) for message in placed]
-        end = f"\ufdd1{secrets.randbits(64)}\ufdd1" if _is_continued(messages) else ""
         if end:
             broken[-1]["content"] += end
         declared = [self._control.broken(tool, mark) for tool in tools]
@@ -99,6 +122,25 @@ class ChatTemplate:
         # Where a template writes JSON, the mark may be escaped.
         text = text.replace(json.dumps(mark)[1:-1], mark)
         return (_until(text, end) if end else text).split(mark)
+
+    def _with_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        options: TemplateOptions,
+        notes: list[str],
+    ) -> Sequence[Message]:
+        """What the template has no place for is told in the chat: earlier calls with their
+        results, and the tools where one must be called."""
+        if not self._thinking.has("tool_calls"):
+            messages = without_tool_roles(messages)
+        if not tools or self._thinking.has("tools"):
+            return messages
+        if options.insists is None:
+            notes.append("tools (the model's chat template has none)")
+            return messages
+        names = options.insists or [tool["function"]["name"] for tool in tools]
+        return with_tools(messages, [t for t in tools if t["function"]["name"] in names])
 
     def _apply(
         self,
@@ -117,41 +159,15 @@ class ChatTemplate:
             **variables,
         )
 
-    def _has(self, variable: str) -> bool:
-        return re.search(rf"\b{re.escape(variable)}\b", self._text) is not None
-
-    def _variables(self, options: TemplateOptions) -> dict[str, Any]:
-        variables: dict[str, Any] = {}
-        if options.effort:
-            variables |= self._effort(options.effort, lenient=options.lenient)
-        if options.budget and self._has(_BUDGET):
-            variables[_BUDGET] = options.budget
+    def _variables(self, options: TemplateOptions, notes: list[str]) -> dict[str, Any]:
+        thinking = self._thinking
+        variables = thinking.choose(options.effort, options.thinking, options.budget, notes)
         for name, value in options.kwargs.items():
-            if not self._has(name):
-                raise InvalidRequest(
-                    f"this model's chat template has no '{name}'; leave it out",
-                    param=f"chat_template_kwargs.{name}",
-                )
-            variables[name] = value
+            if thinking.has(name):
+                variables[name] = value
+            else:
+                notes.append(f"chat_template_kwargs.{name} (the model's chat template has none)")
         return variables
-
-    def _effort(self, effort: Effort, *, lenient: bool) -> dict[str, Any]:
-        """A template that has a switch only follows "none"; one without either thinks as it does"""
-        switches = [name for name in _SWITCHES if self._has(name)]
-        found: dict[str, Any] = dict.fromkeys(switches, effort != "none")
-        scaled = self._has(_EFFORT)
-        if effort != "none":
-            return found | {_EFFORT: effort} if scaled else found
-        if switches or not (scaled or self._tokenizer.has_thinking or is_harmony(self._tokenizer)):
-            return found
-        if scaled and re.search(r"['\"]none['\"]", self._text):
-            return {_EFFORT: "none"}
-        if lenient:
-            return {_EFFORT: "low"} if scaled else {}
-        raise InvalidRequest(
-            "this model cannot be kept from thinking; leave reasoning_effort out, or send 'low'",
-            param="reasoning_effort",
-        )
 
     def _placed(
         self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]

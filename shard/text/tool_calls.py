@@ -11,11 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from .answer_format import DEEPSEEK_CALL, is_deepseek, is_harmony
+from .answer_format import DEEPSEEK_CALL, call_format
+from .argument_values import RawText, coerced
+from .plain_calls import read_plain_call
+from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, member
 
-MAX_CALL_CHARS: Final = 1 << 20
 MAX_CALLS: Final = 128
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+"""Half a character, which JSON's escapes can spell and UTF-8 cannot."""
 Parser = Callable[[str, Any], Any]
+Tools = Sequence[Mapping[str, Any]]
+"""As requests declare them: `{"type": "function", "function": …}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +32,34 @@ class Call:
     arguments: str
 
 
-def parser_of(tokenizer: Any) -> Parser | None:
+def parser_of(tokenizer: Any) -> Parser:
     """`tokenizer` is mlx-lm's wrapper."""
-    if is_harmony(tokenizer):
-        return _harmony
-    if tokenizer.has_tool_calling:
-        return tokenizer.tool_parser
-    return _deepseek if is_deepseek(tokenizer) else None
+    match call_format(tokenizer):
+        case "":
+            return read_plain_call
+        case "Harmony":
+            return _harmony
+        case "DeepSeek":
+            return _deepseek
+        case "qwen3_coder":
+            return _read_first(_tagged, tokenizer.tool_parser)
+        case "glm47":
+            return _read_first(_keyed, tokenizer.tool_parser)
+        case "json_tools":
+            return tokenizer.tool_parser
+        case _:
+            return _read_first(read_plain_call, tokenizer.tool_parser)
 
 
 def parse_calls(
-    parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]
+    parser: Parser,
+    text: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_beginning: bool = False,
 ) -> list[Call] | None:
-    """The calls in `text`, all of them or None."""
-    if parser is None or len(text) > MAX_CALL_CHARS:
+    """The calls in `text`, all of them or None. `is_beginning`: required arguments may lack."""
+    if len(text) > MAX_CALL_CHARS:
         return None
     try:
         found: Any = parser(text, list(tools))
@@ -48,14 +68,16 @@ def parse_calls(
         return None
     calls = cast(list[object], found) if isinstance(found, list) else [found]
     declared = {tool["function"]["name"]: tool["function"] for tool in tools}
-    checked = [_checked(call, declared) for call in calls[: MAX_CALLS + 1]]
+    checked = [_checked(call, declared, is_beginning) for call in calls[: MAX_CALLS + 1]]
     if not checked or len(checked) > MAX_CALLS:
         return None
     whole = [call for call in checked if call is not None]
     return whole if len(whole) == len(checked) else None
 
 
-def _checked(call: object, declared: Mapping[str, Mapping[str, Any]]) -> Call | None:
+def _checked(
+    call: object, declared: Mapping[str, Mapping[str, Any]], is_beginning: bool
+) -> Call | None:
     match call:
         case {"name": str(name), "arguments": arguments} if name in declared:
             pass
@@ -69,63 +91,28 @@ def _checked(call: object, declared: Mapping[str, Mapping[str, Any]]) -> Call | 
     fields = cast(dict[object, Any], value)
     if not all(isinstance(name, str) for name in fields):
         return None
-    schema = declared[name].get("parameters") or {}
-    coerced = coerced_object(cast(dict[str, Any], fields), schema)
-    required = schema.get("required")
-    if isinstance(required, list) and not all(n in coerced for n in cast(list[object], required)):
+    schema: dict[str, Any] = declared[name].get("parameters") or {}
+    arguments = _coerced(cast(dict[str, Any], fields), SchemaDocument(schema))
+    required = None if is_beginning else schema.get("required")
+    if isinstance(required, list) and not all(n in arguments for n in cast(list[object], required)):
         return None
     try:
-        return Call(name, json.dumps(coerced, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return None
+    return Call(name, _SURROGATE.sub("\ufffd", text))
 
 
-def coerced_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`value` with each member as its schema wants it, where that changes no meaning."""
-    members = schema.get("properties")
-    known: Mapping[str, Any] = cast(dict[str, Any], members) if isinstance(members, dict) else {}
-    return {name: _coerced(member, known.get(name)) for name, member in value.items()}
-
-
-def _coerced(value: Any, schema: object) -> Any:
-    """Parsers of tagged formats give text for numbers, and numbers for text of digits."""
-    kinds = _kinds(schema)
-    if isinstance(value, str) and kinds and "string" not in kinds:
-        loaded = _loaded(value)
-        return loaded if _is_kind(loaded, kinds) else value
-    if kinds == {"string"} and not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, dict) and isinstance(schema, dict):
-        return coerced_object(cast(dict[str, Any], value), cast(dict[str, Any], schema))
-    return value
-
-
-def _kinds(schema: object) -> set[str]:
-    match schema:
-        case {"type": str(kind)}:
-            return {kind}
-        case {"type": list() as kinds}:
-            return {str(kind) for kind in cast(list[object], kinds)}
-        case _:
-            return set()
-
-
-def _is_kind(value: object, kinds: set[str]) -> bool:
-    match value:
-        case bool():
-            return "boolean" in kinds
-        case int():
-            return bool(kinds & {"integer", "number"})
-        case float():
-            return "number" in kinds
-        case list():
-            return "array" in kinds
-        case dict():
-            return "object" in kinds
-        case None:
-            return "null" in kinds
-        case _:
-            return False
+def _coerced(fields: dict[str, Any], document: SchemaDocument) -> dict[str, Any]:
+    """Each argument as its schema wants it; one whose schema cannot be followed as it is."""
+    made: dict[str, Any] = {}
+    for name, value in fields.items():
+        try:
+            parts = list(document.members(document.root))
+            made[name] = coerced(document, value, member(parts, name))
+        except (SchemaFault, RecursionError):
+            made[name] = value
+    return made
 
 
 def _loaded(text: str) -> Any:
@@ -133,6 +120,53 @@ def _loaded(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _read_first(reader: Parser, otherwise: Parser) -> Parser:
+    """`reader` keeps each argument's text as it is written; mlx-lm's parser knows more ways to
+    spell a call, and guesses at values."""
+
+    def parse(text: str, tools: Any) -> Any:
+        found = reader(text, tools)
+        return otherwise(text, tools) if found is None else found
+
+    return parse
+
+
+_FUNCTION: Final = re.compile(r"\s*<function=([^\n]*?)>(?:\n|(?=[^>]))")
+_PARAMETER: Final = re.compile(r"\s*<parameter=([^\n]*?)>(?:\n|(?=[^>]))")
+_PARAMETER_END: Final = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|\Z))")
+_KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+_VALUE_END: Final = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
+
+
+def _tagged(text: str, _: Any) -> object:
+    head = _FUNCTION.match(text)
+    body, end, rest = text.rpartition("</function>")
+    if head is None or not end or rest.strip() or len(body) < head.end():
+        return None
+    arguments = _arguments(body[head.end() :], _PARAMETER, _PARAMETER_END)
+    return None if arguments is None else {"name": head[1], "arguments": arguments}
+
+
+def _keyed(text: str, _: Any) -> object:
+    name, key, rest = text.partition("<arg_key>")
+    if not key:
+        return None
+    arguments = _arguments(key + rest, _KEY, _VALUE_END)
+    return None if arguments is None else {"name": name.strip(), "arguments": arguments}
+
+
+def _arguments(
+    text: str, opening: re.Pattern[str], closing: re.Pattern[str]
+) -> dict[str, RawText] | None:
+    """By name; None where `text` is more than arguments."""
+    found: dict[str, RawText] = {}
+    at = 0
+    while (begin := opening.match(text, at)) and (end := closing.search(text, begin.end())):
+        found[begin[1]] = RawText(text[begin.end() : end.start()])
+        at = end.end()
+    return None if text[at:].strip() else found
 
 
 _HARMONY_CALL: Final = re.compile(

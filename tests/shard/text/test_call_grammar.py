@@ -13,7 +13,7 @@ from exo_node.shard.text.answer_format import DEEPSEEK, HARMONY
 from exo_node.shard.text.call_grammar import call_grammar
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar
-from exo_node.shard.text.grammars import check, spec_of
+from exo_node.shard.text.grammars import GrammarSpec
 from exo_node.shard.text.tool_calls import parse_calls, parser_of
 
 CODEC = TextCodec.load(DEMO)
@@ -95,8 +95,8 @@ def after(kind: str, text: str, names: list[str] | None = None, parallel: bool =
 def behind(made: Any, text: str, names: list[str] | None = None, parallel: bool = True) -> str:
     """Whether an answer may end behind `text`, may go on, or could never have come to it."""
     asked = json.dumps({"names": names, "parallel": parallel})
-    spec = spec_of("lark", call_grammar(made, asked, TOOLS), "tool_choice")
-    check(spec)
+    spec = GrammarSpec("lark", call_grammar(made, asked, TOOLS), "tool_choice")
+    CODEC.grammars.check(spec)
     grammar: TokenGrammar = CODEC.grammars.compile(spec, Gate())
     grammar.take(CODEC.encode_text(text))
     (mask,) = grammar.masks([])
@@ -146,11 +146,30 @@ def test_deepseeks_v3_writes_a_fence_and_its_calls_one_behind_the_other() -> Non
     assert found == again and json.loads(found.arguments) == {"city": "Ulm", "days": 3}
 
 
-@pytest.mark.parametrize("made", [("",), ("pythonic",)], ids=str)
-def test_a_format_without_a_grammar_is_refused_by_name(made: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="auto") as caught:
-        _ = call_grammar(tokenizer(*made), '{"names": null, "parallel": true}', TOOLS)
-    assert caught.value.param == "tool_choice"
+@pytest.mark.parametrize("made", ["", "pythonic", "kimi_k2"])
+def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(made: str) -> None:
+    unknown = tokenizer(made)
+    call = '{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}'
+    assert behind(unknown, call) == "ends"
+    assert behind(unknown, call[:-1]) == "goes on"
+    assert behind(unknown, call, names=["weather"]) == "ends"
+    assert behind(unknown, '{"name": "now", "arguments": {}}') == "ends"
+    for bad in (
+        call.replace("weather", "wether"),
+        call.replace("3", '"3"'),
+        f"{call}\n{call}",
+        '{"name": "now", "arguments": {"made up": 1}}',
+        f"<tool_call>{call}",
+    ):
+        assert behind(unknown, bad) == "never", bad
+    assert behind(unknown, call, names=["now"]) == "never"
+    [found] = parse_calls(parser_of(unknown), call, TOOLS) or []
+    assert json.loads(found.arguments) == {"city": "Ulm", "days": 3}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "now"}', '{"name": 5, "arguments": {}}'])
+def test_text_that_is_no_call_in_json_is_none(text: str) -> None:
+    assert parse_calls(parser_of(tokenizer("")), text, TOOLS) is None
 
 
 def test_a_name_that_is_not_declared_is_refused() -> None:
@@ -164,4 +183,4 @@ def test_names_that_look_like_grammar_are_text() -> None:
         lark = call_grammar(
             tokenizer(*made), '{"names": null, "parallel": true}', [tool('f"g', wild)]
         )
-        check(spec_of("lark", lark, "tool_choice"))
+        CODEC.grammars.check(GrammarSpec("lark", lark, "tool_choice"))

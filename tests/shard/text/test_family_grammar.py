@@ -12,7 +12,7 @@ from families_text import codec_of
 from exo_node.shard.text.channels import AnswerFormat, Channels, ReasoningCount
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
-from exo_node.shard.text.grammars import GrammarSpec, check, spec_of
+from exo_node.shard.text.grammars import GrammarSpec
 from exo_node.shard.text.template import TemplateOptions, options_of
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -123,9 +123,9 @@ def read(codec: TextCodec, text: str, tool: dict[str, Any]) -> tuple[str, Any]:
     """The one call of an answer, as a runner reads it."""
     form = codec.answer_format
     channels = Channels(form, form.begins_in(codec.encode_chat(ASK)))
-    [found] = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
-    header = found.opened if "<|message|>" in found.opened else ""
-    [call] = codec.calls(header + found.text, [tool]) or []
+    found = [s for s in [*channels.feed(text), *channels.finish()] if s.state == "call"]
+    header = found[0].opened if "<|message|>" in found[0].opened else ""
+    [call] = codec.calls(header + "".join(s.text for s in found), [tool]) or []
     return call.name, json.loads(call.arguments)
 
 
@@ -164,7 +164,7 @@ def test_whatever_a_model_prefers_what_it_must_call_is_read(family: str) -> None
 def test_a_call_of_harmony_may_be_written_in_each_of_its_forms_and_never_as_an_answer() -> None:
     codec = codec_of("gpt_oss")
     lark = codec.call_grammar('{"names": null, "parallel": true}', [TOOL])
-    check(spec_of("lark", lark, "tool_choice"))
+    codec.grammars.check(GrammarSpec("lark", lark, "tool_choice"))
     gate = gated(codec, TemplateOptions(), insists=True)
 
     def after(text: str) -> str:

@@ -1,8 +1,10 @@
 """Grammars over a real tokenizer: where they begin, how far drafts go, and what is refused."""
 
+import itertools
 import json
 import random
 import re
+import threading
 import time
 from typing import Any
 
@@ -15,8 +17,8 @@ from exo_node.mtp.finite import NO_TOKEN
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
-from exo_node.shard.text.grammars import MAX_CHARS, GrammarSpec, check, spec_of
+from exo_node.shard.text.grammar import Gate, MemoryGrowth, TokenGrammar, gate_of
+from exo_node.shard.text.grammars import MAX_CHARS, MAX_PATTERN, GrammarSpec, spec_of
 
 CODEC = TextCodec.load(DEMO)
 ENDS = sorted(CODEC.end_tokens)
@@ -165,12 +167,17 @@ def test_gates_follow_from_the_format_and_the_prompt() -> None:
 DEEP = '{"items": ' * 200 + "true" + "}" * 200
 
 HOSTILE: list[tuple[str, str]] = [
-    ("regex", "(" * 5000 + "a" + ")" * 5000),
+    ("regex", "(" * 4000 + "a" + ")" * 4000),
     ("regex", "(" * 3),
     ("regex", "(?=a)b"),
     ("regex", "((a{1,900}){1,900}){1,900}b"),
-    ("regex", "(x+x+)+y" * 4000),
+    ("regex", "(x+x+)+y" * 1000),
+    ("regex", "a?" * 4096),
+    ("regex", "((((.?){0,20}b?){0,20}c?){0,20}d?){0,20}"),
+    ("regex", "[^x]{1,100000}y"),
+    ("regex", "|".join(f"(.{{0,{n}}}{c}){{{n}}}" for n in range(10, 60) for c in "abcde")),
     ("lark", "start: start"),
+    ("lark", 'start: s\ns: s s | s s s | "a" | "aa"'),
     ("lark", "start: nothing"),
     ("lark", 'start: "a" start "a" |'),
     ("lark", "no grammar at all"),
@@ -197,7 +204,7 @@ def test_hostile_grammars_are_refused_by_name_or_bounded(kind: str, text: str) -
     spec = spec_of(kind, text, "response_format")
     began = time.process_time()
     try:
-        check(spec)
+        CODEC.grammars.check(spec)
         if time.process_time() - began > 2.0:  # the helper's limit
             return
         grammar = compiled(spec)
@@ -213,12 +220,88 @@ def test_hostile_grammars_are_refused_by_name_or_bounded(kind: str, text: str) -
         grammar.take([min(allowed(mask))])
 
 
-def test_a_grammar_of_any_size_is_not_even_sent() -> None:
+SIZES: list[tuple[str, int]] = [
+    ("json_schema", MAX_CHARS),
+    ("regex", MAX_PATTERN),
+    ("lark", MAX_PATTERN),
+]
+
+
+@pytest.mark.parametrize(("kind", "most"), SIZES)
+def test_a_grammar_of_any_size_is_not_even_sent(kind: str, most: int) -> None:
+    assert len(spec_of(kind, "a" * most, "field").text) == most
     with pytest.raises(InvalidRequest, match="characters") as caught:
-        _ = spec_of("regex", "a" * (MAX_CHARS + 1), "regex")
-    assert caught.value.param == "regex"
+        _ = spec_of(kind, "a" * (most + 1), "field")
+    assert caught.value.param == "field"
+
+
+def test_a_kind_of_grammar_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         _ = spec_of("gbnf", "a", "grammar")
+
+
+@pytest.mark.parametrize("number", [5, 0.01, 60, 86400, 10**6, 9973])
+def test_a_multiple_with_few_remainders_is_followed(number: float) -> None:
+    kind = "integer" if isinstance(number, int) else "number"
+    schema = {"type": kind, "multipleOf": number}
+    CODEC.grammars.check(GrammarSpec("json_schema", json.dumps(schema), "f"))
+
+
+@pytest.mark.parametrize("number", [999983, 10007, 0.999983, 9999830, 2**31 - 1])
+def test_a_multiple_that_would_take_seconds_is_refused_by_its_number(number: float) -> None:
+    schema = {"items": {"anyOf": [{"type": "number", "multipleOf": number}]}}
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match=f"multipleOf {number} ") as caught:
+        CODEC.grammars.check(GrammarSpec("json_schema", json.dumps(schema), "f"))
+    assert caught.value.param == "f"
+    assert time.process_time() - began < 1.0
+
+
+def test_a_grammar_whose_first_masks_fail_is_refused_before_there_is_an_answer() -> None:
+    """Its first mask is there: only a walk along an answer meets the limit."""
+    spec = GrammarSpec("regex", "a?" * 1500, "f")
+    assert compiled(spec).masks([])
+    with pytest.raises(InvalidRequest, match="too many"):
+        CODEC.grammars.check(spec)
+
+
+def test_a_grammar_whose_every_mask_takes_long_is_refused() -> None:
+    """Each mask looks at all that is forced behind it."""
+    spec = GrammarSpec("json_schema", json.dumps({"const": "z" * 150_000}), "f")
+    with pytest.raises(InvalidRequest) as caught:
+        CODEC.grammars.check(spec)
+    assert caught.value.param == "f"
+
+
+def test_an_answer_ends_whose_masks_take_more_memory_than_it_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system's figure is made up: what a process has freed it takes again without growing."""
+    sizes = itertools.count(1 << 30, 1 << 20)
+    monkeypatch.setattr("exo_node.shard.text.grammar._resident", lambda: next(sizes))
+    monkeypatch.setattr("exo_node.shard.text.grammar.GRAMMAR_BYTES", 1 << 20)
+    grammar = compiled(GrammarSpec("regex", "(.*a.{40}){3}", "f"))
+    (mask,) = grammar.masks([])
+    for _ in range(500):
+        grammar.take([min(allowed(mask) - set(ENDS))])
+        (mask,) = grammar.masks([])
+        if grammar.failed:
+            break
+    assert "'f'" in grammar.failed and "1 MB" in grammar.failed
+    assert mask is not None and not any(mask)
+
+
+def test_memory_that_others_take_meanwhile_counts_for_little() -> None:
+    growth = MemoryGrowth()
+    with growth:
+        pass
+    assert growth.bytes < 1 << 20
+    others: list[bytes] = []
+    thread = threading.Thread(target=lambda: others.append(b"x" * (200 << 20)))
+    with growth:
+        thread.start()
+        thread.join()
+    assert others and growth.bytes < 40 << 20
 
 
 def test_a_token_that_may_not_stand_there_fails_the_grammar_for_good() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,9 @@ from exo_node.placement.errors import (
     LoadFailed,
 )
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.prompt_encoder import LONG_BYTES, HelperLimits, PromptEncoder
+from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.helper_process import HelperLimits
+from exo_node.shard.text.prompt_encoder import LONG_BYTES, PromptEncoder
 
 CODEC = TextCodec.load(DEMO)
 CONTEXT = 4096
@@ -174,6 +177,8 @@ def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(
         assert isinstance(fault, ContextLengthExceeded)
         size = len(MONSTERS[name].encode()) + len("user")
         assert f"{size} bytes" in fault.message and fault.param == "messages"
+        least = -(-size // CODEC.longest_token)
+        assert fault.message.startswith(f"prompt is too long: {least} tokens > {CONTEXT} maximum")
         # No helper has seen it: neither this one nor that for long requests.
         assert len(calm.pids) == 1
         assert psutil.Process(calm.pids[0]).cpu_times().user - cpu_before < 0.1
@@ -273,36 +278,142 @@ def test_a_template_that_takes_all_memory_is_refused(loop: asyncio.Runner, tmp_p
     play(loop, story, edited(tmp_path / "m", template=template), limits)
 
 
-def test_a_helper_that_dies_costs_one_request_at_most(loop: asyncio.Runner) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_request_whose_helper_is_killed_is_answered_by_the_next_one(
+    loop: asyncio.Runner, number: signal.Signals
+) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        usual = await encoder.encode(chat("hi"), HUGE)
+        [pid] = encoder.pids
+        os.kill(pid, signal.SIGSTOP)  # so that the request waits there
+        asking = asyncio.create_task(encoder.encode(chat("hi"), HUGE))
+        await asyncio.sleep(0.1)
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        assert await asking == usual
+        [pid] = encoder.pids
+        os.kill(pid, number)  # while it idles
+        await gone(pid)
+        assert await encoder.encode(chat("hi"), HUGE) == usual
+
+    play(loop, story)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, LoadFailed), (signal.SIGSEGV, InvalidRequest)]
+)
+def test_whoever_kills_helpers_is_blamed_and_a_request_for_crashes(
+    loop: asyncio.Runner, number: signal.Signals, kind: type[ExoNodeError]
+) -> None:
+    """Two in a row: what was killed from outside is no fault of the messages."""
+
     async def story(encoder: PromptEncoder) -> None:
         _ = await encoder.encode(chat("hi"), HUGE)
-        for number in (signal.SIGKILL, signal.SIGSEGV):
-            [pid] = encoder.pids
-            os.kill(pid, signal.SIGSTOP)  # so that the request waits there
-            asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
-            await asyncio.sleep(0.1)
-            os.kill(pid, number)
-            os.kill(pid, signal.SIGCONT)
-            fault = await asking
-            assert type(fault) is InvalidRequest and f"signal {number}" in fault.message
-            assert await encoder.encode(chat("hi"), HUGE)
-        [pid] = encoder.pids
-        os.kill(pid, signal.SIGKILL)  # while it idles
-        await gone(pid)
+        asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
+        killed: set[int] = set()
+        for pid in encoder.pids:
+            os.kill(pid, signal.SIGSTOP)
+        while not asking.done():
+            for pid in set(encoder.pids) - killed:
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(0.05)  # so that the request waits there
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)
+                killed.add(pid)
+            await asyncio.sleep(0)
+        fault = await asking
+        assert type(fault) is kind and f"signal {number}" in fault.message
+        assert len(killed) == 2
         assert await encoder.encode(chat("hi"), HUGE)
 
     play(loop, story)
 
 
-def test_a_helper_that_is_stopped_is_replaced(loop: asyncio.Runner) -> None:
+def test_a_helper_that_is_stopped_is_replaced_and_the_request_answered(
+    loop: asyncio.Runner,
+) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        usual = await encoder.encode(chat("hi"), HUGE)
+        [stopped] = encoder.pids
+        os.kill(stopped, signal.SIGSTOP)
+        assert (
+            await asyncio.gather(*(encoder.encode(chat("hi"), HUGE) for _ in range(3)))
+            == [usual] * 3
+        )
+        await gone(stopped)
+
+    play(loop, story, limits=HelperLimits(idle_s=0.5))
+
+
+def test_helpers_that_are_all_stopped_are_no_fault_of_the_messages(loop: asyncio.Runner) -> None:
     async def story(encoder: PromptEncoder) -> None:
         _ = await encoder.encode(chat("hi"), HUGE)
-        os.kill(encoder.pids[0], signal.SIGSTOP)
-        fault = await refusal(encoder.encode(chat("hi"), HUGE))
-        assert type(fault) is InvalidRequest
+        asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
+        while not asking.done():
+            for pid in encoder.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0)
+        fault = await asking
+        assert type(fault) is LoadFailed and "did nothing for 0.5 s" in fault.message
         assert await encoder.encode(chat("hi"), HUGE)
 
-    play(loop, story, limits=HelperLimits(wall_s=0.5))
+    play(loop, story, limits=HelperLimits(idle_s=0.5))
+
+
+def test_a_helper_that_is_stopped_while_it_starts_is_replaced(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        others = set(helpers())  # of earlier tests, on their way out
+        asking = asyncio.create_task(encoder.encode(chat("hi"), HUGE))
+        while not (starting := set(helpers()) - others):
+            await asyncio.sleep(0)
+        [pid] = starting
+        os.kill(pid, signal.SIGSTOP)
+        assert await asking
+        await gone(pid)
+
+    play(loop, story, limits=HelperLimits(start_idle_s=2.0))
+
+
+def helpers() -> list[int]:
+    """Helper processes of this one, whether they have started or not."""
+    children = psutil.Process().children()
+    return [child.pid for child in children if "exo_node.shard.text.helper" in child.cmdline()]
+
+
+EXPLODING: dict[str, GrammarSpec] = {
+    "a million remainders": GrammarSpec(
+        "lark", 'start: %json {"type":"integer","multipleOf":999983}', "grammar"
+    ),
+    "many parts": GrammarSpec("regex", "a?" * 20_000, "regex"),
+}
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+def test_a_grammar_that_would_take_gigabytes_ends_in_the_helper(
+    loop: asyncio.Runner, name: str
+) -> None:
+    spec = EXPLODING[name]
+
+    async def story(encoder: PromptEncoder) -> None:
+        fault = await refusal(encoder.check(spec))
+        assert type(fault) is InvalidRequest and fault.param == spec.field
+        await encoder.check(GrammarSpec("regex", "(yes|no)", "regex"))
+
+    play(loop, story)
+
+
+def test_prompts_do_not_wait_for_a_grammar(loop: asyncio.Runner) -> None:
+    async def story(encoder: PromptEncoder) -> None:
+        _ = await encoder.encode(chat("hi"), HUGE)
+        [pid] = encoder.pids
+        checking = asyncio.create_task(refusal(encoder.check(EXPLODING["a million remainders"])))
+        while not checking.done():
+            assert await encoder.encode(chat("hi"), HUGE)
+        _ = await checking
+        assert pid in encoder.pids
+
+    play(loop, story)
 
 
 def test_a_tokenizer_that_does_not_load_says_so(loop: asyncio.Runner, tmp_path: Path) -> None:

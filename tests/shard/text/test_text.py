@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType]
 
 from exo_node.shard.text.codec import TextCodec, TextStream
+from exo_node.shard.text.stop_strings import StopStrings
 
 IM_END, END_OF_TEXT = 4095, 4093
 CODEC = TextCodec.load(DEMO)
@@ -23,7 +24,7 @@ def ids_of(text: str) -> list[int]:
 
 def streamed(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
     """The text, the ids that were taken, and whether one of them ended the answer."""
-    stream = CODEC.stream(stop, ignore_end=False)
+    stream = CODEC.stream(StopStrings(stop), ignore_end=False)
     text, taken = "", 0
     for token in ids:
         taken += 1
@@ -54,7 +55,7 @@ def test_what_goes_on_in_a_text_keeps_the_space_that_begins_it() -> None:
     begun, whole = ids_of("Once upon"), ids_of("Once upon a time")
     assert whole[: len(begun)] == begun, "the rest must be ids of its own for this test"
     for continues, text in ((True, " a time"), (False, "a time")):
-        stream = CODEC.stream((), ignore_end=False, continues=continues)
+        stream = CODEC.stream(StopStrings(()), ignore_end=False, continues=continues)
         assert [stream.push(token) for token in whole[len(begun) :]] == [None, None]
         assert stream.take() + stream.finish() == text
 
@@ -64,7 +65,7 @@ def test_a_sentencepiece_text_goes_on_with_its_space_too() -> None:
     vocabulary: Any = _Pieces(pieces)
     for continues, text in ((True, " a time"), (False, "a time")):
         wrapped: Any = SimpleNamespace(detokenizer=SPMStreamingDetokenizer(vocabulary))
-        stream = TextStream(wrapped, frozenset(), (), continues=continues)
+        stream = TextStream(wrapped, frozenset(), StopStrings(()), continues=continues)
         assert [stream.push(token) for token in range(len(pieces))] == [None, None]
         assert stream.take() + stream.finish() == text
 
@@ -83,7 +84,7 @@ def test_an_end_token_ends_the_answer_and_is_not_in_its_text() -> None:
 
 
 def test_ignoring_the_end_goes_on_past_it() -> None:
-    stream = CODEC.stream((), ignore_end=True)
+    stream = CODEC.stream(StopStrings(()), ignore_end=True)
     ids = ids_of("Hello")
     assert [stream.push(token) for token in [*ids, IM_END, *ids]] == [None] * (2 * len(ids) + 1)
     assert (stream.take() + stream.finish()).count("Hello") == 2
@@ -92,7 +93,7 @@ def test_ignoring_the_end_goes_on_past_it() -> None:
 def test_half_a_character_is_held_back_and_never_shown_broken() -> None:
     ids = ids_of("ok 🙂")
     assert len(ids) >= 5, "the emoji must be split over several ids for this test"
-    stream = CODEC.stream((), ignore_end=False)
+    stream = CODEC.stream(StopStrings(()), ignore_end=False)
     shown: list[str] = []
     for token in ids:
         assert stream.push(token) is None
@@ -143,7 +144,7 @@ def test_a_stop_string_cuts_the_text_before_it(
 
 def test_the_stop_string_that_ended_an_answer_is_named() -> None:
     for text, stop, wanted in (("a, b. c", (".", ","), ","), ("a b", ("x",), "")):
-        stream = CODEC.stream(stop, ignore_end=False)
+        stream = CODEC.stream(StopStrings(stop), ignore_end=False)
         for token in ids_of(text):
             if stream.push(token):
                 break
@@ -171,7 +172,7 @@ def test_any_text_and_stops_agree_with_a_search_of_the_whole_text(
 
 
 def test_a_possible_stop_is_held_back_until_it_is_known_not_to_be_one() -> None:
-    stream = CODEC.stream(("ab!",), ignore_end=False)
+    stream = CODEC.stream(StopStrings(("ab!",)), ignore_end=False)
     shown: list[str] = []
     for character in "xabab?":
         for token in ids_of(character):
@@ -181,7 +182,7 @@ def test_a_possible_stop_is_held_back_until_it_is_known_not_to_be_one() -> None:
 
 
 def test_finishing_gives_what_was_held_and_only_once() -> None:
-    stream = CODEC.stream(("tail!",), ignore_end=False)
+    stream = CODEC.stream(StopStrings(("tail!",)), ignore_end=False)
     for token in ids_of("the tail"):
         assert stream.push(token) is None
     assert stream.take() == "the "
@@ -194,7 +195,7 @@ def test_a_stop_that_the_end_token_interrupts_is_text() -> None:
 
 
 def test_streams_of_one_codec_do_not_share_state() -> None:
-    one, two = (CODEC.stream((), ignore_end=False) for _ in range(2))
+    one, two = (CODEC.stream(StopStrings(()), ignore_end=False) for _ in range(2))
     first, second = ids_of("🙂🙂"), ids_of("other")
     for a, b in zip(first, second, strict=False):
         _ = one.push(a), two.push(b)

@@ -1,0 +1,325 @@
+"""Arguments of a call out of its text as it grows: which begin, and how their values go on.
+
+Pure, and a function of the text so far alone: another division of it gives the same values. A
+scanner reads what a well-formed call would be. Whether the text is one, `tool_calls.py` says once
+it is whole.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from .answer_format import DEEPSEEK_CALL
+
+_MAX_HELD_CHARS: Final = 4096
+"""The longest text between two values in which the next one is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A value begins. `is_quoted`: as a JSON string, whose parts are decoded."""
+
+    name: str
+    end: int
+    """Of the call's text, up to here; so in the other events."""
+    is_quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """More of the value: its text as it is written, or that of a JSON string."""
+
+    text: str
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The value has ended."""
+
+    end: int
+
+
+Scan = Opened | Part | Closed
+
+
+class Scanner(Protocol):
+    """One call's text. `tool` is empty until its name is known."""
+
+    tool: str
+    closing: str
+    """The text that makes a whole call of one that is cut behind a value."""
+    has_raw_strings: bool
+    """Whether strings stand without quotes, so that other values may look like them."""
+    is_complete: bool
+
+    def feed(self, text: str) -> Iterator[Scan]:
+        """The events that became certain with `text`."""
+        ...
+
+    def finish(self) -> Iterator[Scan]:
+        """Those that the end of the call makes certain; sets `is_complete`."""
+        ...
+
+
+def scanner_for(call_format: str, header: str) -> Scanner | None:
+    """None for a format whose calls are read only when they are whole. `header` stands before the
+    call where its format has headers."""
+    match call_format:
+        case "qwen3_coder":
+            return _TaggedScanner(_QWEN)
+        case "glm47":
+            return _TaggedScanner(_GLM)
+        case "json_tools":
+            return _JsonScanner(_HERMES_HEAD, "}}", r"\s*\}\s*")
+        case "DeepSeek":
+            return _JsonScanner(_DEEPSEEK_HEAD, "}" + _CALL_END, _DEEPSEEK_TAIL)
+        case "Harmony":
+            address = _HARMONY_ADDRESS.search(header)
+            return _JsonScanner(_OBJECT, "}", r"\s*", address[1]) if address else None
+        case _:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The spelling of a call whose values stand between tags."""
+
+    head: re.Pattern[str]
+    opening: re.Pattern[str]
+    begins: str
+    """The first characters of what opens a value."""
+    closes: str
+    line: str
+    """Belongs to what closes a value if it stands before it."""
+    tail: str
+    """Behind the last value."""
+
+
+_QWEN: Final = _Tags(
+    re.compile(r"\s*<function=([^\n]*?)>(?:\n|(?=[^>]))"),
+    re.compile(r"\s*<parameter=([^\n]*?)>(?:\n|(?=[^>]))"),
+    "<parameter=",
+    "</parameter>",
+    "\n",
+    "</function>",
+)
+_GLM: Final = _Tags(
+    re.compile(r"(.*?)(?=<arg_key>)", re.DOTALL),
+    re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    "<arg_key>",
+    "</arg_value>",
+    "",
+    "",
+)
+
+
+class _TaggedScanner:
+    """Values between tags, as Qwen's newer models and GLM write them."""
+
+    def __init__(self, tags: _Tags) -> None:
+        self.tool = ""
+        self.closing = tags.tail
+        self.has_raw_strings = True
+        self.is_complete = False
+        self._tags = tags
+        self._rest = ""
+        self._at = 0
+        self._step = self._begin
+
+    def feed(self, text: str) -> Iterator[Scan]:
+        self._rest += text
+        before = None
+        while self._rest and before != (self._at, self._step):
+            before = self._at, self._step
+            yield from self._step()
+
+    def finish(self) -> Iterator[Scan]:
+        tags, tail = self._tags, re.escape(self._tags.tail)
+        if self._step == self._value:
+            line = f"{tags.line}?" if tags.line else ""
+            end = rf"{line}{re.escape(tags.closes)}\s*{tail}\s*\Z"
+            if last := re.search(end, self._rest):
+                yield from self._part(last.start())
+                yield Closed(self._take(len(self._rest)))
+                self.is_complete = True
+        elif self._step == self._next:
+            self.is_complete = re.fullmatch(rf"\s*{tail}\s*", self._rest) is not None
+
+    def _begin(self) -> Iterator[Scan]:
+        if head := self._tags.head.match(self._rest):
+            self.tool = head[1].strip()
+            _ = self._take(head.end())
+            self._step = self._next
+        elif len(self._rest) > _MAX_HELD_CHARS:
+            self._step = self._idle
+        yield from ()
+
+    def _idle(self) -> Iterator[Scan]:
+        yield from ()
+
+    def _next(self) -> Iterator[Scan]:
+        if opening := self._tags.opening.match(self._rest):
+            self._step = self._value
+            yield Opened(opening[1], self._take(opening.end()))
+        elif len(self._rest) > _MAX_HELD_CHARS:
+            self._step = self._idle
+
+    def _value(self) -> Iterator[Scan]:
+        rest, closes = self._rest, self._tags.closes
+        at = rest.find(closes)
+        if at < 0:
+            held = max(_overlap(rest, closes), _overlap(rest, self._tags.line + closes))
+            yield from self._part(len(rest) - held)
+            return
+        behind = at + len(closes)
+        verdict = self._closes_at(rest[behind:].lstrip())
+        if verdict is False:
+            yield from self._part(behind)
+            return
+        line = self._tags.line
+        yield from self._part(at - (len(line) if line and rest[:at].endswith(line) else 0))
+        if verdict:
+            self._step = self._next
+            yield Closed(self._take(self._rest.index(closes) + len(closes)))
+
+    def _closes_at(self, follows: str) -> bool | None:
+        """Whether tags before `follows` close the value; None where more text will tell."""
+        begins, tail = self._tags.begins, self._tags.tail
+        if follows.startswith(begins):
+            return True
+        if begins.startswith(follows) or tail.startswith(follows):
+            return None
+        return None if tail and not follows.removeprefix(tail).strip() else False
+
+    def _part(self, length: int) -> Iterator[Scan]:
+        if length > 0:
+            text = self._rest[:length]
+            yield Part(text, self._take(length))
+
+    def _take(self, length: int) -> int:
+        self._rest = self._rest[length:]
+        self._at += length
+        return self._at
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The length of the longest end of `text` that begins `marker`."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
+
+
+_UNICODE: Final = r"u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+"""Without surrogates, which are no characters by themselves."""
+_STRING: Final = rf'"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\{_UNICODE})*)"'
+_OBJECT: Final = re.compile(r"\s*\{")
+_HERMES_HEAD: Final = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
+)
+_HARMONY_ADDRESS: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
+_CALL_BEGIN, _CALL_SEP, _CALL_END = DEEPSEEK_CALL
+_DEEPSEEK_HEAD: Final = re.compile(
+    rf"\s*(?:{_CALL_BEGIN})?(?:function{_CALL_SEP}\s*([^\n]*)\n\s*```json|(?!function{_CALL_SEP})"
+    rf"([^{{]*?){_CALL_SEP})\s*{{"
+)
+_DEEPSEEK_TAIL: Final = rf"\s*(?:```)?\s*{_CALL_END}\s*"
+_FIRST_KEY: Final = re.compile(rf"\s*{_STRING}\s*:\s*(?=\S)", re.DOTALL)
+_NEXT_KEY: Final = re.compile(rf"\s*,\s*{_STRING}\s*:\s*(?=\S)", re.DOTALL)
+_OBJECT_END: Final = re.compile(r"\s*\}")
+_PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPE: Final = re.compile(
+    rf'\\(?:["\\/bfnrt]|{_UNICODE}'
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+_OUTSIDE: Final = re.compile(r'[^"\[\]{},]+')
+_INSIDE: Final = re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL)
+
+
+class _JsonScanner:
+    """Members of a JSON object, as Hermes, DeepSeek and Harmony write arguments."""
+
+    def __init__(self, head: re.Pattern[str], closing: str, tail: str, tool: str = "") -> None:
+        """`tail` is what may stand behind the object."""
+        self.tool = ""
+        self.closing = closing
+        self.has_raw_strings = False
+        self.is_complete = False
+        self._head = head
+        self._tail = tail
+        self._known = tool
+        self._rest = ""
+        self._at = 0
+        self._key = _FIRST_KEY
+        self._depth = 0
+        self._in_string = False
+        self._step = self._begin
+
+    def feed(self, text: str) -> Iterator[Scan]:
+        self._rest += text
+        before = None
+        while self._rest and before != (self._at, self._step):
+            before = self._at, self._step
+            yield from self._step()
+
+    def finish(self) -> Iterator[Scan]:
+        behind = self._step == self._end and re.fullmatch(self._tail, self._rest)
+        self.is_complete = bool(behind)
+        yield from ()
+
+    def _begin(self) -> Iterator[Scan]:
+        head = self._head.match(self._rest)
+        if head is None:
+            if len(self._rest) > _MAX_HELD_CHARS:
+                self._step = self._end
+            return
+        self.tool = self._known or next(filter(None, head.groups()), "").strip()
+        _ = self._take(head.end())
+        self._step = self._members
+        yield from ()
+
+    def _members(self) -> Iterator[Scan]:
+        key = self._key.match(self._rest)
+        if key is None:
+            if end := _OBJECT_END.match(self._rest):
+                _ = self._take(end.end())
+                self._step = self._end
+            return
+        self._key = _NEXT_KEY
+        is_quoted = self._rest[key.end()] == '"'
+        end = self._take(key.end() + is_quoted)
+        self._step = self._quoted if is_quoted else self._bare
+        yield Opened(json.loads(f'"{key[1]}"'), end, is_quoted)
+
+    def _quoted(self) -> Iterator[Scan]:
+        if part := _PLAIN.match(self._rest):
+            yield Part(part[0], self._take(part.end()))
+        elif escape := _ESCAPE.match(self._rest):
+            yield Part(json.loads(f'"{escape[0]}"'), self._take(escape.end()))
+        elif self._rest.startswith('"'):
+            self._step = self._members
+            yield Closed(self._take(1))
+
+    def _bare(self) -> Iterator[Scan]:
+        """A value that is no string; what it nests is not told apart."""
+        first, pattern = self._rest[0], _INSIDE if self._in_string else _OUTSIDE
+        if part := pattern.match(self._rest):
+            yield Part(part[0], self._take(part.end()))
+        elif first == '"':
+            self._in_string = not self._in_string
+            yield Part(first, self._take(1))
+        elif self._depth == 0 and first in ",]}":
+            self._step = self._members
+            yield Closed(self._at)
+        elif not self._in_string:
+            self._depth += 1 if first in "[{" else -1 if first in "]}" else 0
+            yield Part(first, self._take(1))
+
+    def _take(self, length: int) -> int:
+        self._rest = self._rest[length:]
+        self._at += length
+        return self._at
+
+    def _end(self) -> Iterator[Scan]:
+        yield from ()

@@ -1,0 +1,306 @@
+"""One helper process: started, asked, and ended with the request that takes too much."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+import psutil
+
+from ...placement.errors import ExoNodeError, InvalidRequest, LoadFailed, from_code
+from .grammar import GRAMMAR_BYTES
+from .helper import (
+    FAULT,
+    GRAMMAR,
+    HEAD,
+    OPEN,
+    OPENED,
+    TABLE,
+    TABLE_CPU_S,
+    Frame,
+    frame,
+    over_memory,
+)
+
+T = TypeVar("T")
+
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUTF8": "1",
+}
+_LIMIT_SIGNALS: Final = frozenset((signal.SIGXCPU, signal.SIGABRT))
+"""A limit of the process ended it: of CPU time, or of memory, at which libraries abort."""
+_CRASH_SIGNALS: Final = frozenset(
+    (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+)
+"""What the process computed ended it."""
+_BUSY: Final = frozenset((psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_WAKING))
+"""A process in these states waits for a processor or a disk: it is slow and does not hang."""
+_LEAST_LOOKS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class HelperLimits:
+    """What one request may take. CPU time, so that a busy machine refuses nothing that is fine."""
+
+    cpu_s: float = 2.0
+    wall_s: float = 30.0
+    left_s: float = 0.2
+    """CPU time that a request may still take once its client has left."""
+    memory_bytes: int = 512 << 20
+    start_s: float = 120.0
+    look_s: float = 0.05
+    idle_s: float = 1.0
+    """A helper that owes an answer and has used no CPU time for this long hangs."""
+    start_idle_s: float = 5.0
+    """The same while it starts, when it reads many files."""
+
+    def for_kind(self, kind: bytes) -> "HelperLimits":
+        if kind == TABLE:
+            return replace(self, cpu_s=TABLE_CPU_S, wall_s=self.start_s, memory_bytes=2 << 30)
+        return replace(self, memory_bytes=GRAMMAR_BYTES) if kind == GRAMMAR else self
+
+
+class HelperLost(Exception):
+    """A helper hung or ended, and not by a limit: another one may well answer the request.
+
+    `crashed`: by what it computed itself.
+    """
+
+    def __init__(self, ending: str, *, crashed: bool = False) -> None:
+        super().__init__(ending)
+        self.ending = ending
+        self.crashed = crashed
+
+
+class HelperProcess:
+    """A process that answers one request at a time. Use `started_helper` to make one."""
+
+    def __init__(self, process: Process, limits: HelperLimits) -> None:
+        self.process = process
+        self.longest_token = 0
+        self._limits = limits
+        self._usage = psutil.Process(process.pid)
+        self._base = 0
+        self._has_table = False
+        assert process.stderr is not None
+        # Read to its end, which closes the pipe.
+        self._stderr = asyncio.create_task(process.stderr.read())
+
+    async def open(self, folder: "asyncio.Future[Path]") -> None:
+        """Opens the tokenizer. Raises HelperLost, LoadFailed and what loading it raises."""
+        try:
+            async with asyncio.timeout(self._limits.start_s):
+                _ = await self._while_starting(self.receive())
+                path = await asyncio.shield(folder)
+                self.send(frame(OPEN, os.fsencode(path)))
+                kind, body = await self._while_starting(self.receive())
+        except EOFError as fault:
+            code, ending = await self.process.wait(), await self._first_ending()
+            if code < 0:
+                raise HelperLost(ending) from fault
+            raise LoadFailed(f"the tokenizer's process {ending}") from fault
+        except TimeoutError as fault:
+            why = f"did not start within {self._limits.start_s:g} s"
+            raise LoadFailed(f"the tokenizer's process {why}") from fault
+        if kind != OPENED:
+            raise _refusal(body)
+        self.longest_token = struct.unpack(">Q", body)[0]
+        self._base = self._resident()
+
+    @property
+    def has_ended(self) -> bool:
+        assert self.process.stdout is not None
+        return self.process.returncode is not None or self.process.stdout.at_eof()
+
+    def send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+
+    async def receive(self) -> Frame:
+        """Raises EOFError if the process has ended."""
+        assert self.process.stdout is not None
+        kind, size = HEAD.unpack(await self.process.stdout.readexactly(HEAD.size))
+        return kind, await self.process.stdout.readexactly(size)
+
+    async def ask(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
+        """The answer. Raises what the helper refuses, InvalidRequest for a limit, and HelperLost.
+
+        `left` is set when nobody waits for the answer any more.
+        """
+        if kind == GRAMMAR and not self._has_table:
+            # It takes a second for a large vocabulary, which is no request's fault.
+            _ = await self._ask(TABLE, b"", left)
+            self._has_table, self._base = True, self._resident()
+        return await self._ask(kind, body, left)
+
+    async def _ask(self, kind: bytes, body: bytes, left: asyncio.Event) -> Frame:
+        self.send(frame(kind, body))
+        answer = asyncio.create_task(self.receive())
+        try:
+            refusal = await self._until_done(answer, left, self._limits.for_kind(kind))
+            if refusal is not None:
+                raise refusal
+            answer_kind, answer_body = await answer
+        except EOFError as fault:
+            raise await self._ending_fault() from fault
+        finally:
+            if not answer.done():
+                _ = answer.cancel()
+                await self.end()
+        if answer_kind == FAULT:
+            raise _refusal(answer_body)
+        return answer_kind, answer_body
+
+    async def _until_done(
+        self, answer: "asyncio.Task[Frame]", left: asyncio.Event, limits: HelperLimits
+    ) -> ExoNodeError | None:
+        """The limit that the request exceeded; None if the answer, or the process's end, came.
+
+        Raises HelperLost for a process that hangs.
+        """
+        loop, idleness = asyncio.get_running_loop(), _Idleness(self._usage, limits.idle_s)
+        began, cpu_before, budget = loop.time(), self._cpu_s(), limits.cpu_s
+        while not (await asyncio.wait([answer], timeout=limits.look_s))[0]:
+            cpu_s, now = self._cpu_s(), loop.time()
+            used = cpu_s - cpu_before
+            if idleness.is_hang(cpu_s, now):
+                raise HelperLost(f"did nothing for {limits.idle_s:g} s")
+            if left.is_set():
+                budget = min(budget, used + limits.left_s) if budget == limits.cpu_s else budget
+            if used > budget or now - began > limits.wall_s:
+                return InvalidRequest(
+                    f"the model's chat template and tokenizer took more than {limits.cpu_s:g} s "
+                    "for these messages; shorten them, above all text without spaces, or correct "
+                    "the template",
+                    param="messages",
+                )
+            if self._resident() > self._base + limits.memory_bytes:
+                return over_memory()
+        return None
+
+    async def _while_starting(self, step: Awaitable[T]) -> T:
+        """Raises HelperLost if the process hangs meanwhile."""
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(step)
+        idleness = _Idleness(self._usage, self._limits.start_idle_s)
+        try:
+            while not (await asyncio.wait([task], timeout=self._limits.look_s))[0]:
+                if idleness.is_hang(self._cpu_s(), loop.time()):
+                    raise HelperLost(f"did nothing for {self._limits.start_idle_s:g} s")
+            return await task
+        finally:
+            _ = task.cancel()
+
+    def _cpu_s(self) -> float:
+        with contextlib.suppress(psutil.Error):
+            times = self._usage.cpu_times()
+            return times.user + times.system
+        return 0.0
+
+    def _resident(self) -> int:
+        with contextlib.suppress(psutil.Error):
+            return int(self._usage.memory_info().rss)
+        return 0
+
+    async def _ending_fault(self) -> Exception:
+        code = await self.process.wait()
+        ending = _ending(code)
+        if -code not in _LIMIT_SIGNALS:
+            return HelperLost(ending, crashed=code > 0 or -code in _CRASH_SIGNALS)
+        return blamed_on_messages(ending)
+
+    async def _first_ending(self) -> str:
+        """How it ended, and its last line, while it has seen no prompt."""
+        stderr = (await self._stderr).decode(errors="replace").strip()
+        ending = _ending(await self.process.wait())
+        return f"{ending}: {stderr.splitlines()[-1][:500]}" if stderr else ending
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+        _ = await self.process.wait()
+        _ = await asyncio.wait([self._stderr])
+
+
+class _Idleness:
+    """How long a process that owes an answer has used no CPU time."""
+
+    def __init__(self, usage: psutil.Process, limit_s: float) -> None:
+        self._usage = usage
+        self._limit_s = limit_s
+        self._cpu_s = -1.0
+        self._since = 0.0
+        self._looks = 0
+
+    def is_hang(self, cpu_s: float, now: float) -> bool:
+        """Call it at every look: a caller that was itself kept waiting has looked too rarely."""
+        if cpu_s != self._cpu_s:
+            self._cpu_s, self._since, self._looks = cpu_s, now, 0
+            return False
+        self._looks += 1
+        if self._looks < _LEAST_LOOKS or now - self._since < self._limit_s:
+            return False
+        with contextlib.suppress(psutil.Error):
+            return self._usage.status() not in _BUSY
+        return False
+
+
+async def started_helper(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
+    """A process that has opened the tokenizer in `folder`; a second one if the first hangs.
+
+    Raises LoadFailed, and what loading the tokenizer raises.
+    """
+    try:
+        return await _started_once(folder, limits)
+    except HelperLost:
+        pass
+    try:
+        return await _started_once(folder, limits)
+    except HelperLost as fault:
+        raise LoadFailed(f"the tokenizer's process {fault.ending}, twice; try again") from fault
+
+
+async def _started_once(folder: "asyncio.Future[Path]", limits: HelperLimits) -> HelperProcess:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "exo_node.shard.text.helper", str(limits.memory_bytes)),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,  # until it has opened the tokenizer: from then on a crash may quote a prompt
+        # The parent's modules may have come by PYTHONPATH, which a child does not see otherwise.
+        env=_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))},
+    )
+    helper = HelperProcess(process, limits)
+    try:
+        await helper.open(folder)
+    except BaseException:  # a cancelled load must not leave its process behind either
+        await helper.end()
+        raise
+    return helper
+
+
+def blamed_on_messages(ending: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the model's tokenizer or chat template {ending} on these messages; shorten them, or "
+        "correct the template",
+        param="messages",
+    )
+
+
+def _ending(code: int) -> str:
+    return f"ended by signal {-code}" if code < 0 else f"exited with status {code}"
+
+
+def _refusal(body: bytes) -> ExoNodeError:
+    code, param, message = body.decode(errors="replace").split("\0", 2)
+    return from_code(code, message, param or None)

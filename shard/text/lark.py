@@ -1,0 +1,51 @@
+"""Pieces of llguidance's Lark: fixed text, control tokens, JSON documents."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .grammars import SPACES
+
+ANY: Final = r"(~/[^\s\S]/)"
+"""A terminal for any bytes. Excluding it is simplified at once; excluding `/(?s:.)*/`, which is
+UTF-8 only, is not, and then a bounded text costs the lexer all of its memory."""
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_document(schema: Mapping[str, Any]) -> str:
+    """A document whose spaces have an end, as in `grammars.py`.
+
+    Alternatives of `oneOf` that the library cannot tell apart are those of `anyOf`.
+    """
+    options = {"whitespace_pattern": SPACES, "coerce_one_of": True}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+class Words:
+    """Fixed text in Lark. What is a token of its own may come as that token, which text cannot
+    always spell, or as text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is mlx-lm's wrapper."""
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added: dict[str, int] = {text: int(number) for text, number in added.items()}
+        longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})" if longest_first else "(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts = [part for part in self._pattern.split(text) if part]
+        return " ".join(self._part(part) for part in parts)
+
+    def _part(self, part: str) -> str:
+        number = self._added.get(part)
+        return quoted(part) if number is None else f"(<[{number}]> | {quoted(part)})"
+
+    def token(self, text: str) -> str:
+        """The token that `text` is, in Lark; empty where it is none."""
+        number = self._added.get(text)
+        return "" if number is None else f"<[{number}]>"

@@ -1,0 +1,80 @@
+"""Calls of tools as plain JSON, for models whose own way to call is not known.
+
+A request can insist on a call of any model: a grammar keeps the whole answer to one JSON object.
+The model reads about its tools in the chat itself where its template has no place for them.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+Message = Mapping[str, Any]
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """The chat with a text about `tools`, as templates take them, which the answer must call.
+
+    The text begins the first message if that is the system's, else the first of the user's: some
+    templates have no place for a system message.
+    """
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = (
+        "You can call these functions. Each line describes one as JSON, with the JSON schema of "
+        f"its arguments:\n{functions}\n"
+        'Call one of them now. Answer only with JSON: {"name": the function\'s name, "arguments": '
+        "an object with its arguments}."
+    )
+    system = bool(messages) and messages[0].get("role") == "system"
+    users = [number for number, message in enumerate(messages) if message.get("role") == "user"]
+    if not system and not users:
+        return [{"role": "user", "content": text}, *messages]
+    place = 0 if system else users[0]
+    message = messages[place]
+    content = _joined(text, message.get("content"))
+    return [*messages[:place], {**message, "content": content}, *messages[place + 1 :]]
+
+
+def without_tool_roles(messages: Sequence[Message]) -> list[Message]:
+    """The chat with earlier calls as the assistant's text, and their results as the user's."""
+    done: list[Message] = []
+    answers_tool = False
+    for message in messages:
+        role = message.get("role")
+        if role == "assistant" and message.get("tool_calls"):
+            calls = [_call_text(call["function"]) for call in message["tool_calls"]]
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**kept, "content": _joined(message.get("content"), *calls)}
+        elif role == "tool":
+            message = {"role": "user", "content": _joined("Result:", message.get("content"))}
+        if answers_tool and message.get("role") == "user":
+            # Templates may refuse two turns of the user in a row.
+            content = _joined(done.pop().get("content"), message.get("content"))
+            message = {**message, "content": content}
+        answers_tool = message.get("role") == "user" and (role == "tool" or answers_tool)
+        done.append(message)
+    return done
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    arguments: object = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+def _joined(*texts: object) -> str:
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def read_plain_call(text: str, _: Any) -> dict[str, Any] | None:
+    """The call that `text` is; None where it is none."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    call = cast("dict[str, Any]", value)
+    return call if call.keys() == {"name", "arguments"} else None

@@ -1,0 +1,165 @@
+"""Strings of a schema as regular expressions of their raw text, in llguidance's Lark."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from .lark import quoted
+from .schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, alternatives, constants
+
+_NEVER: Final = r"/[^\s\S]/"
+_FREE: Final = "/(?s:.)*/"
+_AROUND: Final = re.compile(r"\(\?<?[=!]")
+_FLAGS: Final = re.compile(r"\(\?[a-zA-Z]+\)")
+
+_DATE: Final = (
+    "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|([1-9][0-9](0[48]|[2468][048]|[13579][26])|(1[26]|[2468][048]|[3579][26])00)-02-29)"
+)
+_TIME: Final = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
+    r"([zZ]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_DAYS: Final = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_HOURS: Final = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL: Final = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_HOST: Final = rf"{_LABEL}(\.{_LABEL})*"
+_HEX: Final = "[0-9a-fA-F]{1,4}"
+_IPV6: Final = "|".join(
+    [
+        f"({_HEX}:){{7}}{_HEX}",
+        *(f"({_HEX}:){{{n}}}(:{_HEX}){{1,{7 - n}}}" for n in range(1, 7)),
+        f":((:{_HEX}){{1,7}}|:)",
+        f"({_HEX}:){{1,7}}:",
+    ]
+)
+_PATH: Final = "([a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
+_FORMATS: Final = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}[tT]{_TIME}",
+    "duration": f"P([0-9]+W|{_DAYS}({_HOURS})?|{_HOURS})",
+    "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
+    "hostname": _HOST,
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "ipv6": f"({_IPV6})",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//({_HOST}|\[({_IPV6})\])(:[0-9]{{1,5}})?(/{_PATH}*)*"
+    rf"|/?{_PATH}+(/{_PATH}*)*)(\?({_PATH}|[/?])*)?(#({_PATH}|[/?])*)?",
+}
+"""By name, after RFC 3339, 5321, 1123, 4291, 4122 and 3986 in what programs write. A format that
+is not here is a remark, as JSON Schema has it."""
+
+
+class RawStrings:
+    """The terminals of one grammar; those that schemas share by reference are written once."""
+
+    def __init__(self, document: SchemaDocument, prefix: str) -> None:
+        """`prefix` begins the names of terminals: upper case."""
+        self._document = document
+        self._prefix = prefix
+        self._names: dict[int, str] = {}
+        self.terminals: list[str] = []
+        self.longest = 0
+        """The largest bound of a length."""
+
+    def expression(self, schema: object) -> str:
+        """A terminal's body for the strings that `schema` allows. Raises SchemaFault."""
+        kept = [part for part in self._conditions(schema) if part != _FREE]
+        return f"({' & '.join(kept)})" if kept else _FREE
+
+    def _conditions(self, schema: object) -> Iterator[str]:
+        if "string" not in self._document.kinds(schema):
+            yield _NEVER
+        if not isinstance(schema, dict):
+            return
+        fields = cast("dict[str, Any]", schema)
+        yield from self._own(fields)
+        for part in self._document.parts(fields):
+            yield self._named(part)
+        for choices in alternatives(fields):
+            strings = [part for part in choices if "string" in self._document.kinds(part)]
+            either = [self.expression(part) for part in strings]
+            yield _FREE if _FREE in either else f"({' | '.join(either) or _NEVER})"
+
+    def _named(self, schema: object) -> str:
+        """The terminal of a schema that may be met again: references can double each time."""
+        name = self._names.get(id(schema))
+        if name is None:
+            body = self.expression(schema)
+            name = _FREE if body == _FREE else f"{self._prefix}_{len(self._names)}"
+            self._names[id(schema)] = name
+            if name != _FREE:
+                self.terminals.append(f"{name}: {body}")
+        return name
+
+    def _own(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        left = constants(fields)
+        if left is not None:
+            either = [quoted(value) for value in left if isinstance(value, str)]
+            yield f"({' | '.join(either) or _NEVER})"
+        low, high = _length(fields.get("minLength")) or 0, _length(fields.get("maxLength"))
+        if high is not None and high > MAX_CALL_CHARS:
+            high = None
+        if high is not None and low > high:
+            raise SchemaFault(f"minLength {low} is above maxLength {high}")
+        if low or high is not None:
+            if low > MAX_CALL_CHARS:
+                raise SchemaFault(f"minLength {low} is more than a call may have")
+            self.longest = max(self.longest, low, high or 0)
+            yield f"/(?s:.){{{low},{'' if high is None else high}}}/"
+        if isinstance(pattern := fields.get("pattern"), str):
+            yield _search(pattern)
+        if known := _FORMATS.get(str(fields.get("format"))):
+            yield _slashed(known)
+
+
+def _length(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        return None
+    return int(min(value, MAX_CALL_CHARS + 1))
+
+
+def _slashed(expression: str) -> str:
+    """In Lark. Digits and words are ASCII's, as in JSON Schema."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(expression, 'dw')}/"
+
+
+def _search(pattern: str) -> str:
+    """Texts in which `pattern` occurs. A terminal has no anchors: they say where text is free."""
+    if match := _AROUND.search(pattern):
+        raise SchemaFault(f"the pattern looks around with '{match[0]}', which cannot be enforced")
+    flags = match[0] if (match := _FLAGS.match(pattern)) else ""
+    either: list[str] = []
+    for part in _alternatives(pattern[len(flags) :]):
+        before, after = "(?s:.)*", "(?s:.)*"
+        if part.startswith("^"):
+            before, part = "", part[1:]
+        if part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2:
+            after, part = "", part[:-1]
+        either.append(f"{before}({part}){after}")
+    return _slashed(f"{flags}({'|'.join(either)})")
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """The parts between those `|` that stand in no group."""
+    begin, depth, in_class, escaped = 0, 0, False, False
+    for at, char in enumerate(pattern):
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            yield pattern[begin:at]
+            begin = at + 1
+    yield pattern[begin:]

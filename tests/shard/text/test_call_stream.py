@@ -1,0 +1,400 @@
+"""Calls as they are written: in every format the parts add up to the whole call's arguments."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+from families_text import codec_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.runner.answer_pieces import AnswerPieces
+from exo_node.shard.text.answer_format import DEEPSEEK, DEEPSEEK_CALL
+from exo_node.shard.text.call_scanners import scanner_for
+from exo_node.shard.text.channels import AnswerFormat
+from exo_node.shard.text.plain_calls import read_plain_call
+from exo_node.shard.text.tool_calls import Call, parse_calls
+
+OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "content": {"$ref": "#/$defs/text"},
+                "note": OPTIONAL,
+                "mixed": {"type": ["string", "integer", "boolean"]},
+                "lines": {"type": "integer"},
+                "ratio": {"type": "number"},
+                "force": {"type": "boolean"},
+                "edits": {"type": "array", "items": {"type": "object"}},
+                "more": {"type": "object"},
+            },
+            "required": ["path"],
+            "$defs": {"text": {"type": "string"}},
+        },
+    },
+}
+_BEGIN, _SEP, _END = DEEPSEEK_CALL
+Spell = Callable[[dict[str, Any]], str]
+
+
+def tagged(arguments: dict[str, Any]) -> str:
+    parts = [f"<parameter={n}>\n{raw(v)}\n</parameter>\n" for n, v in arguments.items()]
+    return f"<tool_call>\n<function=write>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def keyed(arguments: dict[str, Any]) -> str:
+    parts = [
+        f"<arg_key>{n}</arg_key>\n<arg_value>{raw(v)}</arg_value>\n" for n, v in arguments.items()
+    ]
+    return f"<tool_call>write\n{''.join(parts)}</tool_call>"
+
+
+def raw(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def compact(arguments: dict[str, Any]) -> str:
+    """As no canonical JSON has it."""
+    return json.dumps(arguments, separators=(" ,", ":"))
+
+
+def deepseek(arguments: dict[str, Any]) -> str:
+    return f"{DEEPSEEK[0]}{_BEGIN}write{_SEP}{compact(arguments)}{_END}{DEEPSEEK[1]}"
+
+
+def deepseek_v3(arguments: dict[str, Any]) -> str:
+    fenced = f"function{_SEP}write\n```json\n{json.dumps(arguments, indent=1)}\n```"
+    return f"{DEEPSEEK[0]}{_BEGIN}{fenced}{_END}{DEEPSEEK[1]}"
+
+
+def harmony(arguments: dict[str, Any]) -> str:
+    header = "<|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json"
+    return f"{header}<|message|>{json.dumps(arguments, ensure_ascii=False)}"
+
+
+def plain(arguments: dict[str, Any]) -> str:
+    return f'{{"name": "write", "arguments": {compact(arguments)}}}'
+
+
+def hermes(arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{plain(arguments)}\n</tool_call>"
+
+
+SPELLINGS: dict[str, tuple[str, Spell]] = {
+    "qwen3_coder": ("qwen", tagged),
+    "glm47": ("glm", keyed),
+    "DeepSeek": ("deepseek", deepseek),
+    "DeepSeek V3": ("deepseek", deepseek_v3),
+    "Harmony": ("gpt_oss", harmony),
+    "json_tools": ("hermes", hermes),
+    "plain": ("demo", plain),
+}
+"""By format: the family whose tokenizer has it."""
+HERMES = AnswerFormat(
+    {"content": [("<tool_call>", "call")], "call": [("</tool_call>", "content")]},
+    call_format="json_tools",
+)
+
+
+class Told:
+    """What a client gets of one answer."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.calls: list[tuple[str, str]] = []
+        self.cut: list[str] = []
+        self.parts = 0
+        self.later = ""  # arguments, however the call began
+        self._open: list[str] = []
+
+    def take(self, piece: pb.Piece) -> None:
+        match piece.WhichOneof("piece"):
+            case "text":
+                self.content += piece.text
+            case "call":
+                self.calls.append((piece.call.name, piece.call.arguments))
+            case "call_part":
+                self._part(piece.call_part)
+            case _:
+                pass
+
+    def _part(self, part: pb.CallPart) -> None:
+        self.parts += 1
+        self.later += part.arguments
+        if not part.name and not self._open:
+            return  # an earlier attempt handed out its beginning
+        self._open = self._open or [part.name]
+        self._open.append(part.arguments)
+        if part.ends:
+            name, *arguments = self._open
+            self._open = []
+            if part.is_cut:
+                self.cut.append("".join(arguments))
+            else:
+                self.calls.append((name, "".join(arguments)))
+
+    @property
+    def unfinished(self) -> str:
+        return "".join(self._open[1:])
+
+
+@cache
+def format_of(kind: str) -> tuple[AnswerFormat, tuple[int, ...], Callable[..., list[Call] | None]]:
+    """A format, a prompt in it, and what reads its calls."""
+    family, _ = SPELLINGS[kind]
+    if kind == "plain":
+        form = AnswerFormat().unmarked_call()
+        return form, (1,), partial(parse_calls, read_plain_call, tools=[TOOL])
+    if family == "hermes":
+        parser: Any = import_module("mlx_lm.tool_parsers.json_tools").parse_tool_call
+        return HERMES, (1,), partial(parse_calls, parser, tools=[TOOL])
+    codec = codec_of(family)
+    prompt = codec.encode_chat([{"role": "user", "content": "hi"}], tools=[TOOL])
+    return codec.answer_format, tuple(prompt), partial(codec.calls, tools=[TOOL])
+
+
+def pieces_of(kind: str, *, in_parts: bool) -> AnswerPieces:
+    format, prompt, calls = format_of(kind)
+
+    async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
+        return calls(text=text, is_beginning=is_beginning)
+
+    return AnswerPieces(format, prompt, parse, tools=[TOOL], in_parts=in_parts)
+
+
+def told(
+    kind: str,
+    texts: Sequence[str],
+    *,
+    in_parts: bool = True,
+    replayed: int = 0,
+    finish: bool = True,
+    stopped: bool = True,
+) -> Told:
+    """`replayed`: so many of the texts were handed out by an earlier attempt."""
+
+    async def run() -> Told:
+        pieces, answer = pieces_of(kind, in_parts=in_parts), Told()
+        for number, text in enumerate(texts):
+            for piece in await pieces.said(text):
+                if number >= replayed:
+                    answer.take(piece)
+        if finish:
+            for piece in await pieces.finish("", stopped=stopped):
+                answer.take(piece)
+        return answer
+
+    return asyncio.run(run())
+
+
+def spoken(kind: str, *calls: dict[str, Any]) -> str:
+    family, spell = SPELLINGS[kind]
+    thought = "</think>" if family in ("qwen", "glm") else ""
+    return thought + "\n".join(map(spell, calls))
+
+
+def divided(text: str, sizes: Sequence[int]) -> list[str]:
+    parts: list[str] = []
+    for size in sizes:
+        parts.append(text[:size])
+        text = text[size:]
+    return [*parts, text]
+
+
+TRICKY = (
+    *("</parameter>", "\n</parameter>\n", "</function>", "<parameter=x>", "</arg_value>", "null"),
+    *("<arg_key>", "{", '"', "\\", "\\u00e9", "\n", "\t", "é", "😀", "5", " ", "true", "[1", "}"),
+)
+TEXT = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12),
+    st.lists(st.sampled_from(TRICKY), max_size=6).map("".join),
+)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "path": TEXT,
+    "content": TEXT,
+    "note": st.one_of(TEXT, st.none()),
+    "mixed": st.one_of(TEXT, st.integers(), st.booleans()),
+    "lines": st.integers(-9, 10**6),
+    "ratio": st.floats(allow_nan=False, allow_infinity=False),
+    "force": st.booleans(),
+    "edits": st.lists(st.dictionaries(TEXT, st.one_of(TEXT, st.integers())), max_size=2),
+    "more": st.dictionaries(TEXT, TEXT, max_size=2),
+    "unknown": st.one_of(TEXT, st.integers()),
+}
+ARGUMENTS = st.fixed_dictionaries(
+    {"path": TEXT}, optional={name: values for name, values in VALUES.items() if name != "path"}
+).flatmap(lambda fields: st.permutations(list(fields.items())).map(dict))
+SIZES = st.lists(st.integers(0, 12), max_size=80)
+
+
+def has_name_twice(arguments: str) -> bool:
+    names: list[int] = []
+
+    def count(pairs: list[tuple[str, Any]]) -> None:
+        names.append(len(pairs) - len(dict(pairs)))
+
+    _ = json.loads(arguments, object_pairs_hook=count)
+    return any(names)
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+@settings(deadline=None, max_examples=80)
+@given(calls=st.lists(ARGUMENTS, min_size=1, max_size=2), sizes=SIZES)
+def test_the_parts_of_a_call_are_the_arguments_of_the_whole_answer_at_any_division(
+    kind: str, calls: list[dict[str, Any]], sizes: list[int]
+) -> None:
+    text = spoken(kind, *(calls[:1] if kind in ("Harmony", "plain") else calls))
+    whole = told(kind, [text], in_parts=False)
+    assert not whole.parts
+    in_parts = told(kind, divided(text, sizes))
+    found = [(name, json.loads(arguments)) for name, arguments in in_parts.calls]
+    if "<tool_call>" in whole.content or DEEPSEEK[0] in whole.content:
+        return  # a text that is ambiguous, and no call: the next test is about those
+    assert found == [(name, json.loads(arguments)) for name, arguments in whole.calls]
+    if not any(has_name_twice(arguments) for _, arguments in in_parts.calls):
+        assert in_parts.calls == whole.calls
+    assert (in_parts.content, in_parts.cut) == (whole.content, [])
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+@settings(deadline=None, max_examples=80)
+@given(
+    fields=ARGUMENTS,
+    sizes=SIZES,
+    at=st.integers(0, 400),
+    junk=st.lists(st.sampled_from(TRICKY), max_size=5).map("".join),
+)
+def test_whatever_a_model_writes_a_call_that_ends_is_an_object_and_no_division_changes_it(
+    kind: str, fields: dict[str, Any], sizes: list[int], at: int, junk: str
+) -> None:
+    text = spoken(kind, fields)
+    text = text[:at] + junk + text[at + len(junk) :]
+    answer = told(kind, divided(text, sizes))
+    for _, arguments in answer.calls:
+        assert isinstance(json.loads(arguments), dict)
+    assert not answer.unfinished
+    again = told(kind, [text])
+    assert (again.calls, again.content) == (answer.calls, answer.content)
+
+
+LONG: dict[str, Any] = {"path": "a.py", "lines": 2, "content": "print('é')\n" * 100}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_a_long_string_flows_while_it_is_written(kind: str) -> None:
+    text = spoken(kind, LONG)
+    arguments = told(kind, [text], in_parts=False).calls[0][1]
+    for part in (0.3, 0.6, 0.9):
+        sent = told(kind, list(text[: int(part * len(text))]), finish=False).unfinished
+        assert arguments.startswith(sent)
+        assert len(sent) > (part - 0.25) * len(arguments)
+
+
+def test_a_value_that_is_no_string_comes_when_it_is_complete() -> None:
+    edits = [{"old": "a", "new": "b"}]
+    for kind in SPELLINGS:
+        text = spoken(kind, {"path": "a.py", "edits": edits, "more": {"a": "b"}, "lines": 5})
+        until = text.index("more")
+        sent = told(kind, [text[:until]], finish=False).unfinished
+        assert json.loads(sent + "}") == {"path": "a.py", "edits": edits}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_an_attempt_that_goes_on_hands_out_only_what_is_new(kind: str) -> None:
+    """At every border: both attempts together are the call, with nothing twice or lost."""
+    fields = {**LONG, "content": 'print("é")\n' * 3, "edits": [{"a": 1}], "note": "n"}
+    text = spoken(kind, fields)
+    [(_, whole)] = told(kind, list(text)).calls
+    for border in range(len(text)):
+        first = told(kind, [text[:border]], finish=False)
+        pieces = told(kind, [text[:border], text[border:]], replayed=1)
+        assert first.unfinished + pieces.later == whole or (
+            [arguments for _, arguments in first.calls] == [whole] and not pieces.later
+        )
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_a_call_that_was_cut_off_stays_open_and_what_was_not_sent_is_content(kind: str) -> None:
+    """No client may take it for the whole call."""
+    whole = spoken(kind, {"path": "a.py", "edits": [{"old": "x"}], "content": "rm -rf /tmp/x"})
+    for at, sent, rest in (("/tmp", "rm -rf", ""), ("old", '"path": "a.py"', "edits")):
+        answer = told(kind, [whole[: whole.index(at)]], stopped=False)
+        assert answer.calls == []
+        [arguments] = answer.cut
+        assert sent in arguments and rest in answer.content
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+
+
+def test_a_call_that_the_model_ended_without_what_is_required_is_closed_as_it_is() -> None:
+    for kind in SPELLINGS:
+        text = spoken(kind, {"note": "n", "lines": 3})
+        assert told(kind, [text], in_parts=False).calls == []
+        answer = told(kind, [text])
+        assert (answer.calls, answer.content) == ([("write", '{"note": "n", "lines": 3}')], "")
+
+
+BROKEN = {
+    '{"name": "write", "arguments": {"path": "a", lines: 3}}': ('{"path": "a"}', ", lines: 3}}"),
+    '{"name": "write", "arguments": {"path": "a\nb"}}': ('{"path": "a"}', '\nb"}}'),
+    "<function=write>\n<parameter=path>\na\n</parameter>\nwell": (
+        '{"path": "a\\n</parameter>\\nwell"}',
+        "",
+    ),
+    "<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=lines>\n3": (
+        '{"path": "a"}',
+        "<parameter=lines>\n3",
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", BROKEN)
+def test_a_call_that_the_model_ended_broken_ends_where_it_broke_and_the_rest_is_content(
+    inner: str,
+) -> None:
+    kind = "qwen3_coder" if "<function" in inner else "json_tools"
+    arguments, rest = BROKEN[inner]
+    for texts in ([inner], list(inner)):
+        answer = told(
+            kind, ["</think>" * (kind != "json_tools"), "<tool_call>", *texts, "</tool_call>"]
+        )
+        assert answer.calls == [("write", arguments)]
+        assert answer.content.removesuffix("</tool_call>").strip() == rest.strip()
+
+
+def test_a_tool_that_is_not_declared_is_never_begun() -> None:
+    for kind in SPELLINGS:
+        text = spoken(kind, LONG).replace("write", "erase")
+        answer = told(kind, list(text))
+        assert (answer.parts, answer.calls) == (0, [])
+        assert "erase" in answer.content
+
+
+def test_a_name_that_comes_twice_has_its_last_value() -> None:
+    twice = '{"path": "a", "path": "b", "lines": 1}'
+    text = f'<tool_call>{{"name": "write", "arguments": {twice}}}</tool_call>'
+    [(_, arguments)] = told("json_tools", list(text)).calls
+    assert json.loads(arguments) == {"path": "b", "lines": 1}
+
+
+def test_half_a_character_in_an_argument_ends_no_answer() -> None:
+    half = json.dumps({"path": "a\ud83d", "note": "é"})
+    for kind in ("json_tools", "plain"):
+        text = spoken(kind, {"path": "@"}).replace('{"path":"@"}', half)
+        for in_parts in (True, False):
+            [(_, arguments)] = told(kind, list(text), in_parts=in_parts).calls
+            assert json.loads(arguments) == {"path": "a\ufffd", "note": "é"}
+
+
+def test_a_format_without_a_scanner_has_no_parts() -> None:
+    assert scanner_for("mistral", "") is None
