@@ -156,6 +156,9 @@ class FakeOperations:
         data = [{"id": id, "object": "model", "created": 1, "owned_by": "exo-node"} for id in ids]
         return {"object": "list", "data": data}
 
+    async def no_model(self, model: str) -> ModelNotFound:
+        return ModelNotFound(f"there is no model '{model}'", param="model")
+
     async def catalogue(self) -> Json:
         entry = {"id": "owner/catalogued", "object": "model", "created": 1, "owned_by": "owner"}
         return {"object": "list", "data": [entry]}
@@ -197,7 +200,7 @@ class FakeOperations:
         return await self.settings()
 
     async def ready(self) -> tuple[bool, str]:
-        return (True, "") if self.is_ready else (False, "a placement is degraded")
+        return (True, "") if self.is_ready else (False, "a placement is failed")
 
     async def mtp_stats(self) -> Json:
         return {"models": {}}

@@ -132,12 +132,12 @@ def serving_fakes(
     limits: ConnectionLimits | None = None,
     grace_s: int = 0,
     static: StaticFiles = no_files,
-    keep_alive_s: float = LOCAL.serving.keep_alive_s,
+    heartbeat_s: float = LOCAL.serving.heartbeat_s,
     **options: Any,
 ) -> Generator[Node]:
     """The whole app over fakes; `options` are `build_app`'s."""
     node = Node(0)
-    timing = replace(LOCAL.serving, keep_alive_s=keep_alive_s)
+    timing = replace(LOCAL.serving, heartbeat_s=heartbeat_s)
     app = build_app(node.chat, node.operations, static=static, timing=timing, **options)
     with serving(app, limits=limits, grace_s=grace_s) as port:
         node.port = port

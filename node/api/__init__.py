@@ -2,9 +2,11 @@
 
 answering.py: one internal request to an HTTP answer, in the shape of any dialect
 body_schema.py: checks of a JSON body, with the nearest field's name in the error
+call_item.py: calls among the items of a response
 completions_api.py: completions, tokenize and detokenize: text and ids without a template
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
+content_encoding.py: bodies that a client has compressed
 dialects.py: which dialect a path speaks, and how each shows an error
 drain.py: a node that stops: nothing new, and time for what runs
 errors.py: the error tree as HTTP answers
@@ -15,7 +17,9 @@ join_api.py: waiting nodes, approvals and key changes over HTTP
 keep_alive.py: how long a model stays loaded behind a request
 messages_api.py: Anthropic's Messages and count_tokens
 messages_schema.py: their fields
+model_entries.py: models as OpenAI's and Anthropic's clients read them
 ollama_api.py: Ollama's API
+ollama_models.py: models as Ollama's API lists them
 ollama_schema.py: its fields
 openai_api.py: chat completions, OpenAI's way
 openai_schema.py: the fields of a chat request
@@ -36,6 +40,8 @@ sse.py: server-sent events
 static_files.py: the dashboard's files, compressed and with tags
 strict_json.py: JSON without duplicate names, NaN or lone surrogates
 structured_schema.py: what a request says of its answer's form
+thinking_schema.py: how much a model should think, as requests say it
 tolerant_body.py: bodies whose unknown fields are dropped and named
 tool_schema.py: tools and the options of a chat template, as a request declares them
+unreadable_parts.py: pictures, sound and files in a message
 """

@@ -1,9 +1,10 @@
 """One internal request to an HTTP answer, whole or streamed, in the shape of any dialect."""
 
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +17,9 @@ from ..chat.requests import (
     Finished,
     GenerationRequest,
     Loading,
+    Part,
     PrefillProgress,
+    Progress,
     Reasoned,
     Resuming,
     Started,
@@ -24,22 +27,19 @@ from ..chat.requests import (
     TokenLogprob,
 )
 from .errors import HttpFault, JsonResponse, fault_of
-from .sse import EventStream, attended, comment
+from .sse import EventStream, Silence, attended, comment
+from .tolerant_body import told_of
 
 Events = AsyncGenerator[Event | None]
-"""None is a spell of silence."""
+"""None where a heartbeat is due."""
+
+_STATUS_HEARTBEATS: Final = 3
+"""Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
-Quiet = Loading | Resuming | PrefillProgress | None
-"""What says no more than that the answer gets on."""
-
-
-def quiet(event: Quiet) -> bytes:
-    """A comment, which clients skip and a person may read: the same in every dialect that has
-    them."""
+def progress_comment(event: Progress) -> bytes:
+    """A comment, which clients skip and a person may read: the same in every dialect."""
     match event:
-        case None:
-            return comment("keep-alive")
         case Loading(step):
             return comment(step)
         case Resuming(step):
@@ -58,6 +58,7 @@ class Said:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     prompt_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -75,8 +76,12 @@ class Shape(Protocol):
         """The body of an answer that is not streamed."""
         ...
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def of(self, event: Part) -> list[bytes]:
         """The frames that an event makes; those of `Finished` end the stream."""
+        ...
+
+    def heartbeat(self) -> list[bytes]:
+        """Frames of data that change nothing, wherever the stream is."""
         ...
 
     def broken(self, fault: HttpFault) -> list[bytes]:
@@ -85,11 +90,14 @@ class Shape(Protocol):
 
 
 class Answering:
-    """Answers over a `Chat`. `keep_alive_s` is the longest silence on a stream."""
+    """Answers over a `Chat`. `heartbeat_s`: the longest time without data on a stream."""
 
-    def __init__(self, chat: Chat, keep_alive_s: float) -> None:
+    def __init__(
+        self, chat: Chat, heartbeat_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.chat = chat
-        self._keep_alive_s = keep_alive_s
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
 
     async def respond(
         self,
@@ -98,19 +106,35 @@ class Answering:
         shape: Shape,
         *,
         stream: bool,
-        headers: Mapping[str, str] | None = None,
+        ignored: Sequence[str] = (),
         media_type: str = EventStream.media_type,
     ) -> Response:
-        events = attended(self.chat.stream(asked), request.receive, self._keep_alive_s)
+        """`ignored`: what of the body has no effect; a header names it, and what the model cannot
+        follow as well, unless the stream had to begin before that was known."""
+        silence = Silence(self._heartbeat_s, self._clock)
+        state = request.state
+        asked = replace(
+            asked,
+            trusted=state.trusted,
+            cache_salt=state.cache_salt,
+            client=state.cache_salt.hex() or (request.client.host if request.client else ""),
+        )
+        events = attended(self.chat.stream(asked), request.receive, silence)
         if not stream:
             async with aclosing(events):
                 said, end = await collected(events)
+            headers = told_of([*ignored, *said.notes], request.url.path)
             return JsonResponse(shape.whole(said, end), headers=headers)
-        # A refusal, or the end of a model's loading, decides the status: it is waited for, but not
-        # past the first silence, in which a client could take the node for dead.
-        first = await anext(events, None)
-        response = EventStream(_frames(first, events, shape), media_type)
-        response.headers.update(headers or {})
+        # A refusal decides the status: it is waited for, but not for long, or a client could take
+        # the node for dead.
+        first: Event | None = None
+        for _ in range(_STATUS_HEARTBEATS):
+            if (first := await anext(events, None)) is not None:
+                break
+        writer = _Writer(shape, silence, with_comments=media_type == EventStream.media_type)
+        response = EventStream(_frames(first, events, writer), media_type)
+        notes = first.notes if isinstance(first, Started) else ()
+        response.headers.update(told_of([*ignored, *notes], request.url.path))
         return response
 
 
@@ -119,8 +143,8 @@ async def collected(events: Events) -> tuple[Said, Finished]:
     said = Said()
     async for event in events:
         match event:
-            case Started(prompt_ids):
-                said.prompt_ids = prompt_ids
+            case Started(prompt_ids, notes):
+                said.prompt_ids, said.notes = prompt_ids, notes
             case TextDelta():
                 said.texts.append(event.text)
                 said.ids.extend(event.token_ids)
@@ -136,22 +160,43 @@ async def collected(events: Events) -> tuple[Said, Finished]:
     raise unfinished()
 
 
-async def _frames(first: Event | None, events: Events, shape: Shape) -> AsyncGenerator[bytes]:
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """The frames of one stream. Comments do not end its silence: not every client counts them."""
+
+    shape: Shape
+    silence: Silence
+    with_comments: bool
+
+    def frames(self, event: Event | None) -> list[bytes]:
+        match event:
+            case None:
+                return self.shape.heartbeat()
+            case Loading() | Resuming() | PrefillProgress():
+                return [progress_comment(event)] if self.with_comments else []
+            case _:
+                frames = self.shape.of(event)
+                if frames:
+                    self.silence.end()
+                return frames
+
+
+async def _frames(first: Event | None, events: Events, writer: _Writer) -> AsyncGenerator[bytes]:
     """An ExoNodeError becomes the last frames."""
     async with aclosing(events):
         try:
-            for frame in shape.of(first):
+            for frame in writer.frames(first):
                 yield frame
             if isinstance(first, Finished):
                 return
             async for event in events:
-                for frame in shape.of(event):
+                for frame in writer.frames(event):
                     yield frame
                 if isinstance(event, Finished):
                     return
             raise unfinished()
         except ExoNodeError as error:
-            for frame in shape.broken(fault_of(error)):
+            for frame in writer.shape.broken(fault_of(error)):
                 yield frame
 
 

@@ -3,18 +3,25 @@
 import asyncio
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from .strict_json import brief, decode
 
-# Parsing 8 MiB takes tenths of a second: longer bodies are parsed beside the event loop.
+# Parsing 8 MiB takes tenths of a second: longer bodies are read beside the event loop, and not in
+# the threads that the rest of the node has.
 _INLINE_BYTES: Final = 64 * 1024
+_READERS: Final = ThreadPoolExecutor(2, thread_name_prefix="bodies")
+MAX_PARTS: Final = 1024
+"""Parts of one message's content."""
+MAX_ALL_PARTS: Final = 4096
+"""Parts of all messages of a body."""
 _SUBJECT: Final = re.compile(r"^(Input|String|List) ")
 
 
@@ -28,6 +35,9 @@ class StrictBody(BaseModel):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Fields that are accepted and change nothing."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are dropped and named."""
+
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
         """Fields that are refused unless they have one of these values, or null."""
@@ -40,14 +50,30 @@ class StrictBody(BaseModel):
 
 
 Body = TypeVar("Body", bound=StrictBody)
+Value = TypeVar("Value")
+
+
+async def read_with(request: Request, read: Callable[[bytes], Value]) -> Value:
+    """What `read` makes of the request's body, beside the event loop if that takes long."""
+    raw = await request.body()
+    if len(raw) <= _INLINE_BYTES:
+        return read(raw)
+    return await asyncio.get_running_loop().run_in_executor(_READERS, read, raw)
 
 
 async def read_body(request: Request, schema: type[Body]) -> Body:
     """The request's body. Raises InvalidRequest naming the field at fault."""
-    raw = await request.body()
-    if len(raw) <= _INLINE_BYTES:
-        return parse_body(raw, schema)
-    return await asyncio.to_thread(parse_body, raw, schema)
+    return await read_with(request, lambda raw: parse_body(raw, schema))
+
+
+def check_parts(sizes: Iterable[int], at: str) -> None:
+    """Raises for more than MAX_ALL_PARTS in all; `at` is the field that has the messages."""
+    if sum(sizes) > MAX_ALL_PARTS:
+        raise PydanticCustomError(
+            "too_many_parts",
+            "should have at most {most} parts in all messages",
+            {"most": MAX_ALL_PARTS, "at": at},
+        )
 
 
 def parse_body(raw: bytes, schema: type[Body]) -> Body:
@@ -67,9 +93,13 @@ def validated(value: object, schema: type[Body]) -> Body:
 
 
 def _first(fault: ValidationError) -> ErrorDetails:
-    """A misspelt name is the likelier cause, so it goes before what is missing for it."""
+    """The likeliest cause: a misspelt name, or a list that is too long where a text may stand."""
     details = fault.errors(include_url=False, include_input=False)
-    return next((each for each in details if each["type"] == "extra_forbidden"), details[0])
+    for cause in ("extra_forbidden", "too_long"):
+        for each in details:
+            if each["type"] == cause:
+                return each
+    return details[0]
 
 
 def _as_request_error(detail: ErrorDetails, schema: type[StrictBody]) -> InvalidRequest:
@@ -101,8 +131,10 @@ def _unknown_field(
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` of ("messages", 0, "content")."""
+    """`messages[0].content` of ("messages", 0, "content"), without pydantic's names of types."""
     path = ""
     for step in location:
+        if isinstance(step, str) and step.startswith("list["):
+            continue
         path += f"[{step}]" if isinstance(step, int) else f".{brief(step)}"
     return path.lstrip(".")

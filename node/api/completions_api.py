@@ -13,15 +13,12 @@ from starlette.routing import Route
 from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
-    Event,
     Finished,
     GenerationRequest,
-    Loading,
-    PrefillProgress,
-    Resuming,
+    Part,
     TextDelta,
 )
-from .answering import Answering, Said, quiet
+from .answering import Answering, Said
 from .body_schema import StrictBody, read_body
 from .dialects import fault_frame
 from .errors import HttpFault, JsonResponse
@@ -30,13 +27,22 @@ from .openai_api import statistics
 from .openai_schema import NEUTRAL, Message, StreamOptions, without_neutral
 from .sampling_schema import SamplingBody
 from .sse import DONE, data
+from .strict_json import MAX_ELEMENTS
+from .thinking_schema import thinking_options
 from .tool_schema import MAX_TOOLS, TemplateKwargs, Tool
 
 MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint; the chat's is the end of the context."""
 
 _NO_LOGPROBS: Final[Mapping[str, tuple[Any, ...]]] = {"logprobs": (0, False)}
-TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+def _whole(value: Any) -> Any:
+    """To JSON, 5.0 is the integer 5, and some languages have no other numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**32 - 1)]
 Prompt = str | list[TokenId]
 
 
@@ -112,7 +118,7 @@ class TokenizeBody(StrictBody):
 
 class DetokenizeBody(StrictBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_ELEMENTS)]
 
 
 def bare_request(model: str, request_id: RequestId, prompt: Prompt) -> GenerationRequest:
@@ -162,14 +168,13 @@ class Completions:
         if body.prompt is not None:
             asked = bare_request(body.model, request_id, body.prompt)
         else:
-            kwargs = body.chat_template_kwargs.given() if body.chat_template_kwargs else {}
             asked = GenerationRequest(
                 request_id,
                 ModelId(body.model),
                 tuple(message.for_template() for message in body.messages or ()),
                 Sampling(),
                 tools=tuple(tool.function.for_template() for tool in body.tools or ()),
-                options={"kwargs": kwargs} if kwargs else {},
+                options=thinking_options(kwargs=body.chat_template_kwargs),
             )
         found = await self._answering.chat.encode(asked)
         told = {"count": len(found.ids), "max_model_len": found.context_length}
@@ -198,10 +203,11 @@ class _Completion:
         choice = self._choice(said.text, tuple(said.ids), end.reason)
         return {**self._head, "choices": [choice], **statistics(end)}
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def heartbeat(self) -> list[bytes]:
+        return [self._chunk(self._choice("", (), None))]
+
+    def of(self, event: Part) -> list[bytes]:
         match event:
-            case None | Loading() | Resuming() | PrefillProgress():
-                return [quiet(event)]
             case TextDelta() if event.text or (event.token_ids and self._with_ids):
                 return [self._chunk(self._choice(event.text, event.token_ids, None))]
             case Finished():

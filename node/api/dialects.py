@@ -1,6 +1,7 @@
 """The dialects of the API: which one a path speaks, and how each shows an error."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from .errors import HttpFault, JsonResponse, error_object
@@ -23,6 +24,8 @@ every user of the machine where there is no API key."""
 OLLAMA: Final = "/api/"
 MODELS_OF_OLLAMA: Final = ("/api/tags", "/api/ps", "/api/show")
 """What the head answers, as it does `/v1/models`."""
+ANTHROPIC_HEADER: Final = "anthropic-version"
+"""Every client of Anthropic's API sends it."""
 IGNORED_HEADER: Final = "x-exo-node-ignored"
 
 _ANTHROPIC_TYPES: Final = {
@@ -36,15 +39,19 @@ _ANTHROPIC_TYPES: Final = {
 }
 
 
-def dialect_of(path: str) -> Dialect:
+def dialect_of(path: str, headers: Mapping[str, str] | None = None) -> Dialect:
+    """`headers`: the request's, which tell the clients of `/v1/models` apart."""
     if path.startswith(OLLAMA):
         return "ollama"
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
+    own = f"{path}/".startswith("/v1/models/") and ANTHROPIC_HEADER in (headers or {})
+    return "anthropic" if own or path.startswith("/v1/messages") else "openai"
 
 
-def fault_object(fault: HttpFault, path: str) -> dict[str, Any]:
-    """The error as a client of the path's dialect parses it."""
-    match dialect_of(path):
+def fault_object(
+    fault: HttpFault, path: str, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The error as a client of the request's dialect parses it."""
+    match dialect_of(path, headers):
         case "openai":
             return error_object(fault)
         case "ollama":
@@ -56,8 +63,12 @@ def fault_object(fault: HttpFault, path: str) -> dict[str, Any]:
             return {"type": "error", "error": told | {"param": fault.param}}
 
 
-def fault_response(fault: HttpFault, path: str) -> JsonResponse:
-    return JsonResponse(fault_object(fault, path), fault.status, headers=dict(fault.headers))
+def fault_response(
+    fault: HttpFault, path: str, headers: Mapping[str, str] | None = None
+) -> JsonResponse:
+    """`path` and `headers` are the request's."""
+    told = fault_object(fault, path, headers)
+    return JsonResponse(told, fault.status, headers=dict(fault.headers))
 
 
 def fault_frame(fault: HttpFault, path: str) -> bytes:

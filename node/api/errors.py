@@ -46,6 +46,7 @@ _RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
     InsufficientMemory: (None, False),
     LoadFailed: (30, False),
     DownloadFailed: (30, False),
+    JoinRefused: (5, False),
 }
 
 

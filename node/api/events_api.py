@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest, QueueFull
 from ..machine.events import CAPACITY, EVENTS_PATH, Event, EventLog
-from .sse import EventStream, attended, comment
+from .sse import EventStream, Silence, attended, comment
 from .strict_json import encode
 
 MAX_LISTENERS: Final = 128
@@ -106,9 +106,11 @@ class EventsApi:
         # The head is out at once, so that a client knows that it is connected.
         # The count tells a client that knows the present state which events are news to it.
         yield comment(f"past events: {len(held) - len(skipped)}")
-        news = attended(self._events.subscribe(after), request.receive, self._keep_alive_s)
+        silence = Silence(self._keep_alive_s)
+        news = attended(self._events.subscribe(after), request.receive, silence)
         async with aclosing(news):
             async for event in news:
+                silence.end()
                 yield comment("no news") if event is None else frame(event)
 
 

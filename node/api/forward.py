@@ -11,7 +11,7 @@ from ...placement.errors import PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
-from .dialects import ANSWERING, MODELS_OF_OLLAMA
+from .dialects import ANSWERING, ANTHROPIC_HEADER, MODELS_OF_OLLAMA
 from .join_api import JOIN_PREFIX
 from .operations_api import REACH_PATH
 from .profile_lists import FORWARDED
@@ -20,7 +20,7 @@ LOCAL = ("/v1/cluster", REACH_PATH, "/v1/mtp/stats", *ANSWERING)
 """What every node answers for itself, under /v1."""
 _OWN_SCOPE = ("scope", "node")
 """In the query: what this node itself knows is asked for, not what the head does."""
-_PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id")
+_PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id", ANTHROPIC_HEADER)
 
 
 class HeadClient(Protocol):

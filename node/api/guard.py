@@ -20,6 +20,7 @@ from ...placement.errors import ExoNodeError
 from ..machine.log import request_scope
 from ..trust.api_tokens import ApiTokens
 from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER, LocalToken
+from .content_encoding import UnpackedTooLarge, encoding_of, refused_encoding, unpacked
 from .dialects import ANSWERING, OLLAMA, fault_frame, fault_response
 from .errors import HttpFault, fault_of, internal_fault
 from .origins import Origins
@@ -74,7 +75,7 @@ class Guard:
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
     unserved: Callable[[Scope], HttpFault | None] = lambda _: None
-    """The fault of a path that there is not: no token would help."""
+    """The fault of a path or method that there is not: no token or other body would help."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -150,7 +151,7 @@ class Guard:
     def _refused_token(self, scope: Scope, headers: Headers) -> HttpFault | None:
         """Other users of this machine reach its loopback; they may chat and look, and no more."""
         trusted = self._is_trusted(headers)
-        scope.setdefault("state", {})["trusted"] = trusted
+        scope.setdefault("state", {}).update(trusted=trusted, cache_salt=self._cache_salt(headers))
         reads = scope["method"] not in (*_METHODS_WITH_BODY, "DELETE")
         path: str = scope["path"]
         if trusted or reads or path in _ANYBODYS_PATHS or path.startswith(OLLAMA):
@@ -161,12 +162,19 @@ class Guard:
             f"{TOKEN_FILE} as '{TOKEN_HEADER}'"
         )
         wanted = HttpFault(403, "local_token_required", message, TOKEN_HEADER)
-        return self.unserved(scope) or wanted
+        unserved = self.unserved(scope)
+        return unserved if unserved is not None and unserved.status == 404 else wanted
 
     def _is_trusted(self, headers: Headers) -> bool:
         if self.token is None or self.api_key is not None:
             return True  # an API key was shown, or the paths that need none change nothing
         return self._shows_token(headers) or self._shows_key(headers)
+
+    def _cache_salt(self, headers: Headers) -> bytes:
+        """Of the API token that was shown; empty for the node's own user and for EXO_API_KEY."""
+        if self.tokens is None or (self.api_key is None and self._shows_token(headers)):
+            return b""
+        return self.tokens.cache_salt(each.encode("latin-1") for each in _keys(headers))
 
     def _shows_token(self, headers: Headers) -> bool:
         given = (each.encode("latin-1") for each in headers.getlist(TOKEN_HEADER))
@@ -180,7 +188,10 @@ class Guard:
         # same, and what Ollama's paths do changes nothing but a chat.
         if media_type != "application/json" and not scope["path"].startswith(OLLAMA):
             message = "send the body as JSON, with 'Content-Type: application/json'"
-            return HttpFault(415, "unsupported_media_type", message, "Content-Type")
+            fault = HttpFault(415, "unsupported_media_type", message, "Content-Type")
+            return self.unserved(scope) or fault
+        if (fault := refused_encoding(headers)) is not None:
+            return fault
         # The server has checked that Content-Length is a number.
         if int(headers.get("content-length", "0")) > self.max_body_bytes:
             return self.too_large()
@@ -239,6 +250,8 @@ class _Exchange:
     async def run(self) -> None:
         began = time.monotonic()
         try:
+            if self._guard.tokens is not None:
+                await self._guard.tokens.refresh()
             preflight = self._guard.origins.preflight(self._scope, self._headers)
             if preflight is not None:
                 return await preflight(self._scope, self._receive, self._answer)
@@ -275,14 +288,17 @@ class _Exchange:
             return None
         try:
             async with asyncio.timeout(self._guard.body_timeout_s):
-                self._body = await self._read()
+                body = await self._read()
+                if encoding_of(self._headers):
+                    body = await asyncio.to_thread(unpacked, body, self._guard.max_body_bytes)
+                self._body = body
         except TimeoutError:
             wait = self._guard.body_timeout_s
             message = f"the body did not arrive within {wait:g} s; send it without a pause"
             return HttpFault(
                 408, "request_timeout", message, "body", headers=(("Connection", "close"),)
             )
-        except _TooLarge:
+        except (_TooLarge, UnpackedTooLarge):
             return self._guard.too_large()
         return None
 
@@ -326,7 +342,7 @@ class _Exchange:
         self._guard.origins.mark(self._headers, headers)
 
     async def _refuse(self, fault: HttpFault) -> None:
-        response = fault_response(fault, self._scope["path"])
+        response = fault_response(fault, self._scope["path"], self._headers)
         await response(self._scope, self._receive, self._answer)
 
     async def _end_with(self, fault: HttpFault) -> None:

@@ -1,6 +1,6 @@
 """The part of the HTTP API for joining: every node answers it for itself, never the head for it."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 from starlette.requests import Request
@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 JOIN_PREFIX = "/v1/join"
 
 
+_SIX_DIGITS: Final = r"^([\s-]*[0-9]){6}[\s-]*$"
+"""For the document: `join` itself refuses others, in words of its own."""
+
+
 class ApproveBody(StrictBody):
-    code: Annotated[str, Field(min_length=6, max_length=16)]
+    code: Annotated[
+        str, Field(min_length=6, max_length=16, json_schema_extra={"pattern": _SIX_DIGITS})
+    ]
 
 
 class EmptyBody(StrictBody):

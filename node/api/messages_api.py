@@ -11,25 +11,33 @@ from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
     Called,
-    Event,
+    CallPart,
     Finished,
     GenerationRequest,
-    Loading,
-    PrefillProgress,
+    Part,
     Reasoned,
-    Resuming,
     Started,
     TextDelta,
 )
-from .answering import Answering, Said, quiet
+from .answering import Answering, Said
+from .body_schema import read_with
 from .dialects import fault_frame, named
 from .errors import HttpFault, JsonResponse
 from .messages_schema import MessagesBody, as_json
 from .openai_api import call_id
-from .tolerant_body import read_tolerant, told_of
+from .structured_schema import one_grammar
+from .tolerant_body import parse_tolerant
 
 _SIGNATURE: Final = "exo-node"
 """Clients send a thinking block back with its signature, which must not be empty."""
+_NO_USAGE: Final = {
+    "input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "cache_creation_input_tokens": 0,
+    "output_tokens": 0,
+}
+"""As a stream begins nobody knows how much comes from the cache: `message_delta` has it all, and
+who adds the two up counts nothing twice."""
 BlockKind = Literal["text", "thinking", "tool_use"]
 
 
@@ -49,7 +57,8 @@ def generation_request(
         stop=tuple(body.stop_sequences or ()),
         tools=tools,
         options=body.options,
-        grammar=body.forced(tools) or body.form,
+        grammar=one_grammar(body.forced(tools), body.form, ignored),
+        call_parts=bool(body.stream),
     )
 
 
@@ -66,21 +75,31 @@ class Messages:
         ]
 
     async def create(self, request: Request) -> Response:
-        body, ignored = await read_tolerant(request, MessagesBody)
-        asked = generation_request(body, RequestId(request.state.request_id), ignored)
+        body, asked, ignored = await _read(request)
         return await self._answering.respond(
             request,
             asked,
             _Message(body.model, asked.id),
             stream=bool(body.stream),
-            headers=told_of(list(dict.fromkeys(ignored)), request.url.path),
+            ignored=ignored,
         )
 
     async def count(self, request: Request) -> Response:
-        body, ignored = await read_tolerant(request, MessagesBody)
-        asked = generation_request(body, RequestId(request.state.request_id), ignored)
+        _, asked, _ = await _read(request)
         found = await self._answering.chat.encode(asked)
         return JsonResponse({"input_tokens": len(found.ids)})
+
+
+async def _read(request: Request) -> tuple[MessagesBody, GenerationRequest, list[str]]:
+    """The body, its request, and the names of what has no effect. Raises InvalidRequest."""
+    request_id = RequestId(request.state.request_id)
+
+    def read(raw: bytes) -> tuple[MessagesBody, GenerationRequest, list[str]]:
+        body, ignored = parse_tolerant(raw, MessagesBody)
+        asked = generation_request(body, request_id, ignored)
+        return body, asked, list(dict.fromkeys(ignored))
+
+    return await read_with(request, read)
 
 
 @final
@@ -94,7 +113,6 @@ class _Message:
         self._open: BlockKind | None = None
         self._calls = 0
         self._begun = False
-        self._prompt_tokens = 0
 
     def whole(self, said: Said, end: Finished) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
@@ -103,26 +121,27 @@ class _Message:
             blocks.append({**thinking, "signature": _SIGNATURE})
         if said.text or not (said.calls or blocks):
             blocks.append({"type": "text", "text": said.text})
-        blocks += [self._tool_use(call) | {"input": as_json(call.arguments)} for call in said.calls]
+        for call in said.calls:
+            blocks.append(self._tool_use(call.name) | {"input": as_json(call.arguments)})
         message = self._message(blocks, self._reason(end), _usage(end))
         message["stop_sequence"] = end.stopped_by or None
         return message | {"generation_stats": dict(end.stats)}
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def heartbeat(self) -> list[bytes]:
+        return [named("ping", {"type": "ping"})]
+
+    def of(self, event: Part) -> list[bytes]:
         match event:
-            case None:
-                return [named("ping", {"type": "ping"})]
-            case Loading() | Resuming() | PrefillProgress():
-                return [quiet(event)]
-            case Started(prompt_ids):
-                self._prompt_tokens = len(prompt_ids)
+            case Started():
                 return self._beginning()
             case TextDelta(text):
                 return self._said("text", {"type": "text_delta", "text": text}) if text else []
             case Reasoned(text):
                 return self._said("thinking", {"type": "thinking_delta", "thinking": text})
-            case Called():
-                return self._called(event)
+            case Called(name, arguments):
+                return self._call_part(CallPart(name, arguments, ends=True))
+            case CallPart():
+                return self._call_part(event)
             case Finished():
                 return self._end(event)
 
@@ -133,8 +152,7 @@ class _Message:
         if self._begun:
             return []
         self._begun = True
-        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
-        message = self._message([], None, usage)
+        message = self._message([], None, _NO_USAGE)
         return [named("message_start", {"type": "message_start", "message": message})]
 
     def _said(self, kind: BlockKind, delta: dict[str, Any]) -> list[bytes]:
@@ -145,11 +163,15 @@ class _Message:
             frames += [*self._close(), self._start(kind, begins)]
         return [*frames, self._delta(delta)]
 
-    def _called(self, call: Called) -> list[bytes]:
-        frames = [*self._beginning(), *self._close()]
-        frames.append(self._start("tool_use", self._tool_use(call) | {"input": {}}))
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return [*frames, self._delta(delta), *self._close()]
+    def _call_part(self, part: CallPart) -> list[bytes]:
+        frames: list[bytes] = []
+        if part.name:
+            frames = [*self._beginning(), *self._close()]
+            frames.append(self._start("tool_use", self._tool_use(part.name) | {"input": {}}))
+        if part.arguments:
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+            frames.append(self._delta(delta))
+        return [*frames, *(self._close() if part.ends else ())]
 
     def _start(self, kind: BlockKind, block: dict[str, Any]) -> bytes:
         self._index, self._open = self._index + 1, kind
@@ -177,10 +199,10 @@ class _Message:
         stop = named("message_stop", {"type": "message_stop"})
         return [*self._beginning(), *self._close(), last, stop]
 
-    def _tool_use(self, call: Called) -> dict[str, Any]:
+    def _tool_use(self, tool: str) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls)
         self._calls += 1
-        return {"type": "tool_use", "id": name, "name": call.name}
+        return {"type": "tool_use", "id": name, "name": tool}
 
     def _reason(self, end: Finished) -> str:
         if end.reason == "length":

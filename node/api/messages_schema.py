@@ -1,19 +1,29 @@
 """The body of Anthropic's `POST /v1/messages`, and what it is to the node's own request."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest
 from ..chat.requests import Grammar, calls_of
+from .body_schema import MAX_PARTS, check_parts
 from .structured_schema import schema_grammar
+from .thinking_schema import thinking_options
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS
+from .unreadable_parts import latest_own, note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
-_IMAGE: Final = "[an image was here; this node reads text only]"
+_BILLING: Final = "x-anthropic-billing-header:"
+"""What a line of Claude Code's begins with that says nothing to a model. It differs from one
+conversation to the next, so no cache of what stands behind it would fit."""
+_REFUSALS: Final[Mapping[str, str]] = {
+    "image": "Could not process image: ",
+    "document": "This model does not support PDF input: ",
+}
+"""What Anthropic's API says of such blocks, which Claude Code looks for."""
 
 
 class Block(TolerantBody):
@@ -27,7 +37,7 @@ class Block(TolerantBody):
     name: Annotated[str | None, Field(max_length=256)] = None
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str | None, Field(max_length=256)] = None
-    content: "str | list[Block] | None" = None
+    content: "str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None" = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     """Where a cache should end; every turn is cached anyway."""
@@ -36,7 +46,14 @@ class Block(TolerantBody):
 
 class AnthropicMessage(TolerantBody):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
+
+    @property
+    def author(self) -> str:
+        """Its role, or `tool` where it brings nothing but what tools gave."""
+        blocks = self.content if isinstance(self.content, list) else []
+        results = [block for block in blocks if block.type == "tool_result"]
+        return "tool" if results and results == blocks else self.role
 
 
 class AnthropicTool(TolerantBody):
@@ -83,7 +100,7 @@ class MessagesBody(TolerantBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
-    system: str | list[Block] | None = None
+    system: str | Annotated[list[Block], Field(max_length=MAX_PARTS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -100,15 +117,31 @@ class MessagesBody(TolerantBody):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
+    @model_validator(mode="after")
+    def _has_parts_to_read(self) -> "MessagesBody":
+        check_parts((_parts(message.content) for message in self.messages), "messages")
+        return self
+
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages as chat templates take them; types of blocks that are dropped go to
         `ignored`."""
         messages: list[dict[str, Any]] = []
-        if (system := _text(self.system or "", "system", ignored)) != "":
+        if (system := self._system_text(ignored)) != "":
             messages.append({"role": "system", "content": system})
+        latest = latest_own([message.author for message in self.messages])
         for number, message in enumerate(self.messages):
+            if number == latest:
+                _refuse_unreadable(message.content, f"messages[{number}]")
             messages += _turns(message, f"messages[{number}]", ignored)
         return messages
+
+    def _system_text(self, ignored: list[str]) -> str:
+        blocks = self.system or ""
+        if isinstance(blocks, list) and (blocks[0].text or "").startswith(_BILLING):
+            ignored.append("system[0] (a line about billing)")
+            blocks = blocks[1:]
+        _refuse_unreadable(blocks, "system")
+        return _text(blocks, ignored)
 
     def declared(self, ignored: list[str]) -> tuple[dict[str, Any], ...]:
         if self.tool_choice is not None and self.tool_choice.type == "none":
@@ -127,11 +160,6 @@ class MessagesBody(TolerantBody):
             raise InvalidRequest(
                 "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
             )
-        if self.form is not None:
-            raise InvalidRequest(
-                f"'tool_choice' cannot be enforced together with '{self.form.field}'",
-                param="tool_choice",
-            )
         wanted = [choice.name or ""] if choice.type == "tool" else None
         return calls_of(wanted, parallel=choice.disable_parallel_tool_use is not True)
 
@@ -148,14 +176,21 @@ class MessagesBody(TolerantBody):
     def options(self) -> dict[str, Any]:
         """A client that says nothing of thinking leaves it to the model."""
         thinking, config = self.thinking, self.output_config
-        told: dict[str, Any] = {}
-        if thinking is not None:
-            told["effort"] = "none" if thinking.type == "disabled" else "high"
-            if thinking.budget_tokens:
-                told["budget"] = thinking.budget_tokens
-        if config is not None and config.effort and told.get("effort") != "none":
-            told["effort"] = config.effort
-        return told | ({"lenient": True} if told else {})
+        return thinking_options(
+            effort=config.effort if config else None,
+            switches=(thinking.type != "disabled",) if thinking else (),
+            budget=thinking.budget_tokens if thinking else None,
+        )
+
+
+def _parts(content: str | list[Block] | None) -> int:
+    """How many blocks there are, with those within the results of tools."""
+    total, open_contents = 0, [content]
+    while open_contents:
+        if isinstance(blocks := open_contents.pop(), list):
+            total += len(blocks)
+            open_contents += [block.content for block in blocks]
+    return total
 
 
 def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[str, Any]]:
@@ -163,7 +198,7 @@ def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
-        return [_assistant(message.content, at, ignored)]
+        return [_assistant(message.content, ignored)]
     turns: list[dict[str, Any]] = []
     rest: list[Block] = []
     for block in message.content:
@@ -172,19 +207,19 @@ def _turns(message: AnthropicMessage, at: str, ignored: list[str]) -> list[dict[
         else:
             rest.append(block)
     if rest or not turns:
-        turns.append({"role": message.role, "content": _text(rest, at, ignored)})
+        turns.append({"role": message.role, "content": _text(rest, ignored)})
     return turns
 
 
 def _result(block: Block, at: str, ignored: list[str]) -> dict[str, Any]:
     if not block.tool_use_id:
         raise InvalidRequest(f"a tool_result in '{at}' has no tool_use_id", param=at)
-    text = _text(block.content or "", at, ignored)
+    text = _text(block.content or "", ignored)
     content = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, Any]:
+def _assistant(blocks: list[Block], ignored: list[str]) -> dict[str, Any]:
     thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     calls = [
         {
@@ -196,12 +231,19 @@ def _assistant(blocks: list[Block], at: str, ignored: list[str]) -> dict[str, An
         if block.type == "tool_use"
     ]
     others = [block for block in blocks if block.type not in ("thinking", "tool_use")]
-    turn: dict[str, Any] = {"role": "assistant", "content": _text(others, at, ignored)}
+    turn: dict[str, Any] = {"role": "assistant", "content": _text(others, ignored)}
     turn |= {"reasoning_content": thoughts} if thoughts else {}
     return turn | ({"tool_calls": calls} if calls else {})
 
 
-def _text(content: str | list[Block], at: str, ignored: list[str]) -> str:
+def _refuse_unreadable(content: str | list[Block], at: str) -> None:
+    """Raises UnsupportedParameter in Anthropic's words, by which Claude Code takes a picture out
+    of its conversation, says so and goes on; by others it sends the same again in every turn."""
+    for block in content if isinstance(content, list) else ():
+        refuse_unreadable(block.type, at, _REFUSALS.get(block.type, ""))
+
+
+def _text(content: str | list[Block], ignored: list[str]) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -210,8 +252,7 @@ def _text(content: str | list[Block], at: str, ignored: list[str]) -> str:
             texts.append(block.text or "")
             continue
         ignored.append(f"a block of type {block.type}")
-        if block.type == "image":
-            texts.append(_IMAGE)
+        texts.append(note_of(block.type))
     return "\n".join(text for text in texts if text)
 
 

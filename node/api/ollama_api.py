@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
@@ -11,19 +11,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...mtp.types import Sampling
-from ...placement.errors import InvalidRequest, ModelNotFound
+from ...placement.errors import InvalidRequest
 from ...placement.ids import RequestId
-from ..chat.requests import Called, Event, Finished, GenerationRequest, Reasoned, TextDelta
+from ..chat.requests import Called, Finished, GenerationRequest, Part, Reasoned, TextDelta
+from ..trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from .answering import Answering, Said
-from .dialects import fault_frame
+from .dialects import fault_frame, fault_response
 from .errors import HttpFault, JsonResponse
+from .ollama_models import VERSION, loaded, shown, tag
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 from .operations_api import Json, Operations
 from .strict_json import encode
-from .tolerant_body import read_tolerant, told_of
+from .tolerant_body import read_tolerant
+from .unreadable_parts import latest_own
 
 NDJSON: Final = "application/x-ndjson"
 Kind = Literal["chat", "generate"]
+_NOT_TO_UNLOAD: Final = HttpFault(
+    403,
+    "local_token_required",
+    "only the node's own user may unload a model: `exo-node models unload`, or send the "
+    f"content of the data folder's {TOKEN_FILE} as '{TOKEN_HEADER}'",
+    TOKEN_HEADER,
+)
 
 
 class Ollama:
@@ -44,16 +54,16 @@ class Ollama:
         ]
 
     async def version(self, _: Request) -> Response:
-        return JsonResponse({"version": (await self._operations.version())["version"]})
+        return JsonResponse({"version": VERSION})
 
     async def tags(self, _: Request) -> Response:
-        found = [_tag(entry) for entry in await self._entries() if entry.get("downloaded", True)]
-        return JsonResponse({"models": found})
+        entries = [entry for entry in await self._entries() if entry.get("downloaded", True)]
+        return JsonResponse({"models": [tag(entry) for entry in entries]})
 
     async def ps(self, _: Request) -> Response:
-        loaded = [entry for entry in await self._entries() if entry.get("loaded")]
-        told = [_tag(entry) | _expiry(entry) | _room(entry) for entry in loaded]
-        return JsonResponse({"models": told})
+        nodes = (await self._operations.cluster())["nodes"]
+        entries = [entry for entry in await self._entries() if entry.get("loaded")]
+        return JsonResponse({"models": [loaded(entry, nodes) for entry in entries]})
 
     async def show(self, request: Request) -> Response:
         body, _ = await read_tolerant(request, ShowBody)
@@ -62,12 +72,16 @@ class Ollama:
             raise InvalidRequest("'model' is required", param="model")
         for entry in await self._entries():
             if entry["id"] == wanted:
-                return JsonResponse(_shown(entry))
-        raise ModelNotFound(f"model '{wanted}' not found", param="model")
+                return JsonResponse(shown(entry))
+        raise await self._operations.no_model(wanted)
 
     async def chat(self, request: Request) -> Response:
         body, ignored = await read_tolerant(request, OllamaChatBody)
-        messages = tuple(message.for_template() for message in body.messages)
+        latest = latest_own([message.role for message in body.messages])
+        messages = tuple(
+            message.for_template(f"messages[{number}]", ignored, latest=number == latest)
+            for number, message in enumerate(body.messages)
+        )
         if not messages:
             return await self._load(body, "chat", request)
         tools = tuple(tool.function.for_template() for tool in body.tools or ())
@@ -98,7 +112,7 @@ class Ollama:
             asked,
             _Lines(kind, asked.model),
             stream=stream is not False,
-            headers=told_of(ignored, request.url.path),
+            ignored=ignored,
             media_type=NDJSON,
         )
 
@@ -113,8 +127,11 @@ class Ollama:
             Sampling(),
             text=".",
             keep_alive_s=body.keep_alive,
+            trusted=request.state.trusted,
         )
         releases = body.keep_alive == 0
+        if releases and not asked.trusted:
+            return fault_response(_NOT_TO_UNLOAD, request.url.path)
         if releases:
             await self._answering.chat.release(asked)
         else:
@@ -171,7 +188,10 @@ class _Lines:
         calls = [_call(call) for call in said.calls]
         return self._line(said.text, said.thought, calls) | self._last(end)
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def heartbeat(self) -> list[bytes]:
+        return [self._encoded(self._line("", "", []))]
+
+    def of(self, event: Part) -> list[bytes]:
         match event:
             case TextDelta(text) if text:
                 return [self._encoded(self._line(text, "", []))]
@@ -182,7 +202,7 @@ class _Lines:
             case Finished():
                 return [self._encoded(self._line("", "", []) | self._last(event))]
             case _:
-                return []  # a line of JSON has no comments
+                return []
 
     def broken(self, fault: HttpFault) -> list[bytes]:
         return [fault_frame(fault, "/api/chat")]
@@ -218,40 +238,6 @@ class _Lines:
 
 def _call(call: Called) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-
-
-def _tag(entry: Json) -> dict[str, Any]:
-    made = datetime.fromtimestamp(int(entry.get("created", 0)), UTC).isoformat()
-    name = str(entry["id"])
-    details: dict[str, Any] = {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "",
-        "families": [],
-    }
-    sizes = {"parameter_size": "", "quantization_level": ""}
-    told = {"name": name, "model": name, "modified_at": made, "size": 0, "digest": ""}
-    return {**told, "details": details | sizes}
-
-
-def _expiry(entry: Json) -> dict[str, Any]:
-    """Clients want a time, also of what stays until somebody unloads it."""
-    left_s = entry.get("unloads_in_s")
-    if left_s is None:
-        return {"expires_at": "9999-12-31T23:59:59Z"}
-    at = datetime.now(UTC) + timedelta(seconds=float(left_s))
-    return {"expires_at": at.isoformat().replace("+00:00", "Z")}
-
-
-def _room(entry: Json) -> dict[str, Any]:
-    return {"size_vram": 0, "context_length": entry.get("context_length") or 0}
-
-
-def _shown(entry: Json) -> dict[str, Any]:
-    tag = _tag(entry)
-    info = {"general.architecture": "exo", "exo.context_length": entry.get("context_length") or 0}
-    told = {"details": tag["details"], "model_info": info, "modified_at": tag["modified_at"]}
-    return {**told, "capabilities": ["completion"], "template": "", "parameters": ""}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -11,8 +11,10 @@ from ...placement.ids import ModelId
 from ..chat.requests import Grammar
 from .keep_alive import KeepAlive
 from .structured_schema import schema_grammar
+from .thinking_schema import thinking_options
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Tool
+from .unreadable_parts import note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
@@ -94,9 +96,17 @@ class OllamaMessage(TolerantBody):
     tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=128)] = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+    images: list[str] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, at: str, ignored: list[str], *, latest: bool) -> dict[str, Any]:
+        """As chat templates take it. Raises UnsupportedParameter for pictures in the user's
+        `latest` turn."""
         told: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.images and latest:
+            refuse_unreadable("images", f"{at}.images")
+        if self.images:
+            ignored.append("messages[].images")
+            told["content"] = "\n".join(filter(None, (self.content, note_of("images"))))
         if self.thinking:
             told["reasoning_content"] = self.thinking
         if self.tool_name:
@@ -138,14 +148,10 @@ class _Asked(TolerantBody):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Ollama's efforts are OpenAI's; true and false switch thinking."""
-        match self.think:
-            case None:
-                return {}
-            case bool():
-                return {"effort": "high" if self.think else "none", "lenient": True}
-            case effort:
-                return {"effort": effort, "lenient": True}
+        """True and false switch thinking; its efforts are OpenAI's."""
+        if isinstance(self.think, bool):
+            return thinking_options(switches=(self.think,))
+        return thinking_options(effort=self.think)
 
 
 class OllamaChatBody(_Asked):
@@ -160,15 +166,18 @@ class OllamaGenerateBody(_Asked):
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
+    images: list[str] | None = None
 
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {"suffix": ("",)}
+        return {"suffix": ("",), "images": ([],)}
 
     def check(self) -> None:
         """Raises UnsupportedParameter."""
         if self.suffix:
             raise UnsupportedParameter("'suffix' is not supported; leave it out", param="suffix")
+        if self.images:
+            refuse_unreadable("images", "images")
 
     def messages(self) -> list[dict[str, Any]]:
         told = [{"role": "system", "content": self.system}] if self.system else []

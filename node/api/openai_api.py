@@ -11,19 +11,17 @@ from starlette.routing import Route
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
     Called,
-    Event,
+    CallPart,
     Finished,
     GenerationRequest,
-    Loading,
-    PrefillProgress,
+    Part,
     Reasoned,
-    Resuming,
     Started,
     TextDelta,
     TokenLogprob,
 )
-from .answering import Answering, Said, quiet
-from .body_schema import read_body
+from .answering import Answering, Said
+from .body_schema import parse_body, read_with
 from .dialects import fault_frame
 from .errors import HttpFault
 from .openai_schema import ChatBody
@@ -51,6 +49,7 @@ def generation_request(body: ChatBody, request_id: RequestId) -> GenerationReque
         top_logprobs=body.wanted_logprobs,
         background=body.background,
         grammar=body.forced or body.form,
+        call_parts=bool(body.stream),
         keep_alive_s=body.keep_alive,
     )
 
@@ -70,10 +69,16 @@ class ChatCompletions:
         return [Route("/v1/chat/completions", self.complete, methods=["POST"])]
 
     async def complete(self, request: Request) -> Response:
-        body = await read_body(request, ChatBody)
-        asked = generation_request(body, RequestId(request.state.request_id))
-        shape = _Answer(body, asked.id)
-        return await self._answering.respond(request, asked, shape, stream=bool(body.stream))
+        request_id = RequestId(request.state.request_id)
+
+        def read(raw: bytes) -> tuple[ChatBody, GenerationRequest, list[str]]:
+            body = parse_body(raw, ChatBody)
+            return body, generation_request(body, request_id), body.ignored
+
+        body, asked, ignored = await read_with(request, read)
+        return await self._answering.respond(
+            request, asked, _Answer(body, asked.id), stream=bool(body.stream), ignored=ignored
+        )
 
 
 class _Answer:
@@ -112,10 +117,11 @@ class _Answer:
             body["prompt_token_ids"] = said.prompt_ids
         return body
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def heartbeat(self) -> list[bytes]:
+        return [self._chunk({}, TextDelta("", ()), None)]
+
+    def of(self, event: Part) -> list[bytes]:
         match event:
-            case None | Loading() | Resuming() | PrefillProgress():
-                return [quiet(event)]
             case Started(prompt_ids):
                 self._prompt_ids = prompt_ids
                 return self._beginning()
@@ -124,10 +130,10 @@ class _Answer:
             case Reasoned(text):
                 delta: dict[str, Any] = {"reasoning_content": text}
                 return [*self._beginning(), self._chunk(delta, TextDelta("", ()), None)]
-            case Called():
-                index = self._calls
-                delta = {"tool_calls": [{"index": index, **self._call(event)}]}
-                return [*self._beginning(), self._chunk(delta, TextDelta("", ()), None)]
+            case Called(name, arguments):
+                return self._call_part(CallPart(name, arguments, ends=True))
+            case CallPart():
+                return self._call_part(event)
             case Finished():
                 return [*self._beginning(), *self._end(event)]
             case _:
@@ -136,11 +142,21 @@ class _Answer:
     def broken(self, fault: HttpFault) -> list[bytes]:
         return [fault_frame(fault, "/v1/chat/completions")]
 
-    def _call(self, called: Called) -> dict[str, Any]:
+    def _call(self, called: Called | CallPart) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls)
         self._calls += 1
         function = {"name": called.name, "arguments": called.arguments}
         return {"id": name, "type": "function", "function": function}
+
+    def _call_part(self, part: CallPart) -> list[bytes]:
+        if part.name:
+            call = self._call(part)
+        elif part.arguments:
+            call = {"function": {"arguments": part.arguments}}
+        else:
+            return []
+        delta = {"tool_calls": [{"index": self._calls - 1, **call}]}
+        return [*self._beginning(), self._chunk(delta, TextDelta("", ()), None)]
 
     def _reason(self, end: Finished) -> str:
         return "tool_calls" if self._calls and end.reason == "stop" else end.reason

@@ -14,11 +14,15 @@ from pydantic_core import PydanticCustomError
 
 from ...placement.errors import InvalidRequest
 from ..chat.requests import Grammar, calls_of
-from .body_schema import StrictBody
+from .body_schema import MAX_PARTS, StrictBody
 from .keep_alive import KeepAlive
 from .sampling_schema import MaxTokens, SamplingBody
 from .strict_json import brief, decode, encode
-from .tool_schema import MAX_TOOLS, Effort, TemplateKwargs, Tool
+from .structured_schema import one_grammar
+from .thinking_schema import ThinkingFields
+from .tolerant_body import unknown_fields
+from .tool_schema import MAX_TOOLS, Tool
+from .unreadable_parts import has_note, refusal_of, without_earlier_pictures
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -63,6 +67,19 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 """Hints that change no answer, or that this node follows anyway: it caches every prompt."""
 
+OF_OTHER_SERVERS: Final = (
+    "include_reasoning",
+    "num_ctx",
+    "options",
+    "plugins",
+    "provider",
+    "route",
+    "transforms",
+    "usage",
+)
+"""Fields of Ollama's and OpenRouter's own that their clients send to any server: dropped and named,
+where an unknown field, which may be a misspelt one, is refused."""
+
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     """Python's True equals 1 and 0 equals False; a JSON client means different things by them."""
@@ -104,6 +121,8 @@ def _joined(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     parts = cast(list[object], value)
+    if len(parts) > MAX_PARTS:
+        raise PydanticCustomError("too_long", "should have at most {n} parts", {"n": MAX_PARTS})
     return "".join(_text_of(part, f"[{index}]") for index, part in enumerate(parts))
 
 
@@ -115,7 +134,8 @@ def _text_of(part: Any, at: str) -> str:
             unknown = next(name for name in extra if name not in _PART_HINTS)
             raise _unsupported(f"{at}.{brief(unknown)}", "is not supported; remove it")
         case {"type": str(kind)} if kind != "text":
-            sentence = f"is a part of type '{brief(kind)}'; this node reads parts of type 'text'"
+            other = f"is a part of type '{brief(kind)}'; this node reads parts of type 'text'"
+            sentence = refusal_of(kind) or other
             raise _unsupported(f"{at}.type", sentence)
         case _:
             raise PydanticCustomError(
@@ -139,6 +159,9 @@ class TextPart(StrictBody):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
+
+
+TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
 class FunctionCall(StrictBody):
@@ -166,7 +189,10 @@ class Message(StrictBody):
     """Some clients number their messages; no answer depends on it."""
     content: Annotated[
         str | None,
-        BeforeValidator(_joined, json_schema_input_type=str | list[TextPart] | None),
+        BeforeValidator(
+            _joined,
+            json_schema_input_type=str | TextParts | None,
+        ),
     ] = None
     name: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     reasoning_content: str | None = None
@@ -243,7 +269,7 @@ class StreamOptions(StrictBody):
         return value
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, ThinkingFields):
     """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -256,9 +282,6 @@ class ChatBody(SamplingBody):
     return_token_ids: bool | None = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    reasoning_effort: Effort | None = None
-    """Goes to the template's own variable; "none" switches reasoning off, others switch it on."""
-    chat_template_kwargs: TemplateKwargs | None = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -273,10 +296,24 @@ class ChatBody(SamplingBody):
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
 
+    include_reasoning: Any = None
+    num_ctx: Any = None
+    options: Any = None
+    plugins: Any = None
+    provider: Any = None
+    route: Any = None
+    transforms: Any = None
+    usage: Any = None
+
     @model_validator(mode="before")
     @classmethod
     def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return without_neutral(fields)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _shows_pictures_in_its_latest_turn_only(cls, messages: object) -> object:
+        return without_earlier_pictures(messages)
 
     @model_validator(mode="after")
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
@@ -289,21 +326,14 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _can_call(self) -> "ChatBody":
-        """What the model must do has to be possible, and the answer's only form."""
-        forced = self.forced
-        if forced is None:
+        """What the model must do has to be possible."""
+        if self.forced is None:
             return self
         declared = [tool.function.name for tool in self.tools or ()]
         missing = [name for name in self.forced_names or () if name not in declared]
         if missing or not declared:
             raise PydanticCustomError(
                 "not_declared", "insists on a tool that 'tools' lacks", {"at": "tool_choice"}
-            )
-        if self.form is not None:
-            raise PydanticCustomError(
-                "one_of",
-                "cannot be enforced together with '{other}'",
-                {"other": self.form.field, "at": "tool_choice"},
             )
         return self
 
@@ -333,12 +363,17 @@ class ChatBody(SamplingBody):
         return tuple(tool.function.for_template() for tool in self.tools or ())
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        kwargs = self.chat_template_kwargs.given() if self.chat_template_kwargs else {}
-        told: dict[str, Any] = {"kwargs": kwargs} if kwargs else {}
-        return told | ({"effort": self.reasoning_effort} if self.reasoning_effort else {})
+    def ignored(self) -> list[str]:
+        """The names of what the request has that is dropped."""
+        dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
+        dropped += unknown_fields(self)
+        if any(has_note(message.content) for message in self.messages):
+            dropped.append("messages[].content (an image)")
+        _ = one_grammar(self.forced, self.form, dropped)
+        return dropped
 
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(OF_OTHER_SERVERS)
 
     @classmethod
     def refused_fields(cls) -> Mapping[str, tuple[Any, ...]]:

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -51,9 +51,9 @@ _QUERIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "/v1/models": {"catalog": {"enum": ["0", "1", "true", "false"]}},
     "/v1/placements/preview": {
         "model": {"type": "string", "minLength": 1, "maxLength": 256},
-        "min_nodes": {"type": "integer"},
-        "max_nodes": {"type": "integer"},
-        "context": {"type": "integer"},
+        "min_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
+        "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
+        "context": {"type": "integer", "minimum": 1},
     },
     "/v1/events": {"follow": {"enum": ["0", "1"]}, "scope": {"enum": ["cluster", "node"]}},
 }
@@ -66,6 +66,7 @@ _STREAMED: Final[Mapping[str, str]] = {
 _PLAIN: Final[Mapping[str, str]] = {"/metrics": "text/plain", "/v1/events": "text/event-stream"}
 
 Effect = Literal["honoured", "no-op", "refused", "ignored"]
+_COLUMNS: Final[tuple[Effect, ...]] = get_args(Effect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class FieldEffect:
 
 
 def effects(body: type[StrictBody]) -> list[FieldEffect]:
-    """Of every field that the body's schema names; "ignored" is what others are, if anything."""
+    """Of every field that the body's schema names."""
     refused = body.refused_fields()
     named = list(dict.fromkeys((*body.model_fields, *refused)))
     return [_effect(body, name, refused) for name in named]
@@ -93,6 +94,8 @@ def _effect(
 ) -> FieldEffect:
     if name in refused:
         return FieldEffect(name, "refused", refused[name])
+    if name in body.ignored_fields:
+        return FieldEffect(name, "ignored")
     return FieldEffect(name, "no-op" if name in body.without_effect else "honoured")
 
 
@@ -235,8 +238,8 @@ def _tell_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
         if field.effect == "refused":
             values = [*field.neutral, None]
             properties[field.name] = {"enum": values, "x-exo-node": "refused"}
-        elif field.effect == "no-op":
-            properties[field.name]["x-exo-node"] = "no-op"
+        elif field.effect != "honoured":
+            properties[field.name]["x-exo-node"] = field.effect
     if is_tolerant(body):
         schema["additionalProperties"] = True
 
@@ -247,10 +250,13 @@ def fields_table(paths: Iterable[str]) -> str:
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for path in paths:
         body = BODIES["POST", path]
-        by_effect: dict[Effect, list[str]] = {"honoured": [], "no-op": [], "refused": []}
-        for field in effects(body):
-            by_effect[field.effect].append(f"`{field.name}`")
+        by_effect: dict[Effect, list[str]] = {
+            effect: [f"`{field.name}`" for field in effects(body) if field.effect == effect]
+            for effect in _COLUMNS
+        }
+        ignored = ", ".join(by_effect.pop("ignored"))
         cells = [", ".join(names) or "none" for names in by_effect.values()]
         rest = "ignored and named" if is_tolerant(body) else "refused"
+        rest = f"{ignored}: ignored and named; others {rest}" if ignored else rest
         rows.append(f"| `{path}` | {' | '.join(cells)} | {rest} |")
     return "\n".join(rows) + "\n"

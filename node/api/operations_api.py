@@ -1,18 +1,18 @@
 """The part of the HTTP API that shows and changes what the node and its cluster do."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...placement.errors import InvalidRequest, ModelNotFound
-from ...placement.library import not_here
 from ..machine.switches import VARIABLES, SwitchName
 from .body_schema import StrictBody, read_body
 from .errors import JsonResponse
+from .model_entries import model_entry, model_list
 from .plan_request import PlacementBody, PlanBody, parse_query
 
 Json = Mapping[str, Any]
@@ -32,6 +32,10 @@ class Operations(Protocol):
 
     async def catalogue(self) -> Json:
         """The same of the models that there are cards of, on disk or not."""
+        ...
+
+    async def no_model(self, model: str) -> ModelNotFound:
+        """The error for a name that is not among `models`: the same as a chat's."""
         ...
 
     async def cluster(self) -> Json: ...
@@ -84,6 +88,8 @@ class Operations(Protocol):
 
 class SettingsBody(StrictBody):
     """The defaults mean nothing: only the fields that were given count."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     native_mtp_enabled: bool = False
     native_mtp_async_draft_eval: bool = False
@@ -143,24 +149,21 @@ class OperationsApi:
     async def models(self, request: Request) -> Response:
         match request.query_params.get("catalog", "0"):
             case "1" | "true":
-                return JsonResponse(await self._operations.catalogue())
+                return JsonResponse(model_list(await self._operations.catalogue(), request.headers))
             case "0" | "false":
-                return JsonResponse(await self._operations.models())
+                return JsonResponse(model_list(await self._operations.models(), request.headers))
             case other:
                 what = f"catalog is {other[:40]!r}; it is 1 (the models that have cards) or 0"
                 raise InvalidRequest(what, param="catalog")
 
     async def model(self, request: Request) -> Response:
         wanted: str = request.path_params["id"]
-        entries: list[Json] = (await self._operations.models())["data"]
-        known = {str(entry["id"]): entry for entry in entries}
-        if wanted in known:
-            return JsonResponse(known[wanted])
-        if any(entry["id"] == wanted for entry in (await self._operations.catalogue())["data"]):
-            raise ModelNotFound(not_here(wanted), param="model")
-        near = difflib.get_close_matches(wanted[:256], list(known))
-        nearest = f"; the nearest are {', '.join(near)}" if near else ""
-        raise ModelNotFound(f"there is no model '{wanted[:256]}'{nearest}", param="model")
+        if not wanted:  # a list with a slash behind it
+            return await self.models(request)
+        for entry in (await self._operations.models())["data"]:
+            if entry["id"] == wanted:
+                return JsonResponse(model_entry(entry, request.headers))
+        raise await self._operations.no_model(wanted)
 
     async def cluster(self, _: Request) -> Response:
         return JsonResponse(await self._operations.cluster())

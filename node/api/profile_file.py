@@ -7,15 +7,18 @@ file that is no TOML at all, what it held before does.
 import logging
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 from pydantic import Field
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ..machine.background_reads import BackgroundRead, read_regular
 from .body_schema import validated
 from .keep_alive import KeepAlive
 from .sampling_schema import SamplingBody
+from .thinking_schema import thinking_options
 from .tool_schema import Effort, TemplateKwargs
 
 _LOG: Final = logging.getLogger(__name__)
@@ -35,6 +38,10 @@ class Profile(SamplingBody):
     chat_template_kwargs: TemplateKwargs | None = None
     keep_alive: KeepAlive = None
 
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return thinking_options(effort=self.reasoning_effort, kwargs=self.chat_template_kwargs)
+
     @classmethod
     def known_fields(cls) -> list[str]:
         return [name for name in cls.model_fields if name not in _OF_REQUESTS]
@@ -45,54 +52,57 @@ class Profile(SamplingBody):
         return told | ({"system": True} if self.system else {})
 
 
+@dataclass(frozen=True, slots=True)
+class _Content:
+    stamp: object = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
+    faults: Mapping[str, ExoNodeError] = field(default_factory=dict[str, ExoNodeError])
+
+
 class ProfileFile:
-    """The profiles of one file, which need not exist. Blocks, as long as a small file takes."""
+    """The profiles of one file, which need not exist, as of the last `refresh`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: object = None
-        self._profiles: Mapping[str, Profile] = {}
-        self._faults: Mapping[str, ExoNodeError] = {}
+        self._content = BackgroundRead(path, self._read)
+
+    async def refresh(self) -> None:
+        """Reads the file again if it has changed."""
+        await self._content.refresh()
 
     def all(self) -> Mapping[str, Profile]:
-        self._refresh()
-        return self._profiles
+        return self._content.value.profiles
 
     def faults(self) -> Mapping[str, ExoNodeError]:
         """By the profile's name, or the file's."""
-        self._refresh()
-        return self._faults
+        return self._content.value.faults
 
     def get(self, name: str) -> Profile | None:
         """None where there is none of that name. Raises what is wrong with the one that has it."""
-        self._refresh()
-        if (fault := self._faults.get(name)) is not None:
+        if (fault := self.faults().get(name)) is not None:
             raise fault
-        return self._profiles.get(name)
+        return self.all().get(name)
 
-    def _refresh(self) -> None:
-        if (stamp := _stamp(self._path)) == self._stamp:
-            return
-        self._stamp = stamp
-        self._faults = {}
+    def _read(self, before: _Content | None) -> _Content:
+        before, stamp = before or _Content(), _stamp(self._path)
+        if stamp == before.stamp:
+            return before
+        profiles: dict[str, Profile] = {}
+        faults: dict[str, ExoNodeError] = {}
         try:
             tables: Mapping[str, Any] = {} if stamp is None else _tables(self._path)
         except InvalidSettings as fault:
-            self._faults = {self._path.name: fault}
+            content = _Content(stamp, before.profiles, {self._path.name: fault})
         else:
-            self._take(self._path, tables)
-        for fault in self._faults.values():
+            for name, table in tables.items():
+                try:
+                    profiles[name] = _profile(self._path, name, table)
+                except InvalidSettings as fault:
+                    faults[name[:_MAX_NAME]] = fault
+            content = _Content(stamp, profiles, faults)
+        for fault in content.faults.values():
             _LOG.warning("%s", fault.message)
-
-    def _take(self, path: Path, tables: Mapping[str, Any]) -> None:
-        profiles: dict[str, Profile] = {}
-        faults: dict[str, ExoNodeError] = {}
-        for name, table in tables.items():
-            try:
-                profiles[name] = _profile(path, name, table)
-            except InvalidSettings as fault:
-                faults[name[:_MAX_NAME]] = fault
-        self._profiles, self._faults = profiles, faults
+        return content
 
 
 def _profile(path: Path, name: str, table: Any) -> Profile:
@@ -121,8 +131,7 @@ def _profile(path: Path, name: str, table: Any) -> Profile:
 
 def _tables(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_FILE_LIMIT + 1)
+        content, _ = read_regular(path, _FILE_LIMIT + 1)
         if len(content) > _FILE_LIMIT:
             raise InvalidSettings(
                 f"{path} has more than {_FILE_LIMIT} bytes; make it shorter", param=path.name

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import InvalidRequest
 from .errors import JsonResponse
+from .model_entries import model_entry, model_list
 from .profile_file import Profile, ProfileFile
 from .strict_json import decode, encode
 
@@ -32,12 +33,14 @@ class ProfileLists:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         forwarded = (scope.get("client") or ("",))[0] == FORWARDED
+        if not forwarded and scope["type"] == "http":
+            await self._profiles.refresh()
         if forwarded or scope["type"] != "http" or not self._has_any():
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], str(scope["path"])
         name = path.removeprefix(f"{_MODELS}/")
-        if (method, path) == ("GET", _MODELS) and not _asks_for_catalogue(scope):
+        if method == "GET" and path in (_MODELS, f"{_MODELS}/") and not _asks_for_catalogue(scope):
             await self._models(scope, receive, send)
         elif (method, path) == ("GET", _TAGS):
             await self._tags(scope, receive, send)
@@ -66,7 +69,8 @@ class ProfileLists:
             _named(name) | {"loaded": False, "error": fault.message}
             for name, fault in faults.items()
         ]
-        await JsonResponse({**told, "data": [*kept, *ours, *broken]})(scope, receive, send)
+        told = model_list({**told, "data": [*kept, *ours, *broken]})
+        await JsonResponse(told)(scope, receive, send)
 
     async def _tags(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ollama's list."""
@@ -90,7 +94,7 @@ class ProfileLists:
             by_id = {str(entry["id"]): entry for entry in told["data"]}
             profile = self._profiles.all()[name]
             entry = _entry(name, profile, by_id.get(profile.model))
-            await JsonResponse(entry)(scope, receive, send)
+            await JsonResponse(model_entry(entry))(scope, receive, send)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The profile's model is shown."""

@@ -1,9 +1,9 @@
 """A `Chat` that knows the person's own names for models: what a profile says is put under what a
 request says."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from ...mtp.types import Sampling
 from ...placement.errors import ExoNodeError, ModelNotFound
@@ -12,9 +12,7 @@ from ..chat.requests import Chat, Encoded, Event, GenerationRequest
 from .profile_file import Profile, ProfileFile
 from .sampling_schema import PENALTY_FIELDS
 from .sse import closing
-
-_SWITCHES: Final = ("enable_thinking", "thinking", "reasoning_effort")
-"""Variables of templates that an effort of the request goes before."""
+from .thinking_schema import merge_options
 
 
 class ProfiledChat:
@@ -24,15 +22,21 @@ class ProfiledChat:
         self._chat = chat
         self._profiles = profiles
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `requests.Chat`. Raises ModelNotFound for a profile with a fault."""
-        profile = self._of(request.model)
-        if profile is None:
-            return self._chat.stream(request)
-        return self._named(request, profile)
+        profile = await self._of(request.model)
+        asked = request if profile is None else applied(profile, request)
+        async with closing(self._chat.stream(asked)) as events:
+            try:
+                async for event in events:
+                    yield event
+            except ModelNotFound as fault:
+                if profile is None:
+                    raise
+                raise _gone(request.model, fault) from fault
 
     async def encode(self, request: GenerationRequest) -> Encoded:
-        profile = self._of(request.model)
+        profile = await self._of(request.model)
         if profile is None:
             return await self._chat.encode(request)
         try:
@@ -41,21 +45,12 @@ class ProfiledChat:
             raise _gone(request.model, fault) from fault
 
     async def release(self, request: GenerationRequest) -> None:
-        profile = self._of(request.model)
+        profile = await self._of(request.model)
         model = request.model if profile is None else ModelId(profile.model)
         await self._chat.release(replace(request, model=model))
 
-    async def _named(
-        self, request: GenerationRequest, profile: Profile
-    ) -> AsyncGenerator[Event, None]:
-        async with closing(self._chat.stream(applied(profile, request))) as events:
-            try:
-                async for event in events:
-                    yield event
-            except ModelNotFound as fault:
-                raise _gone(request.model, fault) from fault
-
-    def _of(self, name: str) -> Profile | None:
+    async def _of(self, name: str) -> Profile | None:
+        await self._profiles.refresh()
         try:
             return self._profiles.get(name)
         except ExoNodeError as fault:
@@ -65,7 +60,9 @@ class ProfiledChat:
 def applied(profile: Profile, request: GenerationRequest) -> GenerationRequest:
     """The request to the profile's model, with what it leaves open as the profile has it."""
     sampling, said = profile.sampling()
-    keep_alive = profile.keep_alive if request.keep_alive_s is None else request.keep_alive_s
+    keep_alive, trusted = request.keep_alive_s, request.trusted
+    if keep_alive is None:
+        keep_alive, trusted = profile.keep_alive, True  # the node's own user wrote it
     k = request.num_draft_tokens
     changed = replace(
         request,
@@ -78,13 +75,14 @@ def applied(profile: Profile, request: GenerationRequest) -> GenerationRequest:
         draft_policy=request.draft_policy or profile.draft_policy,
         background=request.background or profile.background,
         keep_alive_s=keep_alive,
+        trusted=trusted,
     )
     if request.text is not None or request.ids is not None:
         return changed  # there is no template
     return replace(
         changed,
         messages=_messages(request, profile.system),
-        options=_options(request.options, profile),
+        options=merge_options(profile.template_options, request.options),
     )
 
 
@@ -105,15 +103,6 @@ def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[s
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return ({"role": "system", "content": system}, *messages)
-
-
-def _options(asked: Mapping[str, Any], profile: Profile) -> Mapping[str, Any]:
-    kwargs = profile.chat_template_kwargs.given() if profile.chat_template_kwargs else {}
-    if "effort" in asked:
-        kwargs = {name: value for name, value in kwargs.items() if name not in _SWITCHES}
-    effort = {"effort": profile.reasoning_effort} if profile.reasoning_effort else {}
-    merged = {**kwargs, **asked.get("kwargs", {})}
-    return {**effort, **asked, **({"kwargs": merged} if merged else {})}
 
 
 def _gone(name: str, fault: ModelNotFound) -> ModelNotFound:

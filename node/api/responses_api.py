@@ -12,22 +12,23 @@ from ...mtp.types import Sampling
 from ...placement.ids import ModelId, RequestId
 from ..chat.requests import (
     Called,
-    Event,
+    CallPart,
     Finished,
     GenerationRequest,
-    Loading,
-    PrefillProgress,
+    Part,
     Reasoned,
-    Resuming,
     Started,
     TextDelta,
 )
-from .answering import Answering, Said, quiet
+from .answering import Answering, Said
+from .body_schema import read_with
+from .call_item import CallItem
 from .dialects import named
 from .errors import HttpFault
 from .openai_api import call_id, statistics
-from .responses_schema import NamedChoice, ResponsesBody, custom_input
-from .tolerant_body import read_tolerant, told_of
+from .responses_schema import NamedChoice, ResponsesBody
+from .structured_schema import one_grammar
+from .tolerant_body import parse_tolerant
 
 Kind = Literal["message", "reasoning"]
 
@@ -42,30 +43,38 @@ class Responses:
         return [Route("/v1/responses", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
-        body, ignored = await read_tolerant(request, ResponsesBody)
-        body.check()
-        fields = {"temperature": body.temperature, "top_p": body.top_p}
-        given = {name: value for name, value in fields.items() if value is not None}
-        tools = body.declared(ignored)
-        asked = GenerationRequest(
-            id=RequestId(request.state.request_id),
-            model=ModelId(body.model),
-            messages=tuple(body.for_template(ignored)),
-            sampling=replace(Sampling(temperature=1.0), **given),
-            given=frozenset(given),
-            max_tokens=body.max_output_tokens,
-            tools=tools,
-            options=body.options,
-            background=body.service_tier == "flex",
-            grammar=body.forced(tools) or body.form,
-        )
+        request_id = RequestId(request.state.request_id)
+        body, asked, ignored = await read_with(request, lambda raw: _read(raw, request_id))
         return await self._answering.respond(
             request,
             asked,
             _Response(body, asked.id),
             stream=bool(body.stream),
-            headers=told_of(list(dict.fromkeys(ignored)), request.url.path),
+            ignored=ignored,
         )
+
+
+def _read(raw: bytes, request_id: RequestId) -> tuple[ResponsesBody, GenerationRequest, list[str]]:
+    """The body, its request, and the names of what has no effect. Raises InvalidRequest."""
+    body, ignored = parse_tolerant(raw, ResponsesBody)
+    body.check()
+    fields = {"temperature": body.temperature, "top_p": body.top_p}
+    given = {name: value for name, value in fields.items() if value is not None}
+    tools = body.declared(ignored)
+    asked = GenerationRequest(
+        id=request_id,
+        model=ModelId(body.model),
+        messages=tuple(body.for_template(ignored)),
+        sampling=replace(Sampling(temperature=1.0), **given),
+        given=frozenset(given),
+        max_tokens=body.max_output_tokens,
+        tools=tools,
+        options=body.options,
+        background=body.service_tier == "flex",
+        grammar=one_grammar(body.forced(tools), body.form, ignored),
+        call_parts=bool(body.stream),
+    )
+    return body, asked, list(dict.fromkeys(ignored))
 
 
 @final
@@ -79,6 +88,8 @@ class _Response:
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
         self._calls = 0
+        self._call: CallItem | None = None
+        """The one that is being written."""
         self._open: Kind | None = None
         self._text = ""
         self._begun = False
@@ -89,25 +100,30 @@ class _Response:
         if said.text or not said.calls:
             self._items.append(self._message(said.text))
         for call in said.calls:
-            self._items.append(self._call(call))
+            item = self._call_item(call.name)
+            _ = item.delta(call.arguments, ends=True)
+            self._items.append(item.item("completed"))
         return self._response(end)
 
-    def of(self, event: Event | None) -> list[bytes]:
+    def heartbeat(self) -> list[bytes]:
+        return self._beginning() or [self._in_progress()]
+
+    def of(self, event: Part) -> list[bytes]:
         match event:
-            case None | Loading() | Resuming() | PrefillProgress():
-                return [quiet(event)]
             case Started():
                 return self._beginning()
             case TextDelta(text):
                 return self._said("message", text) if text else []
             case Reasoned(text):
                 return self._said("reasoning", text)
-            case Called():
-                return [*self._beginning(), *self._close(), *self._called(event)]
+            case Called(name, arguments):
+                return self._call_part(CallPart(name, arguments, ends=True))
+            case CallPart():
+                return self._call_part(event)
             case Finished():
-                kind = "completed" if event.reason == "stop" else "incomplete"
                 frames = [*self._beginning(), *self._close()]
-                last = self._event(f"response.{kind}", response=self._response(event))
+                response = self._response(event)
+                last = self._event(f"response.{response['status']}", response=response)
                 return [*frames, last]
 
     def broken(self, fault: HttpFault) -> list[bytes]:
@@ -125,8 +141,11 @@ class _Response:
         if self._begun:
             return []
         self._begun = True
-        kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=self._response(None)) for kind in kinds]
+        created = self._event("response.created", response=self._response(None))
+        return [created, self._in_progress()]
+
+    def _in_progress(self) -> bytes:
+        return self._event("response.in_progress", response=self._response(None))
 
     def _said(self, kind: Kind, text: str) -> list[bytes]:
         frames = self._beginning()
@@ -169,20 +188,29 @@ class _Response:
         self._open = None
         return frames
 
-    def _called(self, call: Called) -> list[bytes]:
-        item = self._call(call)
+    def _call_part(self, part: CallPart) -> list[bytes]:
         index = len(self._items)
-        field = "input" if item["type"] == "custom_tool_call" else "arguments"
-        prefix = "custom_tool_call_input" if field == "input" else "function_call_arguments"
-        begun = item | {field: "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": index}
+        frames: list[bytes] = []
+        if part.name:
+            frames = [*self._beginning(), *self._close()]
+            index = len(self._items)
+            self._call = call = self._call_item(part.name)
+            begun = call.item("in_progress")
+            frames.append(self._event("response.output_item.added", output_index=index, item=begun))
+        call = self._call
+        assert call is not None
+        place, kind = call.place | {"output_index": index}, call.event_prefix
+        if text := call.delta(part.arguments, ends=part.ends and not part.is_cut):
+            frames.append(self._event(f"{kind}.delta", **place, delta=text))
+        if not part.ends:
+            return frames
+        self._call = None
+        item = call.item("incomplete" if part.is_cut else "completed")
         self._items.append(item)
-        return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event(f"response.{prefix}.delta", **place, delta=item[field]),
-            self._event(f"response.{prefix}.done", **place, **{field: item[field]}),
-            self._event("response.output_item.done", output_index=index, item=item),
-        ]
+        if part.is_cut:  # clients run a call that is done
+            return frames
+        frames.append(self._event(f"{kind}.done", **place, **call.value))
+        return [*frames, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_id(self, index: int) -> str:
         return f"{self._request_id.replace('req_', 'item_', 1)}_{index}"
@@ -203,13 +231,11 @@ class _Response:
         part = {"type": "reasoning_text", "text": text}
         return {**head, "status": "completed", "content": [part]}
 
-    def _call(self, call: Called) -> dict[str, Any]:
-        head = {"id": self._item_id(len(self._items)), "status": "completed"}
-        head |= {"call_id": call_id(self._request_id, self._calls), "name": call.name}
+    def _call_item(self, tool: str) -> CallItem:
+        head = {"id": self._item_id(len(self._items)), "name": tool}
+        head["call_id"] = call_id(self._request_id, self._calls)
         self._calls += 1
-        if call.name in self._body.custom_tools:
-            return {**head, "type": "custom_tool_call", "input": custom_input(call.arguments)}
-        return {**head, "type": "function_call", "arguments": call.arguments}
+        return CallItem(head, is_custom=tool in self._body.custom_tools)
 
     def _response(self, end: Finished | None) -> dict[str, Any]:
         cut = end is not None and end.reason == "length"
@@ -245,7 +271,7 @@ def _choice(body: ResponsesBody) -> Any:
 def _usage(end: Finished) -> dict[str, Any]:
     told = {
         "input_tokens": end.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": end.cached_tokens},
+        "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": end.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": end.prompt_tokens + end.completion_tokens,

@@ -4,17 +4,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ...placement.errors import InvalidRequest, UnsupportedParameter
 from ..chat.requests import Grammar, calls_of
+from .body_schema import MAX_PARTS, check_parts
 from .strict_json import decode
 from .structured_schema import schema_grammar
+from .thinking_schema import thinking_options
 from .tolerant_body import TolerantBody
 from .tool_schema import MAX_TOOLS, Effort
+from .unreadable_parts import latest_own, note_of, refuse_unreadable
 
 _UINT32: Final = 2**32 - 1
-_IMAGE: Final = "[an image was here; this node reads text only]"
 _STATEFUL: Final = ("previous_response_id", "conversation")
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that stands for a custom tool, whose input is free text."""
@@ -27,6 +29,9 @@ class ContentPart(TolerantBody):
     logprobs: list[Any] | None = None
 
 
+Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
+
+
 class InputItem(TolerantBody):
     """One item of the conversation; which fields it has follows from its type."""
 
@@ -35,14 +40,19 @@ class InputItem(TolerantBody):
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     phase: str | None = None
-    content: str | list[ContentPart] | None = None
-    summary: list[ContentPart] | None = None
+    content: str | Parts | None = None
+    summary: Parts | None = None
     encrypted_content: str | None = None
     call_id: Annotated[str | None, Field(max_length=256)] = None
     name: Annotated[str | None, Field(max_length=256)] = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | Parts | None = None
+
+    @property
+    def parts(self) -> int:
+        lists = (self.content, self.summary, self.output)
+        return sum(len(parts) for parts in lists if isinstance(parts, list))
 
 
 class ResponsesTool(TolerantBody):
@@ -136,6 +146,12 @@ class ResponsesBody(TolerantBody):
     truncation: Literal["disabled", "auto"] | None = None
     user: str | None = None
 
+    @model_validator(mode="after")
+    def _has_parts_to_read(self) -> "ResponsesBody":
+        if not isinstance(self.input, str):
+            check_parts((item.parts for item in self.input), "input")
+        return self
+
     def check(self) -> None:
         """Raises UnsupportedParameter for what would have to be kept, enforced or done later."""
         for name in _STATEFUL:
@@ -158,10 +174,6 @@ class ResponsesBody(TolerantBody):
             raise InvalidRequest(
                 "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
             )
-        if self.form is not None:
-            raise InvalidRequest(
-                "'tool_choice' cannot be enforced together with 'text.format'", param="tool_choice"
-            )
         return calls_of(wanted, parallel=self.parallel_tool_calls is not False)
 
     @property
@@ -183,8 +195,7 @@ class ResponsesBody(TolerantBody):
 
     @property
     def options(self) -> dict[str, Any]:
-        effort = self.reasoning.effort if self.reasoning else None
-        return {"effort": effort, "lenient": True} if effort else {}
+        return thinking_options(effort=self.reasoning.effort if self.reasoning else None)
 
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages as chat templates take them: an assistant's items in a row are one."""
@@ -193,7 +204,11 @@ class ResponsesBody(TolerantBody):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        latest = latest_own([item.role or "" for item in self.input])
         for number, item in enumerate(self.input):
+            if number == latest and isinstance(item.content, list):
+                for part in item.content:
+                    refuse_unreadable(part.type, f"input[{number}]")
             _add(item, f"input[{number}]", messages, ignored)
         if not messages:
             raise InvalidRequest("'input' has no item that this node can read", param="input")
@@ -251,7 +266,7 @@ def _text(content: str | list[ContentPart] | None, ignored: list[str]) -> str:
             texts.append(part.text)
         else:
             ignored.append(f"a part of type {part.type}")
-            texts += [_IMAGE] if part.type == "input_image" else []
+            texts.append(note_of(part.type))
     return "".join(texts)
 
 

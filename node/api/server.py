@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import errno
 import socket
+import time
 from collections.abc import Callable, Collection, Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -68,6 +70,7 @@ def build_app(
     joining: "JoinOperations | None" = None,
     profiles: ProfileFile | None = None,
     version: str = "",
+    clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard; see `Guard` for hosts, key and tokens.
 
@@ -75,7 +78,7 @@ def build_app(
     has no endpoints.
     """
     named = chat if profiles is None else ProfiledChat(chat, profiles)
-    answering = Answering(named, timing.keep_alive_s)
+    answering = Answering(named, timing.heartbeat_s, clock)
     routes = api_routes(
         answering,
         operations,
@@ -91,13 +94,26 @@ def build_app(
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        response = fault_response(unnamed_fault(error.status_code, path[:256], paths), path)
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed_methods(request.scope)})
+        fault = unnamed_fault(error.status_code, path[:256], paths)
+        response = fault_response(fault, path, request.headers)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:  # the router names the methods of one route only
+            response.headers["Allow"] = allowed_methods(request.scope)
         return response
 
+    def allowed_methods(scope: Scope) -> str:
+        served = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({"OPTIONS"}.union(*(route.methods or () for route in served))))
+
     def unserved(scope: Scope) -> HttpFault | None:
-        if any(route.matches(scope)[0] is not Match.NONE for route in routes):
+        matches = [route.matches(scope)[0] for route in routes]
+        if Match.FULL in matches:
             return None
+        if Match.PARTIAL in matches:
+            fault = unnamed_fault(405, scope["path"][:256])
+            return replace(fault, headers=(("Allow", allowed_methods(scope)),))
         return unnamed_fault(404, scope["path"][:256], paths)
 
     app = Starlette(
@@ -148,7 +164,7 @@ def _events_routes(events: EventLog, timing: ServingTiming) -> list[Route]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ExoNodeError)
-    return fault_response(fault_of(error), request.url.path)
+    return fault_response(fault_of(error), request.url.path, request.headers)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -158,7 +174,8 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_defect(request: Request, _: Exception) -> Response:
     """Starlette raises the error again afterwards, and the guard logs it."""
-    return fault_response(internal_fault(request.state.request_id), request.url.path)
+    fault = internal_fault(request.state.request_id)
+    return fault_response(fault, request.url.path, request.headers)
 
 
 class _Server(uvicorn.Server):

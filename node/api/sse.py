@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import ClientDisconnect
@@ -67,11 +69,32 @@ async def closing(events: AsyncIterator[Event]) -> AsyncGenerator[AsyncIterator[
             await events.aclose()
 
 
-async def attended(
-    events: AsyncIterator[Event], receive: Receive, silence_s: float
-) -> AsyncGenerator[Event | None]:
-    """`events`, with None after each `silence_s` without one.
+@dataclass(slots=True)
+class Silence:
+    """The time since a stream last carried something that its clients count."""
 
+    limit_s: float
+    clock: Callable[[], float] = time.monotonic
+    _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._since = self.clock()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until something is due; not positive once it is."""
+        return self._since + self.limit_s - self.clock()
+
+
+async def attended(
+    events: AsyncIterator[Event], receive: Receive, silence: Silence
+) -> AsyncGenerator[Event | None]:
+    """`events`, with None whenever `silence` has reached its limit, which ends it.
+
+    Whoever sends something else that counts ends `silence` too: an event need not become any.
     Raises ClientDisconnect as soon as the client has gone. `events` is closed at the end, whatever
     ended it; a pending step of it is cancelled first.
     """
@@ -80,11 +103,14 @@ async def attended(
     try:
         while True:
             step = step or asyncio.ensure_future(_next(events))
-            await asyncio.wait((gone, step), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            left_s = max(0.0, silence.left_s)
+            await asyncio.wait((gone, step), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ClientDisconnect
-            if not step.done():
+            if silence.left_s <= 0:
+                silence.end()
                 yield None
+            if not step.done():
                 continue
             # Taken before its error is raised: the end below is for steps that nobody waits for.
             taken, step = step, None

@@ -11,6 +11,10 @@ from ...placement.errors import InvalidRequest
 
 MAX_FIELDS: Final = 1024
 """Fields of one object; a validator reports on each, so their number is bounded before it."""
+MAX_CONTAINERS: Final = 100_000
+"""Lists and objects of one body: Python parses so many within some 30 ms, all in one piece."""
+MAX_ELEMENTS: Final = 1 << 19
+"""Commas of one body: so many strings are parsed within some 60 ms."""
 
 # 2^64 - 1 has 20 digits. Python itself refuses to convert integers of more than 4300.
 _MAX_DIGITS: Final = 20
@@ -26,9 +30,11 @@ def encode(value: Any) -> bytes:
 def decode(body: bytes) -> JsonValue:
     """The value of `body`.
 
-    Raises InvalidRequest for malformed UTF-8 or JSON, duplicate names, lone surrogates, NaN,
-    infinity and numbers beyond 64 bits; `param` is the path of the fault where it has one.
+    Raises InvalidRequest for malformed UTF-8 or JSON, too many elements, duplicate names, lone
+    surrogates, NaN, infinity and numbers beyond 64 bits; `param` is the path of the fault where it
+    has one.
     """
+    _check_size(body)
     try:
         text = body.decode()
     except UnicodeDecodeError as fault:
@@ -52,6 +58,41 @@ def decode(body: bytes) -> JsonValue:
     if numbers.out_of_range or _SURROGATE.search(text):
         _refuse_unusable(value)
     return value
+
+
+def _check_size(body: bytes) -> None:
+    """Raises InvalidRequest for more lists, objects or elements than any request needs.
+
+    Before it is parsed: the parser holds the interpreter's lock from the first byte to the last.
+    """
+    if _has_few(*_sizes(body, 0, len(body))):
+        return
+    # Some may stand in strings, which are skipped. Without escapes a quote begins or ends one.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    containers = elements = strings = position = 0
+    while position >= 0:
+        begin = plain.find(b'"', position)
+        sizes = _sizes(plain, position, begin if begin >= 0 else len(plain))
+        containers, elements = containers + sizes[0], elements + sizes[1]
+        strings += 1
+        if not _has_few(containers, max(elements, strings // 2)):
+            raise InvalidRequest(
+                f"the body has more than {MAX_CONTAINERS} lists and objects, or {MAX_ELEMENTS} "
+                "elements; send less in one request",
+                param="body",
+            )
+        end = plain.find(b'"', begin + 1) if begin >= 0 else -1
+        position = end + 1 if end >= 0 else -1
+
+
+def _sizes(body: bytes, begin: int, end: int) -> tuple[int, int]:
+    """How many lists and objects begin there, and how many commas there are."""
+    opened = body.count(b"[", begin, end) + body.count(b"{", begin, end)
+    return opened, body.count(b",", begin, end)
+
+
+def _has_few(containers: int, elements: int) -> bool:
+    return containers <= MAX_CONTAINERS and elements <= MAX_ELEMENTS
 
 
 class _Numbers:
@@ -98,30 +139,45 @@ def brief(name: str) -> str:
     return name if len(name) <= 64 else name[:63] + "…"
 
 
+_Place = tuple["_Place | None", int | str]
+"""A step of a path behind the steps before it; as text they would take memory by their square."""
+
+
 def _refuse_unusable(value: JsonValue) -> None:
     """Walks without recursion, because the parser's depth is the only bound so far."""
-    open_values: list[tuple[str, JsonValue]] = [("", value)]
+    open_values: list[tuple[_Place | None, JsonValue]] = [(None, value)]
     while open_values:
-        path, current = open_values.pop()
+        place, current = open_values.pop()
         match current:
             case dict():
                 for name, inner in current.items():
-                    open_values.append((f"{path}.{brief(name)}".lstrip("."), inner))
-                    _refuse_surrogate(path or "body", name)
+                    open_values.append(((place, name), inner))
+                    _refuse_surrogate(place, name)
             case list():
-                open_values.extend((f"{path}[{i}]", inner) for i, inner in enumerate(current))
+                open_values.extend(((place, i), inner) for i, inner in enumerate(current))
             case str():
-                _refuse_surrogate(path, current)
+                _refuse_surrogate(place, current)
             case float() if not math.isfinite(current):
+                path = _path(place)
                 message = f"'{path}' is no finite number of at most 64 bits"
                 raise InvalidRequest(message, param=path or "body")
             case _:
                 pass
 
 
-def _refuse_surrogate(path: str, text: str) -> None:
+def _path(place: _Place | None) -> str:
+    """`messages[0].content`, at most 256 characters from the end of it."""
+    path = ""
+    while place is not None and len(path) < 256:
+        place, step = place
+        path = (f"[{step}]" if isinstance(step, int) else f".{brief(step)}") + path
+    return path.lstrip(".")[-256:]
+
+
+def _refuse_surrogate(place: _Place | None, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as fault:
+        path = _path(place)
         message = f"'{path}' has half of a surrogate pair at character {fault.start}"
         raise InvalidRequest(message, param=path or "body") from None

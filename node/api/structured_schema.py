@@ -9,7 +9,8 @@ from ..chat.requests import Grammar
 from .body_schema import StrictBody
 from .strict_json import encode
 
-MAX_GRAMMAR: Final = 256 << 10
+MAX_GRAMMAR: Final = 8 << 10
+"""Characters of a regular expression or a Lark grammar, as the runner bounds them."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 Schema = dict[str, Any]
@@ -56,3 +57,13 @@ def schema_grammar(schema: Schema | None, field: str) -> Grammar:
     """None: any JSON object."""
     text = _ANY_OBJECT if schema is None else encode(schema).decode()
     return Grammar("json_schema", text, field)
+
+
+def one_grammar(call: Grammar | None, form: Grammar | None, ignored: list[str]) -> Grammar | None:
+    """The call that a request insists on, or else the form of its text.
+
+    OpenAI takes both at once, and instructor sends both: then there is no text to have a form.
+    """
+    if call is not None and form is not None:
+        ignored.append(f"{form.field} (tool_choice insists on a call)")
+    return call or form

@@ -9,11 +9,12 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
-from .body_schema import StrictBody, read_body
+from .body_schema import StrictBody, parse_body, read_with
 from .dialects import IGNORED_HEADER, ignored_value
 
 _LOG: Final = logging.getLogger(__name__)
 _MOST_NAMES: Final = 64
+_LONGEST_NAME: Final = 100
 _told: set[str] = set()
 """What the log has named already, in this process; bounded, as clients choose the names."""
 _MOST_TOLD: Final = 512
@@ -28,31 +29,41 @@ class TolerantBody(StrictBody):
 Body = TypeVar("Body", bound=TolerantBody)
 
 
-async def read_tolerant(request: Request, schema: type[Body]) -> tuple[Body, list[str]]:
+def parse_tolerant(raw: bytes, schema: type[Body]) -> tuple[Body, list[str]]:
     """The body and the names of what it has beyond the schema. Raises InvalidRequest."""
-    body = await read_body(request, schema)
-    return body, list(dict.fromkeys(unknown_fields(body)))[:_MOST_NAMES]
+    body = parse_body(raw, schema)
+    return body, unknown_fields(body)
 
 
-def unknown_fields(value: object, at: str = "") -> list[str]:
-    """`messages[].x` of a field that no schema has."""
-    match value:
-        case BaseModel():
-            names = [f"{at}{name}"[:100] for name in value.model_extra or {}]
-            for name in type(value).model_fields:
-                names += unknown_fields(getattr(value, name), f"{at}{name}.")
-            return names
-        case list() | tuple():
-            below = f"{at.removesuffix('.')}[]."
-            return [
-                name for item in cast(list[object], value) for name in unknown_fields(item, below)
-            ]
-        case _:
-            return []
+async def read_tolerant(request: Request, schema: type[Body]) -> tuple[Body, list[str]]:
+    """As `parse_tolerant`, of the request's body."""
+    return await read_with(request, lambda raw: parse_tolerant(raw, schema))
+
+
+def unknown_fields(body: BaseModel) -> list[str]:
+    """`messages[].x` of a field that no schema has, each once; the first few if there are many."""
+    names: dict[str, None] = {}
+    values: list[tuple[str, object]] = [("", body)]
+    while values and len(names) < _MOST_NAMES:
+        at, value = values.pop()
+        match value:
+            case BaseModel():
+                for name in value.model_extra or ():
+                    names[f"{at}{name}"[:_LONGEST_NAME]] = None
+                fields = reversed(type(value).model_fields)
+                values += [(f"{at}{name}.", getattr(value, name)) for name in fields]
+            case list() | tuple():
+                below = f"{at.removesuffix('.')}[]."
+                items = cast(list[object], value)
+                values += [(below, item) for item in reversed(items) if isinstance(item, BaseModel)]
+            case _:
+                pass
+    return list(names)[:_MOST_NAMES]
 
 
 def told_of(ignored: list[str], path: str) -> dict[str, str]:
     """The header that names them; the log does, once for each."""
+    ignored = [name[:_LONGEST_NAME] for name in ignored[:_MOST_NAMES]]
     new = [name for name in ignored if f"{path} {name}" not in _told]
     if new and len(_told) < _MOST_TOLD:
         _told.update(f"{path} {name}" for name in new)

@@ -52,4 +52,6 @@ class TemplateKwargs(StrictBody):
     model_identity: Annotated[str | None, Field(max_length=4096)] = None
 
     def given(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        """By name; nothing that a subclass may hold beside these fields."""
+        fields = {name: getattr(self, name) for name in TemplateKwargs.model_fields}
+        return {name: value for name, value in fields.items() if value is not None}

@@ -20,6 +20,7 @@ from .final_stats import stats_to_json
 from .metrics import AnswerMeter, Metrics
 from .requests import (
     Called,
+    CallPart,
     Encoded,
     Event,
     Finished,
@@ -308,7 +309,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
     match event.WhichOneof("event"):
         case "started":
             if answer.announce():
-                yield Started(answer.prompt_ids)
+                yield Started(answer.prompt_ids, tuple(event.started.notes))
         case "prefill":
             yield PrefillProgress(event.prefill.done, event.prefill.total)
         case "rebuilt":
@@ -343,6 +344,9 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
                 yield Reasoned(piece.reasoning)
             case "call":
                 yield Called(piece.call.name, piece.call.arguments)
+            case "call_part":
+                part = piece.call_part
+                yield CallPart(part.name, part.arguments, part.ends, part.is_cut)
             case None:
                 raise PeerLost("the generator sent a piece of a kind this node does not know")
 

@@ -61,6 +61,8 @@ class Claim:
             draft_policy=request.draft_policy or "",
             background=request.background,
             keep_alive_s=_keep_alive(request),
+            trusted=request.trusted,
+            client=request.client,
             release=release,
         )
         self._timing = timing

@@ -59,8 +59,16 @@ class GenerationRequest:
     ids: tuple[int, ...] | None = None
     """A whole prompt in ids, as `text`."""
     grammar: Grammar | None = None
+    call_parts: bool = False
+    """Calls come as `CallPart` while they are written, where their format allows."""
     keep_alive_s: float | None = None
     """How long the model stays loaded behind it; infinity for ever, None as the head's setting."""
+    trusted: bool = True
+    """Whether it may shorten the model's stay, or lengthen it beyond the head's setting."""
+    client: str = field(default="", repr=False)
+    """Whose it is, for a fair order of turns; empty where that is not known."""
+    cache_salt: bytes = field(default=b"", repr=False)
+    """Requests of one salt share what is kept of their prompts, and no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +80,13 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt was rendered and tokenised."""
+    """The prompt was rendered and tokenised.
+
+    `notes`: what of the request is followed otherwise or not at all, each for a person.
+    """
 
     prompt_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,20 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPart:
+    """What comes next of a call that is being written; where requests ask for `call_parts`.
+
+    `name` in its first part only, the last one `ends` it. All `arguments` together are the text of
+    a JSON object, but for a call that `is_cut`: the answer ended within it.
+    """
+
+    name: str
+    arguments: str
+    ends: bool = False
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The end: `stats` is the `generation_stats` object of the API, JSON-ready."""
 
@@ -153,7 +179,11 @@ class Finished:
     """The stop string that ended it, if one did."""
 
 
-Event = Loading | Resuming | Started | PrefillProgress | TextDelta | Reasoned | Called | Finished
+Progress = Loading | Resuming | PrefillProgress
+"""Signs of life of an answer that has nothing to say yet."""
+Part = Started | TextDelta | Reasoned | Called | CallPart | Finished
+"""Events that clients are told of in their dialect."""
+Event = Progress | Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,10 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         async_draft_eval=placed.async_draft_eval,
         ignore_eos=request.ignore_eos,
         background=request.background,
+        cache_salt=request.cache_salt,
         top_logprobs=request.top_logprobs,
         grammar=_grammar(request),
+        call_parts=request.call_parts,
     )
     if request.ids is not None:
         wire.token_ids.ids.extend(request.ids)
@@ -75,8 +77,11 @@ def encode_to_wire(request: GenerationRequest) -> pb.EncodeRequest:
 
 
 def messages_to_wire(request: GenerationRequest) -> pb.Messages:
-    options = json.dumps(dict(request.options)) if request.options else ""
-    return pb.Messages(json=json.dumps([dict(m) for m in request.messages]), options=options)
+    options = dict(request.options)
+    if request.grammar is not None and request.grammar.kind == "calls":
+        options["insists"] = json.loads(request.grammar.text)["names"] or []
+    told = json.dumps(options) if options else ""
+    return pb.Messages(json=json.dumps([dict(m) for m in request.messages]), options=told)
 
 
 def tools_json(request: GenerationRequest) -> str:

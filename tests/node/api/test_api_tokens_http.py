@@ -1,6 +1,7 @@
 """API tokens over HTTP: what counts as a key, who is asked for one, refusals in each dialect."""
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import threading
@@ -74,6 +75,38 @@ def test_a_token_has_the_rights_of_the_key(served: Served) -> None:
     assert served.get({"Host": "evil.example"}).status == 421
     assert served.get({"Host": "evil.example", **bearer("wrong")}).status == 421
     assert served.get({"Host": "evil.example", **bearer(made)}).status == 200
+
+
+def test_prompts_of_different_tokens_are_kept_apart_and_the_users_own_are_together(
+    served: Served,
+) -> None:
+    """By a salt that gives away neither the token nor its digest."""
+
+    def salt(headers: dict[str, str]) -> bytes:
+        assert served.node.ask("POST", CHAT, chat_body(), headers).status == 200
+        return served.node.chat.requests[-1].cache_salt
+
+    assert salt({}) == salt({TOKEN_HEADER: served.local.text}) == b""
+    one, two = (create_token(served.folder, name) for name in ("one", "two"))
+    own = salt({TOKEN_HEADER: served.local.text})
+    salts = [salt(bearer(one)), salt(bearer(two)), salt({"x-api-key": one})]
+    assert own == b"" and salts[0] == salts[2] != salts[1] and all(salts)
+    assert [len(each) for each in salts] == [8, 8, 8]
+    for token in (one, two):
+        stored = hashlib.sha256(token.encode()).hexdigest()
+        assert not any(each.hex() in stored or each.hex() in token for each in salts)
+    for where, body in (
+        ("/v1/completions", {"model": "demo", "prompt": "a"}),
+        ("/v1/messages", chat_body(max_tokens=8)),
+        ("/v1/responses", {"model": "demo", "input": "a"}),
+        ("/api/chat", chat_body(stream=False)),
+        ("/api/generate", {"model": "demo", "prompt": "a", "stream": False}),
+    ):
+        assert served.node.ask("POST", where, body, bearer(two)).status == 200
+        assert served.node.chat.requests[-1].cache_salt == salts[1], where
+    assert revoke_token(served.folder, "one") == 1
+    again = create_token(served.folder, "one")
+    assert salt(bearer(again)) not in salts, "a token of the same name may be another's"
 
 
 def test_the_nodes_own_user_needs_no_token(served: Served) -> None:

@@ -158,7 +158,7 @@ def test_anthropics_client_gets_blocks(node: Node) -> None:
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (1, 2)
     (request,) = node.chat.requests
     assert request.messages[0] == {"role": "system", "content": "Be brief."}
-    assert request.options == {"effort": "high", "budget": 1024, "lenient": True}
+    assert request.options == {"thinking": True, "budget": 1024}
     assert request.tools[0]["function"]["parameters"] == PARAMETERS
 
 
@@ -258,7 +258,7 @@ def test_a_request_in_the_shape_of_claude_codes_is_served_and_what_is_unknown_is
     assert assistant["tool_calls"][0]["function"] == {"name": "Read", "arguments": {"path": "a.py"}}
     assert (tool["content"], tool["tool_call_id"]) == ("x = 1", "t1")
     assert [tool["function"]["name"] for tool in request.tools] == ["Read"]
-    assert request.options == {"effort": "medium", "lenient": True}
+    assert request.options == {"effort": "medium", "thinking": True}
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_ollamas_client_chats(node: Node) -> None:
     assert [part.done for part in parts] == [False, False, True]
     request = node.chat.requests[0]
     assert request.tools[0]["function"]["name"] == "weather"
-    assert request.options == {"effort": "high", "lenient": True}
+    assert request.options == {"thinking": True}
 
 
 def test_ollamas_client_generates(node: Node) -> None:
@@ -435,6 +435,58 @@ def test_ollamas_client_generates(node: Node) -> None:
     assert (first.max_tokens, first.num_draft_tokens) == (7, 2)
     assert first.sampling.temperature == 0 and "temperature" in first.given
     assert (second.text, third.text) == ("hi", ".")
+
+
+LARGE: dict[str, Any] = {
+    "id": "owner/large-model",
+    "loaded": True,
+    "downloaded": True,
+    "size_bytes": 15_400_000_000,
+    "parameters": 27_400_000_000,
+    "model_type": "qwen3_5",
+    "format": "4-bit",
+    "digest": "0123456789abcdef",
+    "context_length": 65_536,
+    "capabilities": ["thinking", "thinking_toggle", "tools"],
+    "fits": {"context_length": 8192},
+}
+
+
+def test_ollamas_client_discovers_tools_sizes_and_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = {"model": LARGE["id"], "weight_bytes": 10**10, "cache_bytes": 10**9}
+    nodes = [
+        {"backend": "metal", "stages": [stage, {**stage, "model": "demo"}]},
+        {"backend": "cpu", "stages": [stage]},
+    ]
+
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [LARGE, {"id": "broken", "error": "no config.json"}]}
+
+    async def cluster() -> dict[str, Any]:
+        return {"nodes": nodes}
+
+    monkeypatch.setattr(node.operations, "models", models)
+    monkeypatch.setattr(node.operations, "cluster", cluster)
+    client = llama(node)
+    large, broken = client.list().models
+    assert (large.digest, large.size) == ("0123456789abcdef", 15_400_000_000)
+    details = large.details
+    assert (details.family, details.parameter_size) == ("qwen3_5", "27.4B")
+    assert details.quantization_level == "4-bit"
+    assert len(broken.digest) >= 12 and broken.digest.isalnum()
+    [running] = client.ps().models
+    assert (running.size, running.size_vram) == (22 * 10**9, 11 * 10**9)
+    assert (running.context_length, running.digest) == (65_536, large.digest)
+    model = client.show("owner/large-model")
+    assert model.capabilities == ["completion", "tools", "thinking"]
+    assert model.modelinfo["general.architecture"] == "qwen3_5"
+    assert model.modelinfo["qwen3_5.context_length"] == 65_536
+    monkeypatch.setitem(LARGE, "loaded", False)
+    assert client.show("owner/large-model").modelinfo["qwen3_5.context_length"] == 8192
+    version = node.ask("GET", "/api/version").json["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
 def test_ollamas_client_sees_the_models(node: Node) -> None:

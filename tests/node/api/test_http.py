@@ -18,9 +18,10 @@ from many_clients import ask, at_once, never_reads, wrong
 from starlette.types import Receive, Scope, Send
 
 from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.api.errors import fault_of
 from exo_node.node.api.server import HttpServer
 from exo_node.node.chat.requests import Started, TextDelta
-from exo_node.placement.errors import InvalidSettings, QueueFull
+from exo_node.placement.errors import InvalidSettings, JoinRefused, QueueFull
 
 PAGE = b"<!doctype html><p>exo-node"
 LARGE = b"let a = 1;\n" * 200
@@ -55,10 +56,33 @@ def test_models_are_listed_and_found_by_id(shared: Node) -> None:
     assert shared.ask("GET", "/v1/models/owner%2Flarge-model").json["id"] == "owner/large-model"
 
 
-def test_an_unknown_model_is_answered_with_the_nearest(shared: Node) -> None:
+def test_an_unknown_model_is_answered_as_a_chat_with_it_is(shared: Node) -> None:
     reply = shared.ask("GET", "/v1/models/large-model")
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-    assert "owner/large-model" in reply.error["message"]
+    assert reply.error == shared.chat_reply(model="large-model").error
+    shown = shared.ask("POST", "/api/show", {"model": "large-model"})
+    assert (shown.status, shown.json["error"]) == (404, reply.error["message"])
+
+
+def test_the_list_of_models_is_found_with_a_slash_behind_it(shared: Node) -> None:
+    assert shared.ask("GET", "/v1/models/").json == shared.ask("GET", "/v1/models").json
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "OPTIONS, POST"),
+        ("/v1/placements", "GET, HEAD, OPTIONS, POST"),
+        ("/", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_options_without_an_origin_are_the_paths_methods(
+    shared: Node, path: str, methods: str
+) -> None:
+    reply = shared.ask("OPTIONS", path)
+    assert (reply.status, reply.headers["allow"], reply.body) == (204, methods, b"")
+    assert shared.ask("OPTIONS", "/nothing").status == 404
 
 
 def test_placements_are_made_listed_and_removed(node: Node) -> None:
@@ -99,7 +123,7 @@ def test_health_tells_live_from_ready(node: Node) -> None:
     node.operations.is_ready = False
     unready = node.ask("GET", "/health/ready")
     assert (unready.status, unready.headers["retry-after"]) == (503, "5")
-    assert unready.json == {"status": "unready", "reason": "a placement is degraded"}
+    assert unready.json == {"status": "unready", "reason": "a placement is failed"}
     assert node.ask("GET", "/health/live").status == 200
 
 
@@ -152,7 +176,6 @@ def test_a_file_that_has_not_changed_is_not_sent_again(shared: Node) -> None:
         "/static/../../etc/passwd",
         "/static/%2e%2e/%2e%2e/etc/passwd",
         "/static/",
-        "/v1/models/",
         "/v1/embeddings",
         "//v1/models",
     ],
@@ -160,6 +183,19 @@ def test_a_file_that_has_not_changed_is_not_sent_again(shared: Node) -> None:
 def test_a_path_that_is_not_there_is_404_in_the_apis_shape(shared: Node, path: str) -> None:
     reply = shared.ask("GET", path)
     assert (reply.status, reply.error["type"]) == (404, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/settings", "GET, HEAD, OPTIONS, PATCH"), ("/v1/placements", "GET, HEAD, OPTIONS, POST")],
+)
+def test_allow_has_the_methods_of_all_routes_of_a_path(
+    shared: Node, path: str, methods: str
+) -> None:
+    assert shared.ask("OPTIONS", path).headers["allow"] == methods
+    for headers in ({}, {"Content-Type": "application/json"}):
+        reply = shared.ask("PUT", path, b"", headers)
+        assert (reply.status, reply.headers["allow"]) == (405, methods)
 
 
 def test_a_wrong_method_is_405_and_names_the_right_ones(shared: Node) -> None:
@@ -323,12 +359,12 @@ def test_a_client_that_sends_no_whole_head_is_closed(part: bytes) -> None:
 
 
 def test_a_long_answer_outlives_the_limit_of_the_head() -> None:
-    with serving_fakes(limits=ConnectionLimits(head_s=0.05), keep_alive_s=0.05) as node:
+    with serving_fakes(limits=ConnectionLimits(head_s=0.05), heartbeat_s=0.05) as node:
         node.chat.scripts["slow"] = hangs(Started((1,)))
         request = raw_chat(model="slow", stream=True).replace(b"{port}", str(node.port).encode())
         with node.raw(request) as connection:
             received = b""
-            while received.count(b": keep-alive") < 4:
+            while received.count(b'"delta":{}') < 4:
                 received += (piece := connection.recv(4096))
                 assert piece
 
@@ -423,3 +459,8 @@ def test_the_server_is_imported_without_what_is_slow_to_import() -> None:
     )
     run = [sys.executable, "-c", code]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_refused_rekey_says_when_to_try_again() -> None:
+    fault = fault_of(JoinRefused("others are away", param="without"))
+    assert fault.status == 409 and dict(fault.headers)["Retry-After"] == "5"

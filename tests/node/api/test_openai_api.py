@@ -192,7 +192,7 @@ def test_tools_and_options_reach_the_chat_service(node: Node) -> None:
     first, second = node.chat.requests
     told = {"name": "f", "description": "", "parameters": {"type": "object"}}
     assert first.tools == ({"type": "function", "function": told},)
-    assert first.options == {"kwargs": {"enable_thinking": False}, "effort": "none"}
+    assert first.options == {"thinking": False, "effort": "none"}
     assert (second.tools, second.options) == ((), {})
 
 
@@ -428,12 +428,12 @@ def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
     assert node.chat_reply(model="loaded").status == 200
 
 
-def test_silence_is_broken_by_comments_also_before_the_first_event() -> None:
+def test_silence_is_broken_by_data_also_before_the_first_event() -> None:
     for begun in ((), (Started((1,)),)):
-        with serving_fakes(keep_alive_s=0.02) as node:
+        with serving_fakes(heartbeat_s=0.02) as node:
             node.chat.scripts["silent"] = hangs(*begun)
             with node.raw(addressed(node, model="silent", stream=True)) as connection:
-                assert received_until(connection, b": keep-alive\n\n").startswith(b"HTTP/1.1 200")
+                assert received_until(connection, b'"delta":{}').startswith(b"HTTP/1.1 200")
             assert node.chat.closed.wait(PATIENCE_S)
 
 

@@ -229,7 +229,6 @@ def test_a_call_that_must_be_made_is_a_grammar(
         {"tool_choice": "required"},
         {"tool_choice": NAMED},
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
-        {"tool_choice": "required", "tools": [TOOL], "regex": "a"},
         {"tool_choice": "must", "tools": [TOOL]},
         {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]},
     ],
@@ -244,7 +243,6 @@ def test_a_call_that_cannot_be_made_is_refused(fields: dict[str, object]) -> Non
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
     ({"n": 2}, "n"),
     ({"n": True}, "n"),
-    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"functions": [{}]}, "functions"),
     ({"audio": {}}, "audio"),
     ({"modalities": ["audio"]}, "modalities"),

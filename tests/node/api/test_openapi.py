@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import runpy
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -14,8 +15,11 @@ from fuzzing import fuzz
 from http_node import Node, serving_fakes
 
 from exo_node.node.api import openapi
-from exo_node.node.api.body_schema import StrictBody
+from exo_node.node.api.body_schema import StrictBody, parse_body
+from exo_node.node.api.completions_api import DetokenizeBody
 from exo_node.node.api.ollama_schema import OllamaGenerateBody
+from exo_node.node.join.handshake import parse_code
+from exo_node.placement.errors import InvalidRequest
 from exo_node.placement.ids import RequestId
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -30,12 +34,13 @@ def node() -> Generator[Node]:
         yield running
 
 
-def test_the_document_and_the_table_of_fields_are_fresh() -> None:
+def test_the_document_the_table_of_fields_and_the_pages_recipes_are_fresh() -> None:
     made: dict[str, Any] = runpy.run_path(str(DOCS / "generate.py"))
     due = "run `python docs/generate.py`"
     assert (DOCS / "openapi.json").read_text() == made["openapi"](), due
     page = (DOCS / "api.md").read_text()
     assert page == made["with_table"](page), due
+    assert made["CLIENTS"].read_text() == (DOCS / "clients.md").read_text(), due
     assert page.count(made["BEGIN"]) == page.count(made["END"]) == 1
 
 
@@ -103,6 +108,16 @@ def test_a_field_without_effect_changes_nothing(node: Node, path: str, name: str
     assert plain == given
 
 
+@pytest.mark.parametrize(("path", "name"), fields("ignored"))
+def test_an_ignored_field_changes_nothing_and_is_named(node: Node, path: str, name: str) -> None:
+    node.chat.reset()
+    for extra, told in (({}, None), ({name: {"any": "thing"}}, name)):
+        reply = node.ask("POST", path, {"model": "demo", **BASE[path], **extra})
+        assert (reply.status, reply.headers.get("x-exo-node-ignored")) == (200, told)
+    plain, given = (replace(each, id=RequestId("r")) for each in node.chat.requests)
+    assert plain == given
+
+
 @pytest.mark.parametrize(("path", "name"), fields("refused"))
 def test_a_refused_field_is_named_and_its_neutral_values_are_taken(
     node: Node, path: str, name: str
@@ -144,3 +159,32 @@ def test_what_the_document_allows_breaks_nothing_and_a_seeded_fault_is_found(
     monkeypatch.setattr(OllamaGenerateBody, "check", breaks)
     seeded = fuzz(document, base, {}, examples=2, paths=paths[:1])
     assert any("500" in fault for fault in seeded.faults)
+
+
+def test_an_integer_that_is_written_as_a_fraction_is_one_as_in_the_document() -> None:
+    body = parse_body(b'{"model":"m","tokens":[5.0,6]}', DetokenizeBody)
+    assert body.tokens == [5, 6]
+    for wrong in (b"5.5", b"true", b'"5"', b"-1.0", b"1e300"):
+        with pytest.raises(InvalidRequest, match="tokens"):
+            _ = parse_body(b'{"model":"m","tokens":[' + wrong + b"]}", DetokenizeBody)
+
+
+CODES = {
+    "123456": True,
+    "123 456": True,
+    "12-34-56": True,
+    "123456789012345": False,
+    "12345": False,
+}
+
+
+def test_the_document_has_the_bounds_of_digits_settings_and_queries() -> None:
+    written = json.loads((DOCS / "openapi.json").read_text())
+    schemas = written["components"]["schemas"]
+    pattern = schemas["ApproveBody"]["properties"]["code"]["pattern"]
+    for code, good in CODES.items():
+        assert bool(re.search(pattern, code)) == good == (parse_code(code) is not None), code
+    assert schemas["SettingsBody"]["minProperties"] == 1
+    preview = written["paths"]["/v1/placements/preview"]["get"]["parameters"]
+    bounds = {each["name"]: each["schema"].get("minimum") for each in preview}
+    assert bounds == {"model": None, "min_nodes": 1, "max_nodes": 1, "context": 1}

@@ -1,6 +1,8 @@
 """Names of a person's own for models: read from a file, used in every dialect, listed."""
 
+import asyncio
 import json
+import os
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from exo_node.node.api.forward import answer_forwarded
 from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import build_app
 from exo_node.node.machine.timing import LOCAL
+from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.proto import peer_pb2 as pb
 
 TOML = """
@@ -154,6 +157,8 @@ def test_lists_of_models_have_them(node: Node) -> None:
     assert "You write" not in str(listed.json), "a system message is nobody's business"
     assert "owner/nowhere is not on" in by_id["lost"]["error"]
     assert node.ask("GET", "/v1/models/coder").json == by_id["coder"]
+    assert node.ask("GET", "/v1/models/").json == node.ask("GET", "/v1/models").json
+    assert {entry["display_name"] for entry in by_id.values()} == set(by_id)
     assert node.ask("GET", "/v1/models/demo").json["id"] == "demo"
     assert ids(node.ask("GET", "/v1/models?catalog=1")) == ["owner/catalogued"]
     tags = ids(node.ask("GET", "/api/tags"), "models", "name")
@@ -213,23 +218,39 @@ def test_each_mistake_has_its_remedy(tmp_path: Path, line: str, parts: tuple[str
 def test_a_file_is_read_again_when_it_changes_and_kept_while_it_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "profiles.toml"
     profiles = ProfileFile(path)
+
+    def refreshed() -> list[str]:
+        asyncio.run(profiles.refresh())
+        return list(profiles.all())
+
     assert (profiles.all(), profiles.faults()) == ({}, {})
     _ = path.write_text('a = "demo"')
-    assert list(profiles.all()) == ["a"]
+    assert refreshed() == ["a"]
     _ = path.write_text('a = "demo"\nb = ')
-    assert list(profiles.all()) == ["a"]
+    assert refreshed() == ["a"]
     assert "is no TOML" in profiles.faults()["profiles.toml"].message
     _ = path.write_bytes(b"\xff\xfe")
-    assert list(profiles.all()) == ["a"]
+    assert refreshed() == ["a"]
     _ = path.write_text("x = " + "[" * 100_000)
-    assert list(profiles.all()) == ["a"]
+    assert refreshed() == ["a"]
     _ = path.write_text('c = "demo"\n#' + " " * (1 << 20))
-    assert list(profiles.all()) == ["a"]
+    assert refreshed() == ["a"]
     assert "make it shorter" in profiles.faults()["profiles.toml"].message
     _ = path.write_text('b = "demo"\n#')
-    assert (list(profiles.all()), profiles.faults()) == (["b"], {})
+    assert (refreshed(), profiles.faults()) == (["b"], {})
     path.unlink()
-    assert profiles.all() == {}
+    assert refreshed() == []
+
+
+def test_a_pipe_in_the_place_of_the_file_stops_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.toml"
+    _ = path.write_text(TOML)
+    with serving_fakes(profiles=ProfileFile(path)) as node:
+        assert node.ask("GET", "/v1/models").status == 200
+        path.unlink()
+        os.mkfifo(path)
+        assert "it is no file" in str(node.ask("GET", "/v1/models").json)
+        assert node.ask("GET", "/health/live").status == 200
 
 
 async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profiles(
@@ -265,3 +286,42 @@ def test_ollama_loads_and_unloads(node: Node) -> None:
     assert "keep_alive" in bad.json["error"]
     assert node.ask("POST", "/v1/chat/completions", chat_body(keep_alive=30)).status == 200
     assert node.chat.requests[-1].keep_alive_s == 30
+
+
+_STAYS: list[tuple[str, Mapping[str, Any]]] = [
+    ("/v1/chat/completions", chat_body()),
+    ("/v1/completions", {"model": "demo", "prompt": "a"}),
+    ("/api/chat", {"model": "demo", "messages": [HI], "stream": False}),
+    ("/api/generate", {"model": "demo", "prompt": "a", "stream": False}),
+]
+
+
+def test_another_user_of_the_machine_unloads_nothing_and_shortens_no_stay(path: Path) -> None:
+    _ = path.write_text(TOML)
+    local = LocalToken("a" * 64)
+    own = {TOKEN_HEADER: local.text}
+    with serving_fakes(profiles=ProfileFile(path), token=local) as node:
+        for stay in (0, -1, "0.0001", "0s", "1ms", "5m"):
+            for where, body in _STAYS:
+                for trusted in (False, True):
+                    headers = own if trusted else None
+                    asked = node.ask("POST", where, {**body, "keep_alive": stay}, headers)
+                    assert asked.status == 200, asked.body
+                    assert node.chat.requests[-1].trusted is trusted, where
+        for where in ("/api/chat", "/api/generate"):
+            unloads = {"model": "demo", "keep_alive": 0}
+            refused = node.ask("POST", where, unloads)
+            assert (refused.status, node.chat.released) == (403, [])
+            assert "exo-node models unload" in refused.json["error"]
+            loads = node.ask("POST", where, {"model": "demo", "keep_alive": -1})
+            assert loads.status == 200 and not node.chat.requests[-1].trusted
+            assert node.ask("POST", where, unloads, own).status == 200
+            assert node.chat.released == ["demo"]
+            node.chat.released.clear()
+        # What a profile says is the word of the node's own user, whoever asks by it.
+        assert node.ask("POST", "/v1/chat/completions", chat_body(model="coder")).status == 200
+        profiled = node.chat.requests[-1]
+        assert (profiled.keep_alive_s, profiled.trusted) == (600, True)
+        shortened = chat_body(model="coder", keep_alive=0)
+        assert node.ask("POST", "/v1/chat/completions", shortened).status == 200
+        assert not node.chat.requests[-1].trusted

@@ -221,13 +221,14 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
     assert gone.message in why
 
 
-def test_an_answer_that_is_lost_again_and_again_ends_as_lost() -> None:
+def test_an_answer_that_is_lost_again_and_again_without_a_token_ends_as_lost() -> None:
     with pytest.raises(PeerLost, match="a stage is gone"):
-        _ = resumed(*[([STARTED, spoken("a", 1)], LOST)] * 9)
+        _ = resumed(*[([STARTED], LOST)] * 9)
 
 
-def test_losses_between_which_the_answer_went_well_never_end_it() -> None:
-    timing = replace(LOCAL.chat, steady_s=0.0)
+@pytest.mark.parametrize("steady_s", [0.0, LOCAL.chat.steady_s])
+def test_losses_between_which_the_answer_got_on_never_end_it(steady_s: float) -> None:
+    timing = replace(LOCAL.chat, steady_s=steady_s)
     lost = [([STARTED, spoken("a", 1)], LOST)] * 9
     events, _ = resumed(*lost, ([STARTED, ENDED], None), timing=timing)
     end = events[-1]

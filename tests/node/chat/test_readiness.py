@@ -85,7 +85,7 @@ def test_probes_do_not_keep_a_moved_placement_where_it_is() -> None:
         while asked.now < 100.0 + LAN.placements.settle_after_s + 1:
             asked.now += 20.0
             assert await asked.readiness.fault() == ""
-            looks += may_settle(record, LAN.placements.settle_after_s, lambda: asked.now)
+            looks += may_settle(record, LAN.placements, lambda: asked.now)
         assert asked.generators.requests  # it was asked, and gave its token
         assert looks == 1
 
@@ -105,14 +105,13 @@ def test_one_that_gives_none_is_not_ready_and_says_why(fault: Exception | None, 
     play(scenario, fault=fault, timing=replace(LOCAL.chat, probe_within_s=0.05))
 
 
-def test_one_that_is_degraded_is_not_ready_however_lately_it_worked() -> None:
+def test_one_that_is_being_restored_is_not_ready_however_lately_it_worked() -> None:
     async def scenario(asked: Asked) -> None:
         await loaded(asked)
         record = asked.placements.records[0]
         record.activity.stepped_at = asked.now
         record.load.lose("it broke")
-        record.load.give_up()
-        assert await asked.readiness.fault() == "demo is degraded: it broke"
+        assert await asked.readiness.fault() == "demo is restoring: it broke"
 
     play(scenario)
 

@@ -1,0 +1,180 @@
+"""Calls that come in parts, as each dialect's official client sees them, over a real server."""
+
+import json
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from fakes import FINISHED, says
+from http_node import Node, serving_fakes
+from openai import OpenAI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from exo_node.node.chat.requests import (
+    Called,
+    CallPart,
+    Event,
+    Finished,
+    Reasoned,
+    Started,
+    TextDelta,
+)
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+PIECES = ('{"path": "a.py", "content": "', "print(\\n", "é", '"', "}")
+WHOLE = {"path": "a.py", "content": "print(\né"}
+PARTS: tuple[Event, ...] = (
+    CallPart("write", PIECES[0]),
+    TextDelta("", (11,)),
+    *(CallPart("", piece) for piece in PIECES[1:-1]),
+    CallPart("", PIECES[-1], ends=True),
+)
+ANSWER: tuple[Event, ...] = (
+    Started((7, 8, 9)),
+    Reasoned("hm"),
+    TextDelta("I write.", (10,)),
+    *PARTS,
+    Called("look", "{}"),
+    *PARTS,
+    TextDelta("Done.", (12,)),
+    FINISHED,
+)
+CUT: tuple[Event, ...] = (
+    Started((7,)),
+    CallPart("write", PIECES[0]),
+    CallPart("", "rm -rf /"),
+    CallPart("", "", ends=True, is_cut=True),
+)
+LENGTH = Finished("length", 3, 3, 2, 1, FINISHED.stats)
+PATCH: tuple[Event, ...] = (
+    Started((7,)),
+    CallPart("apply_patch", '{"inp'),
+    CallPart("", 'ut": "*** Beg'),
+    CallPart("", "in\\n+\\"),
+    CallPart("", '"é'),
+    CallPart("", '"'),
+    CallPart("", "}", ends=True),
+    FINISHED,
+)
+
+
+@pytest.fixture
+def node() -> Generator[Node]:
+    with serving_fakes() as running:
+        running.chat.scripts["writes"] = says(*ANSWER)
+        running.chat.scripts["cut"] = says(*CUT, LENGTH)
+        running.chat.scripts["patches"] = says(*PATCH)
+        yield running
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def openai(node: Node, closing: ExitStack) -> Any:
+    url = f"http://127.0.0.1:{node.port}/v1"
+    return closing.enter_context(OpenAI(base_url=url, api_key="any", max_retries=0))
+
+
+@pytest.fixture
+def anthropic(node: Node, closing: ExitStack) -> Any:
+    package: Any = pytest.importorskip("anthropic")
+    url = f"http://127.0.0.1:{node.port}"
+    return closing.enter_context(package.Anthropic(base_url=url, api_key="any", max_retries=0))
+
+
+def test_openais_chat_client_gathers_calls_from_their_parts(openai: Any) -> None:
+    with openai.chat.completions.stream(model="writes", messages=ASK) as stream:
+        deltas = [e.arguments_delta for e in stream if e.type.endswith("arguments.delta")]
+        choice = stream.get_final_completion().choices[0]
+    assert [piece for piece in deltas if piece][: len(PIECES)] == list(PIECES)
+    calls = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["write", "look", "write"]
+    assert [json.loads(call.function.arguments) for call in calls] == [WHOLE, {}, WHOLE]
+    assert len({call.id for call in calls}) == 3
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I write.Done.")
+
+
+def test_anthropics_client_gathers_calls_from_their_parts(anthropic: Any) -> None:
+    with anthropic.messages.stream(model="writes", max_tokens=9, messages=ASK) as stream:
+        deltas = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    assert deltas[: len(PIECES)] == list(PIECES)
+    kinds = [block.type for block in message.content]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use", "tool_use", "text"]
+    assert [block.input for block in message.content if block.type == "tool_use"] == [
+        *(WHOLE, {}, WHOLE)
+    ]
+    assert message.stop_reason == "tool_use"
+
+
+def test_openais_responses_client_gathers_calls_from_their_parts(node: Node, openai: Any) -> None:
+    with openai.responses.stream(model="writes", input="hi") as stream:
+        deltas = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+        output = stream.get_final_response().output
+    assert deltas[: len(PIECES)] == list(PIECES)
+    calls = [item for item in output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [WHOLE, {}, WHOLE]
+    assert [item.type for item in output] == [
+        *("reasoning", "message", *["function_call"] * 3, "message")
+    ]
+    events = responses(node, "writes")
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    adapter = TypeAdapter[Any](ResponseStreamEvent)
+    for event in events[:-1]:
+        _ = adapter.validate_python(event)
+
+
+def responses(node: Node, model: str, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": model, "input": "hi", "stream": True, **fields}
+    lines = node.ask("POST", "/v1/responses", body).body.decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def test_a_custom_tools_input_flows_as_text(node: Node) -> None:
+    tool = {"type": "custom", "name": "apply_patch"}
+    events = responses(node, "patches", tools=[tool])
+    deltas = [e["delta"] for e in events if e["type"].endswith("custom_tool_call_input.delta")]
+    assert deltas[0] == "*** Beg"
+    assert "".join(deltas) == '*** Begin\n+"é'
+    [done] = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert (done["type"], done["input"], done["status"]) == (
+        *("custom_tool_call", '*** Begin\n+"é', "completed"),
+    )
+
+
+def test_no_dialect_offers_a_call_that_was_cut_as_a_whole_one(
+    node: Node, openai: Any, anthropic: Any
+) -> None:
+    chunks = list(openai.chat.completions.create(model="cut", messages=ASK, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [call.function.arguments for delta in deltas for call in delta.tool_calls or ()]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads("".join(pieces))
+    with anthropic.messages.stream(model="cut", max_tokens=9, messages=ASK) as stream:
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    events = responses(node, "cut")
+    assert events[-1]["type"] == "response.incomplete"
+    assert "response.output_item.done" not in [event["type"] for event in events]
+    [item] = events[-1]["response"]["output"]
+    assert item["status"] == "incomplete"
+
+
+def test_parts_are_asked_for_by_streams_of_dialects_that_have_them(node: Node) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": ASK},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": ASK, "max_tokens": 9},
+        "/api/chat": {"messages": ASK},
+    }
+    for stream in (True, False):
+        for path, body in bodies.items():
+            _ = node.ask("POST", path, {"model": "demo", "stream": stream, **body})
+    asked = [request.call_parts for request in node.chat.requests]
+    assert asked == [True, True, True, False, False, False, False, False]

@@ -1,0 +1,108 @@
+"""How much a model should think, in the fields of other servers too, and what is only named."""
+
+from typing import Any
+
+import pytest
+from fakes import FINISHED, says
+from http_node import Node, chat_body, serving_fakes
+
+from exo_node.node.api.body_schema import validated
+from exo_node.node.api.openai_schema import ChatBody
+from exo_node.node.chat.requests import PrefillProgress, Started, TextDelta
+
+SWITCHES: list[tuple[dict[str, object], dict[str, Any]]] = [
+    ({"think": True}, {"thinking": True}),
+    ({"think": False}, {"thinking": False}),
+    ({"think": "low"}, {"effort": "low"}),
+    ({"enable_thinking": False}, {"thinking": False}),
+    ({"thinking": True}, {"thinking": True}),
+    ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": True, "budget": 9}),
+    ({"reasoning": {"effort": "high"}}, {"effort": "high"}),
+    ({"reasoning": {"enabled": False}}, {"thinking": False}),
+    ({"reasoning": {"max_tokens": 7}}, {"budget": 7}),
+    ({"thinking_budget": 7}, {"budget": 7}),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": False}),
+    ({"chat_template_kwargs": {"reasoning_effort": "low"}}, {"effort": "low"}),
+    ({"reasoning_effort": "high", "reasoning": {"effort": "low"}}, {"effort": "high"}),
+    ({"think": True, "enable_thinking": False}, {"thinking": False}),
+    ({"think": None, "reasoning": None, "thinking": None}, {}),
+    (
+        {"chat_template_kwargs": {"clear_thinking": True, "thinking": True}},
+        {"thinking": True, "kwargs": {"clear_thinking": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "options"), SWITCHES, ids=str)
+def test_the_switches_of_other_servers_are_the_nodes_own(
+    fields: dict[str, object], options: dict[str, Any]
+) -> None:
+    body = validated(chat_body(**fields), ChatBody)
+    assert (body.template_options, body.ignored) == (options, [])
+
+
+@pytest.fixture(scope="module")
+def node() -> Any:
+    with serving_fakes() as running:
+        yield running
+
+
+def test_fields_of_other_servers_are_dropped_and_named_and_reach_no_template(node: Node) -> None:
+    node.chat.reset()
+    reply = node.chat_reply(
+        num_ctx=8192,
+        usage={"include": True},
+        provider={"order": ["x"]},
+        reasoning={"effort": "low", "exclude": True},
+        chat_template_kwargs={"tools": [], "messages": [], "enable_thinking": True},
+    )
+    assert reply.status == 200
+    assert set(reply.headers["x-exo-node-ignored"].split(", ")) == {
+        *("num_ctx", "usage", "provider", "reasoning.exclude"),
+        *("chat_template_kwargs.tools", "chat_template_kwargs.messages"),
+    }
+    (request,) = node.chat.requests
+    assert request.options == {"effort": "low", "thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"think": "very"}, "think.effort"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        ({"enable_thinking": "yes"}, "enable_thinking"),
+        ({"thinking": 5}, "thinking"),
+    ],
+    ids=str,
+)
+def test_a_bad_switch_is_refused_by_its_field(
+    node: Node, fields: dict[str, object], param: str
+) -> None:
+    reply = node.chat_reply(**fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+NOTE = "reasoning effort high (xhigh is the nearest it has)"
+EACH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/generate": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", EACH)
+def test_what_the_model_cannot_follow_is_named_in_every_dialect(
+    node: Node, path: str, stream: bool
+) -> None:
+    node.chat.reset()
+    started = Started((1, 2), (NOTE,))
+    node.chat.scripts["demo"] = says(started, PrefillProgress(0, 2), TextDelta("a", (3,)), FINISHED)
+    reply = node.ask("POST", path, {"model": "demo", "stream": stream, **EACH[path]})
+    assert reply.status == 200
+    assert reply.headers["x-exo-node-ignored"] == NOTE
