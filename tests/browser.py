@@ -126,4 +126,5 @@ def answers(seen: Visit) -> Locator:
 
 def over(seen: Visit) -> None:
     """The last answer has ended."""
-    expect(answers(seen).last.get_by_role("button", name="Regenerate")).to_be_enabled()
+    again = answers(seen).last.get_by_role("button", name="Regenerate")
+    expect(again).to_be_enabled(timeout=1000 * PATIENCE_S)

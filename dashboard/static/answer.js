@@ -19,7 +19,9 @@ export function Answer({ message, known, onRetry, children }) {
     ${state === "stopped" && html`<p class="muted small">Stopped.</p>`}
     ${state === "cut" && html`<p class="muted small">Cut off: this page was closed or loaded anew while the answer
       was arriving. What had arrived is kept.</p>`}
-    ${finish === "length" && html`<p class="muted small">The token limit ended this answer.</p>`}
+    ${thoughtsAlone(message) && html`<p class="muted small">The model stopped in its thoughts and gave no answer${
+      finish === "length" ? ", because the token limit ended it" : ""}.</p>`}
+    ${finish === "length" && !thoughtsAlone(message) && html`<p class="muted small">The token limit ended this answer.</p>`}
     ${state === "failed" && html`
       <div class="notice bad" role="alert">
         <span>${error.message}</span>
@@ -47,12 +49,17 @@ function brief(stats) {
   ].filter(Boolean).join(" · ") || "Figures";
 }
 
-function Thinking({ message: { reasoning, thoughtMs, text, state } }) {
+/** Whether the answer ended and has thoughts, but neither text nor a call of a tool. */
+const thoughtsAlone = ({ reasoning, text, calls, state }) =>
+  state === "done" && Boolean(reasoning) && !text.trim() && !calls?.length;
+
+function Thinking({ message }) {
+  const { reasoning, thoughtMs, text, state } = message;
   if (!reasoning) return null;
   const under = !text && (state === "streaming" || state === "waiting");
   const title = under ? "Thinking…" : thoughtMs ? `Thought for ${seconds(thoughtMs / 1000)}` : "Thoughts";
   return html`
-    <details class="thinking" open=${under}>
+    <details class="thinking" open=${under || thoughtsAlone(message)}>
       <summary class=${under ? "pulse" : ""}>${title}</summary>
       <div>${reasoning}</div>
     </details>`;

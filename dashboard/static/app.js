@@ -2,7 +2,7 @@
 
 import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { useNode } from "./node.js";
+import { mayChange, useNode } from "./node.js";
 import { Header, SideBar } from "./frame.js";
 import { Talk, useTalk } from "./talk.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
@@ -15,6 +15,8 @@ const PLACES = {
   connect: () => import("./connect.js"),
   settings: () => import("./settings.js"),
 };
+/** Where the node's own user changes something. */
+const CHANGED = new Set(["cluster", "models", "settings"]);
 const talk = new Talk();
 
 function App({ refusal }) {
@@ -53,6 +55,8 @@ function App({ refusal }) {
       </div>
       ${refusal && html`<p class="banner" role="alert">${refusal}</p>`}
       <main id="main" tabindex=${place === "chat" ? "-1" : "0"} class=${`place-${place} ${lost ? "stale" : ""}`}>
+        ${!locked && CHANGED.has(place) && !mayChange(data) && html`<p class="looking muted small">
+          Looking only: to change anything, run <code>exo-node dashboard</code> on this machine and open its link.</p>`}
         ${locked
           ? html`<${KeyPrompt} onKey=${enter} />`
           : place === "chat"

@@ -1,9 +1,9 @@
 /** Chat, the page's home: the conversation that is shown, and what is said next. */
 
 import { parsed } from "./api.js";
-import { bytes, profileWords } from "./format.js";
+import { bytes, plural, profileWords, rate } from "./format.js";
 import { chosen, Mark } from "./frame.js";
-import { modelOf, roster } from "./node.js";
+import { atHand, isToy, modelOf, roster, useCatalogue } from "./node.js";
 import { branch } from "./tree.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
@@ -35,7 +35,7 @@ export function Chat({ data, talk, refresh }) {
       <${Scroller} key=${current.id} following=${messages} length=${messages.length}>
         ${messages.length === 0
           ? html`<${Welcome} models=${models} model=${model} drafts=${drafts} placements=${placements}
-              nodes=${data.cluster?.nodes ?? []} />`
+              nodes=${data.cluster?.nodes ?? []} onAsk=${(text) => talk.ask(text, request())} />`
           : Thread && html`<${Thread} talk=${talk} messages=${messages} busy=${busy} request=${request}
               mayAsk=${Boolean(model) && !fault} known=${roster(data.cluster?.nodes ?? [])} />`}
       <//>
@@ -127,7 +127,17 @@ function Scroller({ following, length, children }) {
       aria-label="Conversation">${children}</div>`;
 }
 
-function Welcome({ models, model, drafts, placements, nodes }) {
+/** Beginnings to try: for a toy what it was trained on, for others what they are good at. */
+const TRIALS = {
+  toy: ["Tell me a story.", "Who are you?", "Count from 5 to 15."],
+  model: [
+    "Explain recursion with a short example in Python.",
+    "Write a short story about a lighthouse keeper.",
+    "Plan a rainy weekend in Vienna.",
+  ],
+};
+
+function Welcome({ models, model, drafts, placements, nodes, onAsk }) {
   if (!models) return html`<div class="welcome"><${Mark} /><p class="muted pulse">Asking the node…</p></div>`;
   if (!model) {
     return html`
@@ -145,6 +155,7 @@ function Welcome({ models, model, drafts, placements, nodes }) {
     <div class="welcome">
       <${Mark} />
       <h2>${model.id}</h2>
+      ${isToy(model) && html`<${Toy} model=${model} models=${models} />`}
       ${model.profile_of && html`<p>Your profile of ${model.profile_of}: ${profileWords(model.profile)}.</p>`}
       <p>${model.loaded
         ? `Loaded on ${names.join(", ") || "this cluster"}.`
@@ -152,9 +163,28 @@ function Welcome({ models, model, drafts, placements, nodes }) {
         ${" "}${model.profile?.num_draft_tokens === 0
           ? "One token at a time, as the profile says."
           : drafts.maxK
-          ? `Drafts up to ${drafts.maxK} tokens ahead; every one is checked by the model itself.`
+          ? `It drafts up to ${drafts.maxK} tokens ahead and checks each: the same answer, sooner.`
           : `One token at a time: ${drafts.reason}.`}</p>
+      <ul class="trials" aria-label="Prompts to try">
+        ${TRIALS[isToy(model) ? "toy" : "model"].map((text) => html`
+          <li key=${text}><button onClick=${() => onAsk(text)}>${text}</button></li>`)}
+      </ul>
     </div>`;
+}
+
+/** Why a toy's answers are poor, and where nothing better is on a disk, what to get. */
+function Toy({ model, models }) {
+  const alone = isToy(atHand(models) ?? model);
+  const { models: catalogue } = useCatalogue(alone);
+  const best = catalogue?.find((one) => one.recommended && !one.downloaded);
+  return html`
+    <p>A toy to try this page with: it tells simple stories, and knows nothing.</p>
+    ${alone && best && html`
+      <div class="better"><strong>${best.id}</strong> fits ${best.fits.nodes === 1 ? "this machine" : `over ${plural(best.fits.nodes, "node")}`}: ${" "}
+        ${bytes(best.size_bytes)}, about ${rate(best.fits.tokens_per_second)} tok/s. ${" "}
+        <a href="#/models">Get it under Models</a>, or run:
+        <pre tabindex="0" aria-label="Command">exo-node models pull ${best.id}</pre></div>`}
+    ${alone && catalogue && !best && html`<p><a href="#/models">Models</a> shows what exo-node knows; none of it fits into the memory that is free.</p>`}`;
 }
 
 function Composer({ busy, disabled, choosing, summary: words, placeholder, onSend, onStop, onOptions }) {

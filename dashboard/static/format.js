@@ -46,7 +46,6 @@ const TONES = {
   loading: "busy",
   restoring: "busy",
   suspect: "warn",
-  degraded: "warn",
   dead: "bad",
   failed: "bad",
 };

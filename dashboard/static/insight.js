@@ -33,13 +33,17 @@ export function Place({ data, state }) {
         <button disabled=${nothing} onClick=${() => save(`${name}.json`, JSON.stringify(rows(samples), null, 2))}>JSON</button>
       </div>
       ${error && html`<p class="notice bad" role="alert">${error}</p>`}
-      <div class="charts">
-        ${CHARTS.map((chart) => html`<${Chart} key=${chart.title} samples=${samples} ...${chart} />`)}
-      </div>
       <${Answered} changes=${samples.at(-1)?.raw["vllm:request_success_total"]} />
+      ${samples.some(hasRequests)
+        ? html`<div class="charts">
+            ${CHARTS.map((chart) => html`<${Chart} key=${chart.title} samples=${samples} ...${chart} />`)}
+          </div>`
+        : !nothing && html`<p class="muted">Charts are drawn here from the first request on.</p>`}
       <${Hops} nodes=${data.cluster?.nodes ?? []} changes=${state.events.length} />
     </div>`;
 }
+
+const hasRequests = ({ raw, running, waiting }) => running > 0 || waiting > 0 || raw["vllm:generation_tokens_total"] > 0;
 
 /** Totals by model, asked for whenever another request has ended. */
 function Answered({ changes }) {

@@ -17,9 +17,6 @@ export function Joining({ joining, refresh }) {
       ${joining?.open && html`<p class="notice bad">
         <strong>Open.</strong> Nodes that were started with the same <code>--open</code> join this
         cluster without approval.</p>`}
-      ${(requests.length > 0 || asking.length > 0) && !mayDecide && html`<p class="notice">
-        This page may look and not decide. Open it by the link that ${" "}
-        <code>exo-node dashboard</code> prints on this machine.</p>`}
       ${news && html`
         <div class=${`notice ${news.bad ? "bad" : ""}`} role=${news.bad ? "alert" : "status"}>
           <span>${news.text}</span>
@@ -29,7 +26,7 @@ export function Joining({ joining, refresh }) {
         <${Request} key=${`${request.node}/${request.at.node}`} request=${request} refresh=${refresh}
           mayDecide=${mayDecide} tell=${setNews} />`)}
       ${asking.length > 0 && html`
-        <${Asking} asking=${asking} digits=${joining.digits} failure=${joining.failure} />`}
+        <${Asking} asking=${asking} node=${joining.node} digits=${joining.digits} failure=${joining.failure} />`}
     </div>`;
 }
 
@@ -88,7 +85,7 @@ function useGone(concerned, onGone) {
   useEffect(() => () => last.current?.(), []);
 }
 
-function Asking({ asking, digits, failure }) {
+function Asking({ asking, node, digits, failure }) {
   return html`
     <div class="joining">
       <p class="line">
@@ -102,6 +99,7 @@ function Asking({ asking, digits, failure }) {
       </ul>
       ${failure && html`<p class="notice bad small" role="alert">${failure}</p>`}
       <p class="small">Type these digits on the dashboard of a node of <em>your</em> cluster, or run ${" "}
-        <code>exo-node approve ${digits ? spaced(digits) : "DIGITS"}</code> there.</p>
+        <code>exo-node approve ${digits ? spaced(digits) : "DIGITS"}</code> there.
+        Where several nodes ask, this one's id is <code>${node}</code>.</p>
     </div>`;
 }

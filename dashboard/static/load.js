@@ -38,7 +38,7 @@ export function LoadDialog({ model, nodes, onClose }) {
       <form onSubmit=${load}>
         <div>
           <h2 id="load-title">${model.downloaded === false ? "Download and load" : "Load"} ${model.id}</h2>
-          <p class="muted small">${bytes(model.size_bytes)} · ${model.quantization ?? model.format ?? ""} · ${fits(model)}</p>
+          <p class="muted small">${bytes(model.size_bytes)} · ${model.format ?? ""} · ${fits(model)}</p>
         </div>
         ${!preview && !failure && html`<p class="muted pulse">Planning…</p>`}
         ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}

@@ -1,9 +1,9 @@
 /** The models: what is on disk and fits first, then what does not fit, then what could be fetched. */
 
 import { call } from "./api.js";
-import { bytes, modelName, naturally, plural, profileWords, tone, whole } from "./format.js";
+import { bytes, modelName, naturally, plural, profileWords, rate, tone, whole } from "./format.js";
 import { LoadDialog } from "./load.js";
-import { stagesOf } from "./node.js";
+import { atHand, isToy, mayChange, stagesOf, useCatalogue } from "./node.js";
 import { html, useState } from "./vendor/htm-preact.module.js";
 
 export function Place({ state, data, refresh }) {
@@ -12,14 +12,26 @@ export function Place({ state, data, refresh }) {
   const nodes = data.cluster?.nodes ?? [];
   const error = state.errors.models ?? state.errors.placements;
   const [asked, setAsked] = useState(null);
+  const { models: catalogue, failure } = useCatalogue(true);
+  const may = mayChange(data);
   const groups = grouped(models ?? []);
+  const here = new Set((models ?? []).map(({ id }) => id));
+  const others = (catalogue ?? []).filter(({ id, downloaded }) => !here.has(id) && !downloaded);
+  const best = others.filter(({ recommended }) => recommended).slice(0, 3);
+  const proposal = models && best.length > 0 && html`
+    <section aria-label="Recommended">
+      <h2>Recommended for ${nodes.length > 1 ? "this cluster" : "this machine"}</h2>
+      <p class="muted small">The largest that fit at a readable speed, those that draft for themselves first.</p>
+      <${Offers} models=${best} may=${may} onFetch=${setAsked} />
+    </section>`;
+  const wantsModel = isToy(atHand(models ?? []) ?? { parameters: 0 });
   const group = (title, list, note) => list.length > 0 && html`
     <section aria-label=${title}>
       <h2>${title}</h2>
       ${note && html`<p class="muted small">${note}</p>`}
       <ul class="models">
         ${list.map((model) => html`
-          <${Model} key=${model.id} model=${model} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
+          <${Model} key=${model.id} model=${model} may=${may} refresh=${refresh} nodes=${nodes} onLoad=${() => setAsked(model)}
             placement=${placements.find((placement) => placement.model === model.id)}
             live=${liveRequests(nodes, model.id)} />`)}
       </ul>
@@ -29,12 +41,19 @@ export function Place({ state, data, refresh }) {
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
       ${!models && !error && html`<p class="muted pulse">Asking the node…</p>`}
       ${models?.length === 0 && html`<p class="muted">No model is on a disk of this cluster yet.</p>`}
+      ${wantsModel && proposal}
       ${group("Loaded", groups.loaded)}
       ${group("On disk", groups.fits)}
       ${group("On disk, too large", groups.large, "They would run with more memory, another node, or fewer bits.")}
       ${group("Not usable", groups.broken)}
       <${Profiles} profiles=${groups.profiles} />
-      <${Catalogue} models=${models ?? []} onFetch=${setAsked} />
+      ${!wantsModel && proposal}
+      ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
+      ${others.length > best.length && html`
+        <details class="catalogue">
+          <summary><h2>Others that exo-node knows</h2></summary>
+          <${Offers} models=${others.filter((model) => !best.includes(model))} may=${may} onFetch=${setAsked} />
+        </details>`}
       ${asked && html`<${LoadDialog} model=${asked} nodes=${nodes} onClose=${() => { setAsked(null); refresh(); }} />`}
     </div>`;
 }
@@ -63,7 +82,7 @@ const liveRequests = (nodes, model) =>
       .map((stage) => stage.live_requests ?? 0),
   );
 
-function Model({ model, placement, live, refresh, nodes, onLoad }) {
+function Model({ model, placement, live, may, refresh, nodes, onLoad }) {
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
   async function unload() {
@@ -87,8 +106,8 @@ function Model({ model, placement, live, refresh, nodes, onLoad }) {
       </p>
       <p class="muted small">${facts(model, nodes).join(" · ")}</p>
       ${!model.error && html`<div class="actions">${placement
-        ? html`<${Unload} live=${live} busy=${busy} name=${model.id} onUnload=${unload} />`
-        : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${model.fits?.nodes === 0}
+        ? html`<${Unload} live=${live} busy=${busy} may=${may} name=${model.id} onUnload=${unload} />`
+        : html`<button class=${model.fits?.nodes > 0 ? "primary" : ""} disabled=${!may || model.fits?.nodes === 0}
             aria-label=${`Load ${model.id}`} onClick=${onLoad}>Load…</button>`}</div>`}
       ${!model.error && html`<p class="small wide"><${Mtp} model=${model} placement=${placement} /></p>`}
       ${placement?.status === "loading" && html`<${Progress} placement=${placement} model=${model} nodes=${nodes} />`}
@@ -116,8 +135,10 @@ function facts(model, nodes) {
   const where = model.nodes ?? [];
   return [
     bytes(model.size_bytes),
-    model.quantization ?? model.format,
+    model.format,
     fits(model),
+    speed(model),
+    ...abilities(model),
     Number.isFinite(model.context_length) && `${whole(model.context_length)} tokens of context`,
     nodes.length > 1 && where.length > 0 && `on ${where.length === nodes.length ? "every disk" : where.join(", ")}`,
   ].filter(Boolean);
@@ -129,6 +150,10 @@ export function fits({ fits: fit }) {
   if (fit.nodes === 0) return `does not fit: needs ${bytes(fit.needed_bytes)}`;
   return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
 }
+
+const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `about ${rate(fit.tokens_per_second)} tok/s`;
+
+const abilities = ({ capabilities = [] }) => ["tools", "thinking"].filter((name) => capabilities.includes(name));
 
 /** Native MTP in one phrase: the placement's word counts once there is one. */
 function Mtp({ model, placement }) {
@@ -160,7 +185,7 @@ function Progress({ placement, model, nodes }) {
 }
 
 /** Unloading waits for running answers, so a model in use asks once more. */
-function Unload({ live, busy, name, onUnload }) {
+function Unload({ live, busy, may, name, onUnload }) {
   const [asked, setAsked] = useState(false);
   if (asked && !busy) {
     return html`
@@ -169,42 +194,21 @@ function Unload({ live, busy, name, onUnload }) {
       <button class="danger" onClick=${() => { setAsked(false); onUnload(); }}>Unload anyway</button>`;
   }
   return html`
-    <button disabled=${busy} aria-label=${`Unload ${name}`}
+    <button disabled=${busy || !may} aria-label=${`Unload ${name}`}
       onClick=${() => (live > 0 ? setAsked(true) : onUnload())}>${busy ? "Unloading…" : "Unload"}</button>`;
 }
 
-/** What there are cards of and no files: asked for when somebody looks. */
-function Catalogue({ models, onFetch }) {
-  const [found, setFound] = useState(null);
-  const [failure, setFailure] = useState("");
-  const here = new Set(models.map(({ id }) => id));
-  async function onToggle({ target }) {
-    if (!target.open || found) return;
-    try {
-      setFound((await call("GET", "/v1/models?catalog=1")).data);
-    } catch (error) {
-      setFailure(error.message);
-    }
-  }
-  const others = (found ?? []).filter(({ id }) => !here.has(id)).sort(byFit);
-  return html`
-    <details class="catalogue" onToggle=${onToggle}>
-      <summary><h2>Others that exo-node knows</h2></summary>
-      ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
-      <ul class="models">
-        ${others.map((model) => {
-          const { owner, name } = modelName(model.id);
-          return html`
-            <li key=${model.id} class="model">
-              <p class="line"><strong class="model-id"><span class="owner">${owner}/</span>${name}</strong></p>
-              <p class="muted small">${facts(model, []).join(" · ")}</p>
-              ${model.fits?.nodes > 0 && html`<div class="actions"><button
-                aria-label=${`Download and load ${model.id}`} onClick=${() => onFetch(model)}>Download…</button></div>`}
-            </li>`;
-        })}
-      </ul>
-    </details>`;
-}
-
-const byFit = (a, b) =>
-  Number(b.fits?.nodes > 0) - Number(a.fits?.nodes > 0) || (a.size_bytes ?? 0) - (b.size_bytes ?? 0);
+/** Models that are on no disk yet. */
+const Offers = ({ models, may, onFetch }) => html`
+  <ul class="models">
+    ${models.map((model) => {
+      const { owner, name } = modelName(model.id);
+      return html`
+        <li key=${model.id} class="model">
+          <p class="line"><strong class="model-id">${owner && html`<span class="owner">${owner}/</span>`}${name}</strong></p>
+          <p class="muted small">${[...facts(model, []), model.drafts && "drafts for itself"].filter(Boolean).join(" · ")}</p>
+          ${model.fits?.nodes > 0 && html`<div class="actions"><button disabled=${!may}
+            aria-label=${`Download and load ${model.id}`} onClick=${() => onFetch(model)}>Download…</button></div>`}
+        </li>`;
+    })}
+  </ul>`;

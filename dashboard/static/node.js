@@ -177,7 +177,32 @@ export const nameOf = (known, id) => known.get(id)?.name || id;
 /** The model that an entry of the list answers with: a profile is another name for one. */
 export const modelOf = (entry) => entry?.profile_of ?? entry?.id;
 
+/** A model to try things out with, such as the packaged one: too small to know anything. */
+export const isToy = ({ parameters }) => parameters < 1e8;
+
+const isUsable = (model) => model.loaded || (model.downloaded && model.fits?.nodes > 0);
+
 /** The model of somebody who has not chosen: loaded, or on disk and fitting; else there is none. */
-export const atHand = (models) =>
-  models.find((m) => m.loaded && !m.error) ??
-  models.find((m) => m.downloaded && !m.error && m.fits?.nodes > 0);
+export function atHand(models) {
+  const usable = models.filter((model) => !model.error && isUsable(model));
+  return usable.find(({ loaded }) => loaded) ?? usable.find((model) => !isToy(model)) ?? usable[0];
+}
+
+/** The models that exo-node has cards of, the best for these nodes first; asked for once `wanted`. */
+export function useCatalogue(wanted) {
+  const [state, setState] = useState({ models: null, failure: "" });
+  useEffect(() => {
+    if (!wanted || state.models) return;
+    call("GET", "/v1/models?catalog=1").then(
+      ({ data }) => setState({ models: data.sort(byRank), failure: "" }),
+      (error) => setState({ models: null, failure: error.message }),
+    );
+  }, [wanted]);
+  return state;
+}
+
+const rank = ({ recommended, fits }) => recommended ?? (fits?.nodes > 0 ? 100 : 101);
+const byRank = (a, b) => rank(a) - rank(b) || (a.size_bytes ?? 0) - (b.size_bytes ?? 0);
+
+/** Whether this page may change anything: unknown until the node has answered. */
+export const mayChange = ({ joining }) => joining?.may_decide !== false;

@@ -64,7 +64,7 @@ function Drafts({ drafts: { defaultK, maxK }, k, own, onPick }) {
   return html`
     <label>Drafts (K)
       <select value=${maxK ? k : ""} disabled=${!maxK} onChange=${onPick}>
-        <option value="">${maxK ? own ?? `adaptive, from ${defaultK}` : "off"}</option>
+        <option value="">${maxK ? own ?? `adaptive (${defaultK})` : "off"}</option>
         ${maxK && html`<option value="0">none</option>`}
         ${choices.map((n) => html`<option key=${n} value=${n}>${n}</option>`)}
       </select>

@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { save } from "./conversations.js";
 import { plural } from "./format.js";
+import { mayChange } from "./node.js";
 import { LIMIT } from "./store.js";
 import { html, useEffect, useState } from "./vendor/htm-preact.module.js";
 
@@ -30,7 +31,7 @@ const SOURCES = {
   runtime: "Changed since the node started.",
 };
 
-export function Place({ talk, onForgetKey }) {
+export function Place({ data, talk, onForgetKey }) {
   const [settings, setSettings] = useState(null);
   const [error, setError] = useState(null);
   const refresh = () => call("GET", "/v1/settings").then(setSettings, setError);
@@ -43,7 +44,7 @@ export function Place({ talk, onForgetKey }) {
         ${!settings && !error && html`<p class="muted pulse">Asking the node…</p>`}
         <ul class="rows">
           ${settings && SWITCHES.filter(({ name }) => settings[name]).map((item) => html`
-            <${Switch} key=${item.name} ...${item} setting=${settings[item.name]} refresh=${refresh} />`)}
+            <${Switch} key=${item.name} ...${item} setting=${settings[item.name]} may=${mayChange(data)} refresh=${refresh} />`)}
         </ul>
       </section>
       <section aria-labelledby="browser-title">
@@ -71,7 +72,7 @@ function Kept({ talk }) {
     </li>`;
 }
 
-function Switch({ name, title, text, setting, refresh }) {
+function Switch({ name, title, text, setting, may, refresh }) {
   const [wanted, setWanted] = useState(null);
   const [failure, setFailure] = useState("");
   const on = wanted ?? setting.value;
@@ -98,7 +99,7 @@ function Switch({ name, title, text, setting, refresh }) {
           ${!setting.writable && html`<span class="small warn-text">${setting.reason}</span>`}
         </span>
         <input type="checkbox" role="switch" checked=${on} aria-label=${title}
-          aria-describedby=${`${name}-text`} disabled=${!setting.writable || wanted !== null}
+          aria-describedby=${`${name}-text`} disabled=${!may || !setting.writable || wanted !== null}
           onChange=${flip} />
       </label>
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}

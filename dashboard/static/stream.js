@@ -16,7 +16,7 @@ export async function* streamChat(body, signal) {
   });
   for await (const line of lines(response)) {
     const note = line.startsWith(":") ? line.slice(1).trim() : "";
-    if (note && note !== "keep-alive") yield { kind: "note", text: note };
+    if (note) yield { kind: "note", text: note };
     if (!line.startsWith("data:")) continue;
     const data = line.slice("data:".length).trim();
     if (data === "[DONE]") return;

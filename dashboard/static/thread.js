@@ -5,6 +5,8 @@ import { copy } from "./clipboard.js";
 import { callId, siblings } from "./tree.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
+const FOLDED_CHARS = 1000;
+
 export function Thread({ talk, messages, busy, request, known, mayAsk }) {
   const may = !busy && mayAsk;
   const shared = { talk, may, request, known };
@@ -34,13 +36,24 @@ function Question({ message, talk, may, request }) {
   }
   return html`
     <div class="question">
-      <p>${message.text}</p>
+      <${Long} text=${message.text} />
       <div class="acts">
         <${Branches} talk=${talk} message=${message} what="question" />
         <${Copy} text=${message.text} what="question" />
         <button class="quiet" disabled=${!may} onClick=${() => setEditing(true)}>Edit</button>
       </div>
     </div>`;
+}
+
+/** A question; of a long one the beginning, until somebody wants it whole. */
+function Long({ text }) {
+  const [whole, setWhole] = useState(false);
+  if (text.length <= FOLDED_CHARS * 2) return html`<p>${text}</p>`;
+  const count = text.trim().split(/\s+/).length;
+  return html`
+    <p>${whole ? text : `${text.slice(0, FOLDED_CHARS)}…`}</p>
+    <button class="quiet small" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
+      ${whole ? "Show less" : `Show all ${count.toLocaleString("en")} words`}</button>`;
 }
 
 function Editor({ text, onSend, onCancel }) {

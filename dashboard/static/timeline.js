@@ -6,7 +6,7 @@ const FIRST = 12;
 const TONES = {
   joined: "good", recovered: "good", refuted: "good", placed: "good", resumed: "good", loop_recovered: "good",
   join_approved: "good", term_stored: "good",
-  suspected: "warn", leaving: "warn", degraded: "warn", superseded: "warn", replanned: "warn",
+  suspected: "warn", leaving: "warn", superseded: "warn", replanned: "warn",
   join_requested: "warn", join_refused: "warn", dropped: "warn", adopted: "busy",
   head_changed: "busy", election: "busy", rekeyed: "busy",
   died: "bad", stage_lost: "bad", load_failed: "bad", loop_ended: "bad", term_not_stored: "bad",

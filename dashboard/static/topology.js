@@ -112,12 +112,13 @@ function Card({ node, place: { x, y }, width }) {
     <g class=${`card ${node.colour} ${node.status}`} transform=${`translate(${x - width / 2} ${y - HEIGHT / 2})`}>
       <title>${node.name}: ${node.status}, ${bytes(used)} of ${bytes(node.memory_bytes)} in use by models</title>
       <rect class="body" width=${width} height=${HEIGHT} rx="9" />
-      <circle class="dot" cx="15" cy="17" r="4.5" />
-      <text class="name" x="26" y="21.5">${clipped(node.name, width > 130 ? 15 : 12)}</text>
+      ${node.head
+        ? html`<path class="dot head" d="M9 22l-1.5 -7 3.5 3.3 3 -5.3 3 5.3 3.5 -3.3 -1.5 7z"><title>the head: it plans and holds placements</title></path>`
+        : html`<circle class="dot" cx="15" cy="17" r="4.5" />`}
+      <text class="name" x="26" y="21.5">${clipped(node.name, width > 130 ? 13 : 11)}</text>
       <text class="what" x="12" y="38">${clipped(layers || bytes(node.memory_bytes), width > 130 ? 21 : 18)}</text>
       <rect class="room" x="12" y="44.5" width=${inner} height="3" rx="1.5" />
       <rect class="used" x="12" y="44.5" width=${share > 0 ? Math.max(3, inner * share) : 0} height="3" rx="1.5" />
-      ${node.head && html`<path class="head" d=${`M${width - 26} 33l-1.5 -6 3.5 3 3 -5 3 5 3.5 -3 -1.5 6z`} transform="translate(6 6)"><title>the head: it plans and holds placements</title></path>`}
     </g>`;
 }
 

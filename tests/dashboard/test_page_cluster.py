@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser import Visit, browsers, visit
 from nodes import Node, eventually, free_ports, node
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, expect
 
 WITHIN_S = 300.0
 WITHIN_MS = 1000 * WITHIN_S
@@ -66,6 +66,11 @@ def go(seen: Visit, place: str) -> None:
     seen.page.get_by_role("navigation").get_by_role("link", name=place, exact=True).click()
 
 
+def loaded(seen: Visit) -> Locator:
+    """The one model in memory, on the Models page."""
+    return seen.page.get_by_role("region", name="Loaded").locator(".model")
+
+
 def test_a_fresh_cluster_answers_the_first_message(pair: Pair) -> None:
     with owners(pair) as seen:
         page = seen.page
@@ -92,7 +97,7 @@ def test_mtp_is_turned_off_and_says_why(pair: Pair) -> None:
         switch = seen.page.get_by_role("switch", name="Native multi-token prediction")
         switch.uncheck()
         go(seen, "Models")
-        expect(seen.page.locator(".model")).to_contain_text("MTP off:", timeout=WITHIN_MS)
+        expect(loaded(seen)).to_contain_text("MTP off:", timeout=WITHIN_MS)
         go(seen, "Settings")
         switch.check()
         expect(switch).to_be_enabled()
@@ -114,8 +119,8 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         assert seen.violations() == []
         seen.shot("preview")
         dialog.get_by_role("button", name="Load", exact=True).click()
-        expect(page.locator(".model .state")).to_have_text("ready", timeout=WITHIN_MS)
-        expect(page.locator(".model")).to_contain_text("MTP off: the placement has 2 stages")
+        expect(loaded(seen).locator(".state")).to_have_text("ready", timeout=WITHIN_MS)
+        expect(loaded(seen)).to_contain_text("MTP off: the placement has 2 stages")
         go(seen, "Cluster")
         expect(page.locator(".topology .hop")).to_have_count(1)
         expect(page.get_by_label("Layers of demo by node").locator("li")).to_have_count(2)

@@ -39,7 +39,7 @@ def hide(seen: Visit, *, hidden: bool) -> None:
 def test_figures_are_asked_for_only_where_somebody_looks_at_them(seen: Visit) -> None:
     seen.page.clock.install()
     page = seen.go("#/insight")
-    expect(page.get_by_text("Tokens per second")).to_be_visible()
+    expect(page.get_by_text("Charts are drawn here")).to_be_visible()
     seen.until(lambda: seen.asked("/metrics") == 1)
     page.clock.run_for(2_100)
     seen.until(lambda: seen.asked("/metrics") == 2)
@@ -79,6 +79,34 @@ def test_a_profile_is_chosen_as_a_model_is_and_says_what_it_sets(
         "coderdemo · temperature 0.2, a system message"
     )
     expect(page.get_by_role("button", name="Load coder")).to_have_count(0)
+
+
+def test_each_recipe_has_the_address_the_model_and_its_context(
+    seen: Visit, cluster: Cluster
+) -> None:
+    held = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
+    cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **held)]
+    page = seen.go("#/connect")
+    recipes = {
+        "Claude Code": [f"BASE_URL={seen.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
+        "Codex": [f'base_url = "{seen.base}/v1"', "model_context_window = 12288"],
+        "opencode": ['"exo/Qwen/Qwen3-8B"', '"context": 12288, "output": 3072', '"apiKey": "any"'],
+        "Qwen Code": ["OPENAI_MODEL=Qwen/Qwen3-8B", '"contextWindowSize": 12288'],
+        "Cline": [f"-b {seen.base}/v1 -k any -m Qwen/Qwen3-8B"],
+        "Continue": ["contextLength: 12288"],
+        "aider": ["--model openai/Qwen/Qwen3-8B --no-show-model-warnings"],
+        "Open WebUI, and anything in Docker": [f"docker.internal:{seen.base.split(':')[-1]}/v1"],
+    }
+    for name, texts in recipes.items():
+        section = page.get_by_role("region", name=name, exact=True)
+        for text in texts:
+            expect(section.locator("pre", has_text=text)).to_have_count(1)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy the recipe for aider").click()
+    assert seen.base in page.evaluate("navigator.clipboard.readText()")
+    assert page.get_by_text("not run").count() == 0
+    assert seen.violations() == []
+    seen.shot("connect")
 
 
 def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) -> None:

@@ -1,0 +1,220 @@
+"""The page as somebody meets it who has just started a node, or may only look, or has a phone."""
+
+from typing import Any
+
+import pytest
+from browser import PHONE, Visit, answers, over, say, visit
+from fakes import FINISHED, Json, says
+from http_node import Node
+from page_cluster import Cluster, member, model
+from playwright.sync_api import Browser, FloatRect, Locator, Route, expect
+
+from exo_node.node.chat.requests import Finished, Reasoned, Started, TextDelta
+
+pytestmark = pytest.mark.timeout(300)
+
+GOOD = "mlx-community/Qwen3.6-27B-4bit"
+TOY: Json = {"parameters": 16_500_000}
+
+
+def offered(id: str, rank: int | None, **more: Any) -> Json:
+    """An entry of the catalogue."""
+    fits = {"nodes": 0 if rank is None else 1, "needed_bytes": 9 * 10**11, "tokens_per_second": 22}
+    told = {"recommended": rank, "downloaded": False, "size_bytes": 15 * 10**9, "fits": fits}
+    return model(id, loaded=False, nodes=1, **told, **more)
+
+
+@pytest.fixture
+def catalogue(node: Node, cluster: Cluster) -> Cluster:
+    """The demo alone on the disk, and four models to get."""
+    cluster.models = [model("demo", loaded=False, nodes=1, **TOY)]
+    entries = [
+        offered("huge/model", None),
+        *(offered(f"rank/{rank}", rank) for rank in (4, 3, 2)),
+        offered(GOOD, 1, capabilities=["thinking", "tools"], drafts=True),
+    ]
+
+    async def listed() -> Json:
+        return {"object": "list", "data": entries}
+
+    node.operations.catalogue = listed  # type: ignore[method-assign]
+    return cluster
+
+
+def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
+    seen: Visit, node: Node, catalogue: Cluster
+) -> None:
+    page = seen.go()
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text("A toy to try this page with")
+    expect(welcome).to_contain_text(f"{GOOD} fits this machine: 15 GB, about 22 tok/s")
+    expect(welcome.get_by_label("Command")).to_have_text(f"exo-node models pull {GOOD}")
+    expect(welcome.get_by_role("listitem")).to_have_count(3)
+    assert seen.violations() == []
+    seen.shot("newcomer")
+    welcome.get_by_role("link", name="Get it under Models").click()
+    expect(page.get_by_role("main").get_by_role("heading", level=2).first).to_have_text(
+        "Recommended for this machine"
+    )
+    page.get_by_role("navigation").get_by_role("link", name="Chat").click()
+    page.get_by_role("button", name="Tell me a story.").click()
+    over(seen)
+    assert node.chat.requests[-1].messages == ({"role": "user", "content": "Tell me a story."},)
+
+
+def test_a_real_model_is_chosen_before_the_toy_and_nothing_is_proposed(
+    seen: Visit, catalogue: Cluster
+) -> None:
+    catalogue.models.append(model("real/model", loaded=False, nodes=1, parameters=10**10))
+    page = seen.go()
+    expect(page.get_by_label("Model")).to_have_value("real/model")
+    expect(page.locator(".trials")).to_contain_text("recursion")
+    assert page.get_by_text("A toy").count() == 0
+    assert seen.asked("/v1/models?catalog=1") == 0
+
+
+def test_models_to_get_stand_first_with_their_abilities_and_speed(
+    seen: Visit, catalogue: Cluster
+) -> None:
+    page = seen.go("#/models")
+    recommended = page.get_by_role("region", name="Recommended").get_by_role("listitem")
+    expect(recommended.locator(".model-id")).to_have_text([GOOD, "rank/2", "rank/3"])
+    facts = "15 GB · bfloat16 · fits on one node · about 22 tok/s · tools · thinking · "
+    expect(recommended.first).to_contain_text(f"{facts}4,096 tokens of context · drafts for itself")
+    page.get_by_text("Others that exo-node knows").click()
+    others = page.locator(".catalogue .model-id")
+    expect(others).to_have_text(["rank/4", "huge/model"])
+    assert seen.violations() == []
+
+
+@pytest.mark.parametrize("may", [False, True])
+def test_what_needs_the_login_link_says_so_before_a_click(
+    seen: Visit, catalogue: Cluster, may: bool
+) -> None:
+    def joining(route: Route) -> None:
+        route.fulfill(json={"data": [], "asking": [], "may_decide": may})
+
+    seen.page.route("**/v1/join/requests", joining)
+    page = seen.go("#/models")
+    line = page.get_by_text("Looking only: to change anything, run exo-node dashboard")
+    expect(page.get_by_role("button", name="Load demo")).to_be_enabled(enabled=may)
+    expect(page.get_by_role("button", name=f"load {GOOD}")).to_be_enabled(enabled=may)
+    expect(line).to_have_count(0 if may else 1)
+    assert seen.violations() == []
+    page.get_by_role("navigation").get_by_role("link", name="Settings").click()
+    expect(page.get_by_role("switch").first).to_be_enabled(enabled=may)
+    expect(line).to_have_count(0 if may else 1)
+    page.get_by_role("navigation").get_by_role("link", name="Chat").click()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    expect(line).to_have_count(0)
+
+
+def box(place: Locator) -> FloatRect:
+    found = place.bounding_box()
+    assert found is not None
+    return found
+
+
+def test_nothing_in_a_nodes_card_overlaps_the_crown(seen: Visit, cluster: Cluster) -> None:
+    stages = [{"placement": f"p{n}", "model": "m", "layers": [100, 120]} for n in range(2)]
+    cluster.nodes = [member(1, name="MacBook-Pro-of-Anna-Maria", head=True, stages=stages)]
+    page = seen.go("#/cluster")
+    crown = box(page.locator(".topology path.head"))
+    card = box(page.locator(".topology .body"))
+    for name in ("name", "what", "used"):
+        other = box(page.locator(f".topology .{name}"))
+        below = other["y"] >= crown["y"] + crown["height"]
+        assert below or other["x"] >= crown["x"] + crown["width"], name
+        assert other["x"] + other["width"] <= card["x"] + card["width"], name
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_of_thoughts_alone_says_so_and_shows_them(
+    seen: Visit, node: Node, reason: Any
+) -> None:
+    node.chat.scripts["demo"] = says(
+        Started((1,)), Reasoned("Endless thought."), Finished(reason, 3, 3, 3, 0, {})
+    )
+    _ = seen.go()
+    say(seen, "Go")
+    over(seen)
+    told = "The model stopped in its thoughts and gave no answer"
+    why = ", because the token limit ended it." if reason == "length" else "."
+    expect(answers(seen).get_by_text(told)).to_have_text(told + why)
+    expect(answers(seen).get_by_text("Endless thought.")).to_be_visible()
+    node.chat.scripts["demo"] = says(
+        Started((1,)), Reasoned("Hm."), TextDelta("Yes.", (1,)), FINISHED
+    )
+    say(seen, "Again")
+    over(seen)
+    expect(answers(seen).last.get_by_text("Hm.")).to_be_hidden()
+    assert answers(seen).last.get_by_text(told).count() == 0
+
+
+def test_a_long_paste_is_folded(seen: Visit, node: Node) -> None:
+    page = seen.go()
+    say(seen, "word " * 60_000 + "end")
+    over(seen)
+    question = page.locator(".question > p")
+    assert len(question.inner_text()) < 2000
+    assert str(node.chat.requests[-1].messages[-1]["content"]).endswith("word end")
+    page.get_by_role("button", name="Show all 60,001 words").click()
+    expect(question).to_contain_text("word end")
+    page.get_by_role("button", name="Show less").click()
+    assert len(question.inner_text()) < 2000
+    assert seen.violations() == []
+
+
+TEXT_WIDTH = """select => {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = getComputedStyle(select).font;
+  return context.measureText(select.selectedOptions[0].text).width;
+}"""
+
+
+def test_the_choice_of_drafts_is_not_cut(seen: Visit) -> None:
+    page = seen.go()
+    page.get_by_role("button", name="Options", exact=True).click()
+    select = page.get_by_label("Drafts (K)")
+    arrow_and_padding = 42
+    assert select.evaluate(TEXT_WIDTH) + arrow_and_padding <= box(select)["width"]
+
+
+def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(
+    browser: Browser, node: Node, cluster: Cluster
+) -> None:
+    with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as seen:
+        page = seen.go()
+        select = page.get_by_label("Model")
+        expect(select).to_have_value("demo")
+        assert box(select)["width"] <= select.evaluate(TEXT_WIDTH) + 60
+        page.get_by_role("navigation").get_by_role("link", name="Connect").click()
+        recipe = page.get_by_role("region", name="curl").locator("pre")
+        lines = recipe.inner_text().count("\n") + 1
+        height = recipe.evaluate("pre => parseFloat(getComputedStyle(pre).lineHeight)")
+        assert box(recipe)["height"] < (lines + 2) * height
+        fits = "box => box.scrollWidth <= box.clientWidth"
+        assert page.locator("main").evaluate(fits), "main scrolls sideways"
+        assert seen.violations() == []
+
+
+def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_them(
+    seen: Visit, node: Node
+) -> None:
+    page = seen.go("#/insight")
+    expect(page.get_by_text("Charts are drawn here from the first request on.")).to_be_visible()
+    assert page.locator(".chart").count() == 0
+
+    async def metrics() -> tuple[bytes, str]:
+        return b"vllm:generation_tokens_total 5\nvllm:request_success_total 1\n", "text/plain"
+
+    async def stats() -> Json:
+        return {"models": {"demo": {"requests": 1, "completion_tokens": 5}}}
+
+    node.operations.metrics = metrics  # type: ignore[method-assign]
+    node.operations.mtp_stats = stats  # type: ignore[method-assign]
+    expect(page.locator(".chart")).to_have_count(9)
+    table = page.get_by_role("region", name="Totals by model")
+    expect(table).to_contain_text("demo")
+    assert box(table)["y"] < box(page.locator(".charts"))["y"]
+    assert seen.violations() == []
