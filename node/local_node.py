@@ -97,6 +97,7 @@ class LocalNode:
             await asyncio.sleep(every_s)
 
     def _held(self, known: Sequence[KnownModel]) -> Sequence[pb.HeldModel]:
+        files = [self.library.file_facts(model) for model in known]
         return [
             pb.HeldModel(
                 model=model.card.id,
@@ -105,8 +106,11 @@ class LocalNode:
                 format=format_of(model.card),
                 context_length=model.card.context_length,
                 head=model.card.native_mtp is not None and self._has_head(model),
+                model_type=model.card.model_type,
+                capabilities=facts.capabilities,
+                digest=facts.digest,
             )
-            for model in known
+            for model, facts in zip(known, files, strict=True)
         ]
 
     def _has_head(self, model: KnownModel) -> bool:

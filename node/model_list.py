@@ -4,21 +4,22 @@ import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from ..placement.card import ModelCard
+from ..placement.card import Capability, ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
-from ..placement.errors import ExoNodeError
+from ..placement.errors import ExoNodeError, ModelNotFound
 from ..placement.fitting import Fit, fit
 from ..placement.ids import ModelId
 from ..placement.library import not_here
 from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .machine.durations import LONGEST
-from .models.entries import facts, mtp_words, part_entry
+from .models.entries import facts, mtp_words, parameters, part_entry
 from .models.library import KnownModel, ModelLibrary
 from .models.places import Part
+from .models.recommending import best
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource, node_facts
@@ -59,10 +60,20 @@ class ModelList:
         return [*own, *broken, *others, *begun]
 
     async def catalogue(self) -> list[dict[str, Any]]:
-        """Every model that there is a card of."""
+        """Every model that there is a card of; `recommended` counts the best for these nodes."""
         known = await asyncio.to_thread(self._library.catalogue)
         view = self._empty_view()
-        return [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+        entries = [await asyncio.to_thread(self._entry, model, view) for model in known.values()]
+        ranks = {entry["id"]: rank for rank, entry in enumerate(best(entries), 1)}
+        return [{**entry, "recommended": ranks.get(entry["id"])} for entry in entries]
+
+    async def no_model(self, model: ModelId) -> ModelNotFound:
+        """The error for a model that is not on a disk of the cluster, as a chat with it has it."""
+        try:
+            _ = await asyncio.to_thread(self._library.get, model)
+        except ModelNotFound as fault:
+            return fault
+        return ModelNotFound(not_here(model), param="model")
 
     def head(self, record: LoadedPlacement) -> HeadState:
         """A placement's draft head as it was loaded, unless its runner says that it is parked."""
@@ -89,7 +100,7 @@ class ModelList:
             "downloaded": known.folder is not None,
             "nodes": self._holders(card.id, here=known.folder is not None),
             "variant_of": self._library.original(card.id),
-            **facts(card, self._fit(card, view)),
+            **facts(card, self._fit(card, view), self._library.file_facts(known)),
             "mtp": mtp_words(card, head),
             "native_mtp": self._native_mtp(card, head, record),
         }
@@ -169,6 +180,10 @@ class ModelList:
             "nodes": self._holders(model, here=False),
             "size_bytes": held.weight_bytes,
             "quantization": held.quantization or None,
+            "parameters": parameters(held.weight_bytes, held.quantization, held.format),
+            "model_type": held.model_type,
+            "capabilities": [name for name in get_args(Capability) if name in held.capabilities],
+            "digest": held.digest or None,
             "format": held.format,
             "fits": None,
             "mtp": "head found" if held.head else "no head",

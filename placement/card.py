@@ -134,7 +134,7 @@ class ModelCard(BaseModel):
     native_mtp: NativeMtp | None = None
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
-    """What its chat format is known for; what is not named may be there all the same."""
+    """Abilities of its chat format. Lists add those that its template shows once it is here."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")

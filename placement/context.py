@@ -33,10 +33,10 @@ def context_reason(task: Task, chosen: Candidate, options: PlanOptions) -> str:
         return ""
     context = longest_context(task, chosen, options)
     if context == most:
-        return f"the model's whole context of {most} tokens fits"
+        return f"there is room for the model's whole context of {most:,} tokens"
     return (
-        f"{context} of the model's {most} tokens of context, as more would take over half of the "
-        "memory that is left"
+        f"there is room for a context of {context:,} of the model's {most:,} tokens: more would "
+        "take over half of the memory that is left"
     )
 
 

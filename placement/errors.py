@@ -3,7 +3,7 @@
     ExoNodeError
     ├── InvalidRequest            a request that no retry will make right          400
     │   ├── UnsupportedParameter  a field that this node does not implement        400
-    │   └── ContextLengthExceeded prompt + max_tokens over the model's context     400
+    │   └── ContextLengthExceeded a prompt that leaves no room for an answer       400
     ├── ModelNotFound             no card, folder or cached model has that id      404
     ├── PlacementNotFound         no placement has that id                         404
     ├── QueueFull                 too many requests are waiting                    429

@@ -128,9 +128,9 @@ def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
             ends_too = ", embeddings and lm_head" if first == 0 else ""
             raise InsufficientMemory(
                 f"layers gives {node.name} {layer_range(first, end)} of {task.card.id}{ends_too}, "
-                f"which need {_gigabytes_up(need)} with {task.allowed.context} tokens of KV and "
-                f"headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer layers, "
-                "free memory there or ask for a shorter context",
+                f"which need {_gigabytes_up(need)} with {task.allowed.context:,} tokens of context "
+                f"and headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer "
+                "layers, free memory there or ask for a shorter context",
                 param="layers",
             )
     return assigned(task, task.allowed.nodes, counts)
@@ -160,7 +160,8 @@ def insufficient(task: Task, options: PlanOptions, refusal: SplitRefusal) -> Ins
 def needed(task: Task) -> str:
     """What the whole model takes, for a person."""
     need = task.sizes.need(0, task.card.num_layers, generator=True)
-    return f"{_gigabytes_up(need)} for weights, {task.allowed.context} tokens of KV and headroom"
+    context = f"{task.allowed.context:,} tokens of context"
+    return f"{_gigabytes_up(need)} for weights, {context} and headroom"
 
 
 def _gigabytes_up(count: int) -> str:

@@ -68,7 +68,8 @@ def nodes(cluster: Mapping[str, Any], joining: Mapping[str, Any]) -> str:
         heads = ("ASKS TO JOIN", "ID", "CHIP", "FROM", "AT")
         asking = [_asking_row(request) for request in pending]
         how = "type the six digits that its own screen shows: `exo-node approve DIGITS`"
-        lines += ["", *table(heads, asking), f"{how} NODE" if len(asking) > 1 else how]
+        same = "; its screen shows its id too, for where two have one name"
+        lines += ["", *table(heads, asking), f"{how} NODE{same}" if len(asking) > 1 else how]
     lines += _own_asking(joining)
     if joining.get("open"):
         lines += ["", "OPEN: nodes with the same --open join without approval"]
@@ -88,7 +89,8 @@ def _own_asking(joining: Mapping[str, Any]) -> list[str]:
     return [
         "",
         f"this node asks {whom} to join, and shows {spaced(text_of(code))}",
-        f"run `exo-node approve {spaced(text_of(code))}` on a node of your cluster",
+        f"run `exo-node approve {spaced(text_of(code))}` on a node of your cluster; where several "
+        f"ask there, this one's id is {text_of(joining.get('node'))}",
     ]
 
 
@@ -152,7 +154,8 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
             if isinstance(event, Comment):
                 progress.show(event.text, below=last != "\n")
                 continue
-            progress.clear()
+            if not _is_heartbeat(event):
+                progress.clear()
             stats = event.get("generation_stats") or stats
             for choice in event.get("choices", []):
                 text: str = choice.get("delta", {}).get("content") or ""
@@ -162,6 +165,12 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
         if last != "\n":
             print(flush=True)
     return stats
+
+
+def _is_heartbeat(event: Mapping[str, Any]) -> bool:
+    """Whether a chunk of a stream has no news: what is waited for stays on the screen."""
+    choices: Sequence[Mapping[str, Any]] = event.get("choices") or ()
+    return bool(choices) and not any(c.get("delta") or c.get("finish_reason") for c in choices)
 
 
 def stats_line(stats: Mapping[str, Any]) -> str:
@@ -193,7 +202,7 @@ class _Progress:
 
     def show(self, text: str, *, below: bool) -> None:
         """`below`: an answer's line is not at its end, and must not be written over."""
-        if text in ("", "keep-alive") or not sys.stderr.isatty():
+        if not text or not sys.stderr.isatty():
             return
         begin = "\n" if below and not self._shown else "\r"
         text = escape_controls(text)

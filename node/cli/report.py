@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError
+from ..machine.private_files import update_private
 from .doctor import look, reached
 from .flags import DataDir, LocalPort, client_settings
 
@@ -35,7 +36,7 @@ def report(
     if not isinstance(endpoint, ExoNodeError):
         bundle |= asked(endpoint)
     try:
-        _ = Path(file).expanduser().write_text(json.dumps(bundle, indent=2) + "\n")
+        update_private(Path(file).expanduser(), (json.dumps(bundle, indent=2) + "\n").encode())
     except OSError as fault:
         raise ExoNodeError(f"{file} cannot be written: {fault.strerror}") from fault
     print(f"{file} is written; read it before you send it", file=sys.stderr)

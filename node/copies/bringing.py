@@ -258,9 +258,11 @@ class Bringing:
         return _Copy(model, source, folder, offer, files, report)
 
     async def _small_files(self, copy: _Copy) -> None:
-        for file in copy.files.values():
-            if not is_weight_file(file.path) and not await asyncio.to_thread(copy.folder.has, file):
-                await self._file(copy, file)
+        small = [file for file in copy.files.values() if not is_weight_file(file.path)]
+        missing = [file for file in small if not await asyncio.to_thread(copy.folder.has, file)]
+        await self._require_room(copy, sum(file.size for file in missing))
+        for file in missing:
+            await self._file(copy, file)
 
     async def _read_by(
         self, copy: _Copy, spec: pb.StageSpec, weights: Sequence[Wanted]
@@ -293,7 +295,14 @@ class Bringing:
     async def _fetch(self, copy: _Copy, files: Sequence[Wanted]) -> None:
         here = [await asyncio.to_thread(copy.folder.here, file) for file in files]
         copy.total, copy.done = sum(file.size for file in files), sum(here)
-        missing = copy.total - copy.done
+        await self._require_room(copy, copy.total - copy.done)
+        copy.advance(0)
+        for file, size in zip(files, here, strict=True):
+            if size < file.size or not await asyncio.to_thread(copy.folder.has, file):
+                await self._file(copy, file)
+
+    async def _require_room(self, copy: _Copy, missing: int) -> None:
+        """Raises DownloadFailed where so many bytes have no room."""
         free = await asyncio.to_thread(copy.folder.free_bytes)
         if missing and missing + _HEADROOM > free:
             raise DownloadFailed(
@@ -302,10 +311,6 @@ class Bringing:
                 "disk.",
                 param=HERE,
             )
-        copy.advance(0)
-        for file, size in zip(files, here, strict=True):
-            if size < file.size or not await asyncio.to_thread(copy.folder.has, file):
-                await self._file(copy, file)
 
     async def _file(self, copy: _Copy, file: Wanted) -> None:
         """Raises DownloadFailed, naming the peer, where what it sends is not what it offers."""

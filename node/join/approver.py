@@ -22,6 +22,7 @@ from .wire import JoinConnection, Refusal, hello, join_address, party_of
 log = logging.getLogger(__name__)
 
 _MAX_USED: Final = 1000
+_CROWDED: Final = Refusal("too_many", "other nodes ask to join as well")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class _Typed:
 
     code: str
     answer: "asyncio.Future[PeerIdentity]"
+    used: bool = False
+    """They served for an attempt before: the node is to show others, and learns no bit of them."""
 
 
 _Verdict = _Typed | Refusal
@@ -61,13 +64,8 @@ class Approver:
 
         Raises JoinRequestNotFound; DigitsDiffer where it shows others; PeerLost and Refusal.
         """
-        if code in self._used:
-            raise DigitsDiffer(
-                f"{spaced(code)} was typed here before, and digits serve once: type those that the "
-                "node shows now. If it still shows these, somebody is between the two nodes"
-            )
         answer: asyncio.Future[PeerIdentity] = asyncio.get_running_loop().create_future()
-        self._decide(id_, _Typed(code, answer))
+        self._decide(id_, _Typed(code, answer, used=code in self._used))
         return await asyncio.shield(answer)
 
     def deny(self, id_: str) -> PeerIdentity:
@@ -136,10 +134,14 @@ class Approver:
     async def _let_wait(self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
         request = Request(secrets.token_hex(8), other, line.address)
         verdict: asyncio.Future[_Verdict] = asyncio.get_running_loop().create_future()
-        for gone in self._desk.add(request):
-            self._verdicts[gone].set_result(Refusal("too_many", "other nodes ask to join as well"))
+        gone = self._desk.add(request)
+        if request.id in gone:
+            raise _CROWDED
+        for each in gone:
+            self._verdicts[each].set_result(_CROWDED)
         self._verdicts[request.id] = verdict
         self._announce(request)
+        line.waits = True
         try:
             await line.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
             async with line.kept_alive():
@@ -154,6 +156,9 @@ class Approver:
         if isinstance(decided, Refusal):
             raise decided
         with _answered(decided, other):
+            if decided.used:
+                await line.send(pb.JoinFrame(begin=pb.JoinBegin()))
+                raise DigitsDiffer("the digits were used before")
             await self._let_in_by_digits(line, own, other, decided.code)
 
     async def _let_in_by_digits(
@@ -249,15 +254,7 @@ def _answered(typed: _Typed, other: PeerIdentity) -> Generator[None]:
         yield
     except DigitsDiffer:
         # Only for this screen: the other side may be somebody who has to guess these digits.
-        _fail(
-            typed,
-            DigitsDiffer(
-                f"the digits did not match: {other.name} ({other.node}) does not show "
-                f"{spaced(typed.code)}, so it was not let in; it shows new ones now. If its screen "
-                "did show these, somebody is between the two nodes",
-                param="code",
-            ),
-        )
+        _fail(typed, DigitsDiffer(_why_not(typed, other), param="code"))
         raise
     except PeerLost:
         _fail(typed, _went_away(other))
@@ -270,6 +267,20 @@ def _answered(typed: _Typed, other: PeerIdentity) -> Generator[None]:
         raise
     if not typed.answer.done():
         typed.answer.set_result(other)
+
+
+def _why_not(typed: _Typed, other: PeerIdentity) -> str:
+    code, who = spaced(typed.code), f"{other.name} ({other.node})"
+    if typed.used:
+        return (
+            f"{code} was typed here before, and digits serve once: {who} was told so and shows new "
+            "ones now; type those. If its screen still shows these, it is another node: compare "
+            "the id that its screen names"
+        )
+    return (
+        f"the digits did not match: {who} does not show {code}, so it was not let in; it shows new "
+        "ones now. If its screen did show these, somebody is between the two nodes"
+    )
 
 
 def _went_away(other: PeerIdentity) -> PeerLost:

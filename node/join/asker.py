@@ -201,8 +201,10 @@ class Asker:
             )
         if self._state.told.is_new(where, self._code):
             log.warning(
-                "this node shows %s: to let it into the cluster of %s, run there, or on another "
-                "node of that cluster, `exo-node approve %s`",
+                "this node, %s, shows %s: to let it into the cluster of %s, run there, or on "
+                "another node of that cluster, `exo-node approve %s`. Where several ask, compare "
+                "the id",
+                self._state.node,
                 code,
                 where,
                 code,

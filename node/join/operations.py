@@ -55,6 +55,7 @@ class JoinOperations:
             "object": "list",
             "data": data,
             "asking": [_shown_asking(each) for each in joining.asker.asking()],
+            "node": joining.state.node,
             "digits": joining.asker.code if trusted else None,
             "failure": joining.asker.failure or None,
             "may_decide": trusted,

@@ -4,14 +4,15 @@ import asyncio
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from ...placement.errors import InvalidSettings, Untrusted
 from ..machine.tasks import Loops, background
 from ..machine.timing import JoinTiming
-from .requests import crowding
 from .wire import FRAME_BYTES, JoinConnection, why_no_handshake
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class JoinPort:
         self._timing = timing
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._callers: dict[asyncio.Task[None], str] = {}
+        self._callers: dict[asyncio.Task[None], _Caller] = {}
 
     def start(self, hosts: Sequence[str], port: int) -> int:
         """Returns the port: `port`, or a free one where that is taken. Raises InvalidSettings."""
@@ -79,18 +80,24 @@ class JoinPort:
                 log.warning("the join port cannot accept now: %s", fault.strerror)
                 await asyncio.sleep(1)
                 continue
-            # One that is being let go counts no more: else it would be chosen for ever.
-            kept = [task for task in self._callers if not task.cancelling()]
+            # One that is being let go counts no more: else it would be chosen for ever. Nor does
+            # one that waits for a person: the desk bounds those, and keeps who came first.
+            kept = [
+                (task, caller.address)
+                for task, caller in self._callers.items()
+                if not task.cancelling() and not (caller.line and caller.line.waits)
+            ]
             if len(kept) >= MAX_CONNECTIONS:
-                _ = kept[crowding([self._callers[task] for task in kept])].cancel()
-            task = background(self._welcome(connection, address), f"a caller from {address}")
-            self._callers[task] = address
+                _ = kept[_longest_of_a_crowd([source for _, source in kept])][0].cancel()
+            caller = _Caller(address)
+            task = background(self._welcome(connection, caller), f"a caller from {address}")
+            self._callers[task] = caller
             task.add_done_callback(self._callers.pop)
             await asyncio.sleep(0)  # an accept that succeeds at once lets nothing else run
 
-    async def _welcome(self, connection: socket.socket, address: str) -> None:
+    async def _welcome(self, connection: socket.socket, caller: "_Caller") -> None:
         """One connection from its handshake to its end."""
-        loop = asyncio.get_running_loop()
+        address, loop = caller.address, asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=FRAME_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
@@ -108,7 +115,7 @@ class JoinPort:
             raise
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            line = JoinConnection(reader, writer, self._timing)
+            line = caller.line = JoinConnection(reader, writer, self._timing)
         except Untrusted as fault:
             transport.abort()
             self._complain(f"a caller from {address}", fault.message)
@@ -119,6 +126,21 @@ class JoinPort:
             transport.abort()  # the one who crowds gets no further say
             raise
         await line.close()
+
+
+@dataclass(slots=True)
+class _Caller:
+    address: str
+    line: JoinConnection | None = None
+    """Once its handshake is done."""
+
+
+def _longest_of_a_crowd(sources: Sequence[str]) -> int:
+    """Which of the callers from `sources` goes for another one: the one that has had most time to
+    say what it wants, of those from the address with the most."""
+    counts = Counter(sources)
+    most = max(counts.values())
+    return next(index for index, source in enumerate(sources) if counts[source] == most)
 
 
 def _where(listener: socket.socket) -> str:

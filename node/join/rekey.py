@@ -69,6 +69,7 @@ class Rekeying:
     async def _change(self, others: Sequence[MemberFacts]) -> list[str]:
         fresh = ClusterKey(secrets.token_bytes(20))
         addresses = [self._state.members.address(m.id) for m in others]
+        await asyncio.to_thread(self._state.folder.plan_rekey, fresh)
         rekey = pb.JoinRekey(key=fresh.text, peers=[self._state.own().address, *addresses])
         got = await asyncio.gather(*(self._try(m.id, rekey) for m in others))
         _ = await asyncio.to_thread(self._state.folder.take, fresh)

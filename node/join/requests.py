@@ -13,7 +13,7 @@ from typing import Final
 from ...placement.errors import JoinRequestNotFound
 from .handshake import PeerIdentity
 
-MAX_PENDING: Final = 16
+MAX_PENDING: Final = 64
 BURST: Final = 8
 """Attempts in a row, from all addresses; as many as are left come back one by one."""
 BURST_OF_ONE: Final = 4
@@ -32,12 +32,15 @@ class Request:
     """The IP address that it asks from."""
 
 
-def crowding(sources: Sequence[str]) -> int:
-    """Which of several callers has to go for another one: the oldest of those from the address
-    with the most, so that a crowd from one address keeps nobody else out."""
+def newest_of_a_crowd(sources: Sequence[str]) -> int:
+    """Which of the requests from `sources`, oldest first, has to go where there are too many.
+
+    The newest of those from the address with the most. So a crowd from one address keeps nobody
+    else out, and one from many addresses does not push out who waits already.
+    """
     counts = Counter(sources)
     most = max(counts.values())
-    return next(index for index, source in enumerate(sources) if counts[source] == most)
+    return max(index for index, source in enumerate(sources) if counts[source] == most)
 
 
 class Bucket:
@@ -91,17 +94,17 @@ class PendingRequests:
 
     def add(self, request: Request) -> list[str]:
         """Returns the ids of requests that had to go: the same node's last one, and one more where
-        there are too many."""
+        there are too many, which may be this one."""
         pending = self._pending
         gone = [old.id for old in pending.values() if old.party.node == request.party.node]
         for id_ in gone:
             del pending[id_]
-        if len(pending) >= MAX_PENDING:
+        pending[request.id] = request
+        if len(pending) > MAX_PENDING:
             crowd = list(pending.values())
-            victim = crowd[crowding([each.address for each in crowd])].id
+            victim = crowd[newest_of_a_crowd([each.address for each in crowd])].id
             del pending[victim]
             gone.append(victim)
-        pending[request.id] = request
         return gone
 
     def pending(self) -> list[Request]:

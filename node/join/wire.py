@@ -104,6 +104,8 @@ class JoinConnection:
         self.peer: Proven = proven_by(found.getpeercert(binary_form=True) or b"")
         self.address: str = writer.get_extra_info("peername")[0]
         self._due: int | None = None
+        self.waits = False
+        """Whether the other side waits for a person: it counts at the desk and not at the port."""
 
     async def send(self, frame: pb.JoinFrame) -> None:
         """Raises PeerLost."""

@@ -1,5 +1,6 @@
 """This machine and process: settings, log, hardware, files, tasks. Imports no room of node/.
 
+background_reads.py: files read beside the event loop, which a disk that hangs must not stop
 data_dir_lock.py: one node for each data folder, and how commands find it
 durations.py: durations as people write them; pure
 events.py: the log of what happened, one line each

@@ -365,6 +365,7 @@ _RUNNER_VARIABLES: Final = (
     "PATH",
     "HOME",
     "TMPDIR",
+    "XDG_CACHE_HOME",
     "LANG",
     "LC_ALL",
     "LD_LIBRARY_PATH",

@@ -220,9 +220,9 @@ class PlacementTiming:
     meanwhile wait."""
     failures_within_s: float = 600.0
     """Failures of a model's placement that are further back do not count."""
-    max_pause_s: float = 30.0
-    """Before a placement that failed is loaded again; 1 s after the second failure, then twice as
-    long each time."""
+    max_pause_s: float = 60.0
+    """Before what failed is loaded again: 1 s after a stage's second failure, then twice as long
+    each time, at most this. A placement that cannot be restored is tried again as often."""
 
     @property
     def paused_s(self) -> float:
@@ -274,8 +274,9 @@ class ChatTiming:
 class ServingTiming:
     """HTTP streams, and the end of a node."""
 
-    keep_alive_s: float = 10.0
-    """The longest silence on an answer's stream."""
+    heartbeat_s: float = 2.0
+    """The longest time for which an answer's stream carries no data. Clients give up after
+    seconds to minutes without any, and some do not count comments."""
     events_keep_alive_s: float = 15.0
     """The longest silence on the stream of events."""
     drain_s: float = 30.0

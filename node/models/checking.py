@@ -12,6 +12,8 @@ from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import has_class
 from .entries import facts
+from .file_facts import read_file_facts
+from .places import stamp
 
 
 def check(folder: Path, view: ClusterView) -> dict[str, Any]:
@@ -42,6 +44,6 @@ def check(folder: Path, view: ClusterView) -> dict[str, Any]:
         "tensors": len(checkpoint.tensors),
         "fingerprint": checkpoint.fingerprint,
         "model_type": card.model_type,
-        **facts(card, fit(card, view)),
+        **facts(card, fit(card, view), read_file_facts(folder, stamp(folder))),
         "head": verdict,
     }

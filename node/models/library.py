@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
-from ...placement.card import ModelCard, derive_card
+from ...placement.card import Capability, ModelCard, derive_card
 from ...placement.drafting import HeadState
 from ...placement.errors import ExoNodeError, InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId
@@ -21,6 +22,7 @@ from ...shard.checkpoint.checkpoint import (
 from ...shard.checkpoint.download import Progress, download, offline_by
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.hub_cache import locate
+from .file_facts import FileFacts, read_file_facts
 from .places import Part, Place, Source, Stamp, from_cache, in_cache, in_folders, parts, stamp
 from .user_cards import UserCards
 
@@ -54,6 +56,7 @@ class ModelLibrary:
         self._offline = offline
         self._shipping = packaged_cards()
         self._headers: dict[Path, tuple[Stamp, Checkpoint]] = {}
+        self._files: dict[Path, tuple[Stamp, FileFacts]] = {}
         self._cards: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
         self._broken: dict[ModelId, ExoNodeError] = {}
         self._closed: list[str] = []
@@ -150,6 +153,18 @@ class ModelLibrary:
         if isinstance(found, HeadFound):
             return HeadState(True)
         return HeadState(False, found.reason)
+
+    def file_facts(self, known: KnownModel) -> FileFacts:
+        """What lists show of the model's files; its card adds capabilities. Blocks."""
+        if known.folder is None:
+            return FileFacts(known.card.capabilities)
+        now = stamp(known.folder)
+        kept = self._files.get(known.folder)
+        if kept is None or kept[0] != now:
+            kept = self._files[known.folder] = (now, read_file_facts(known.folder, now))
+        both = {*kept[1].capabilities, *known.card.capabilities}
+        ordered = tuple(name for name in get_args(Capability) if name in both)
+        return replace(kept[1], capabilities=ordered)
 
     async def fetch(self, model: ModelId, on_progress: OnProgress) -> tuple[KnownModel, Path]:
         """The model with its files on this machine, downloading them where it must.

@@ -52,7 +52,7 @@ def _entry(library: ModelLibrary, known: KnownModel, view: ClusterView) -> dict[
         "downloaded": known.folder is not None,
         "nodes": names,
         "variant_of": library.original(card.id),
-        **facts(card, fit(card, view)),
+        **facts(card, fit(card, view), library.file_facts(known)),
         "mtp": mtp_words(card, _head(library, known)),
     }
 

@@ -102,7 +102,7 @@ class Claims:
         record = self._placements.find(PlacementId(asked.holding))
         if record is None:
             raise PlacementNotFound(f"the head holds no placement {asked.holding}", param="holding")
-        turns, turn = self._enter(record.card.id, had=True)
+        turns, turn = self._enter(asked, record.card.id, had=True)
         try:
             async with aclosing(self._held(record, asked, over)) as events:
                 async for event in events:
@@ -123,7 +123,7 @@ class Claims:
         if asked.HasField("resumes"):
             self._lost(card, asked)
         had = asked.HasField("resumes")
-        turns, turn = self._enter(card.id, had=had, background=asked.background)
+        turns, turn = self._enter(asked, card.id, had=had)
         try:
             yield _waiting("")
             async with aclosing(self._in_turn(card.id, asked, turns, turn, over)) as events:
@@ -164,7 +164,7 @@ class Claims:
     ) -> Acquired:
         record.activity.begin()
         if asked.HasField("keep_alive_s"):
-            record.activity.keep_alive_s = asked.keep_alive_s
+            self._placements.keeping.extend(record, asked.keep_alive_s, trusted=asked.trusted)
         try:
             yield pb.AcquireEvent(placed=self._placed(record, asked))
             _ = await asyncio.wait([over])
@@ -173,9 +173,10 @@ class Claims:
             record.activity.end()
             record.activity.used_at = record.activity.stepped_at = time.monotonic()
 
-    def _enter(self, model: ModelId, *, had: bool, background: bool = False) -> tuple[Turns, Turn]:
+    def _enter(self, asked: pb.AcquireRequest, model: ModelId, *, had: bool) -> tuple[Turns, Turn]:
         turns = self._turns.setdefault(model, Turns())
-        return turns, turns.enter(had=had, background=background)
+        turn = turns.enter(had=had, background=asked.background, client=asked.client)
+        return turns, turn
 
     def _lost(self, card: ModelCard, asked: pb.AcquireRequest) -> None:
         lost = asked.resumes
@@ -239,8 +240,8 @@ class Claims:
                 _ = work.exception()  # seen, also where nobody asks for the result
 
     def _loading_step(self, model: ModelId) -> str:
-        steps = [r.load.step for r in self._placements.records if r.card.id == model]
-        return steps[0] if steps and steps[0] else "loading"
+        record = self._placements.of(model)
+        return (record and (record.load.step or record.load.error)) or "loading"
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}

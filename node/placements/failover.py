@@ -1,15 +1,15 @@
-"""What follows when a placement loses stages: restored, given up, or failed; and what is said."""
+"""What follows when a placement loses stages: restored, or failed; and what is said."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import ExoNodeError, LoadFailed, PeerLost
 from ...placement.ids import NodeId
 from ..machine.events import EventLog, Fact, Kind
 from ..machine.log import apart
 from .loaded_placement import LoadedPlacement
-from .restart_backoff import MAX_FAILURES, RestartBackoff
+from .restart_backoff import TRIES, RestartBackoff
 from .stage_recovery import StageRecovery
 from .stages import Facts
 
@@ -85,10 +85,10 @@ class Failover:
 
     async def _restore(self, record: LoadedPlacement, *, planned: bool) -> None:
         try:
-            if not planned and not await self._may_try(record):
-                return
             begun, why, before = time.monotonic(), record.load.error, record.stages
-            replaced = await self._recovery.restore(record, planned=planned)
+            if not planned:
+                await self._pause(record)
+            replaced = await self._replaced(record, planned=planned)
             record.load.ready()
             self._changed()
             self._tell_restored(record, replaced, time.monotonic() - begun, why)
@@ -107,24 +107,32 @@ class Failover:
         if record.status == "ready":
             self._fill(record)
 
-    async def _may_try(self, record: LoadedPlacement) -> bool:
-        """Whether this failure is not one too many, after the pause that it asks for."""
+    async def _replaced(self, record: LoadedPlacement, *, planned: bool) -> list[int]:
+        """As `StageRecovery.restore`; a stage that is lost while it loads is lost once more."""
+        while True:
+            try:
+                return await self._recovery.restore(record, planned=planned)
+            except (LoadFailed, PeerLost) as fault:
+                counts = [self._failures.count(record.card.id, stage) for stage in record.gone]
+                if max(counts, default=TRIES) >= TRIES:
+                    raise
+                record.load.lose(fault.message)
+                await self._pause(record)
+
+    async def _pause(self, record: LoadedPlacement) -> None:
+        """Notes the failure and waits as long as those of the same stages before it ask for."""
         model, recovery = record.card.id, self._recovery
         record.gone.update(await recovery.lost_stages(record))
-        covered = bool(record.gone) and recovery.has_spares(record, record.gone)
-        self._failures.note(model, covered=covered)
-        if self._failures.too_many(model):
-            record.load.give_up()
-            text = (
-                f"{record.id} of {model} is not restored again by itself after "
-                f"{MAX_FAILURES} failures in a row: {record.load.error}"
-            )
-            self._add("degraded", text, record)
-            await recovery.unload(record)
-            return False
-        if not recovery.has_spares(record, record.gone):
-            await asyncio.sleep(self._failures.pause_s(model))
-        return True
+        at_once = recovery.has_spares(record, record.gone)
+        stages: Collection[int | None] = record.gone or (None,)
+        for stage in stages:
+            self._failures.note(model, stage, covered=at_once and stage is not None)
+        pause_s = 0.0 if at_once else self._failures.pause_s(model, stages)
+        if pause_s > 0:
+            text = f"{record.load.error}; loaded again in {pause_s:.0f} s, after losses in a row"
+            record.load.advance(text)
+            self._add("stage_lost", f"{record.id} of {model}: {text}", record)
+        await asyncio.sleep(pause_s)
 
     def _tell_restored(
         self, record: LoadedPlacement, replaced: Sequence[int], seconds: float, why: str

@@ -53,6 +53,7 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
         desired.options,
         spares_wanted=desired.spares,
         load=Load(Ready()),
+        proven=True,
     )
     record.specs = [each.spec for each in held.stages]
     record.head_asked_for = record.specs[0].native_mtp

@@ -30,6 +30,16 @@ class Keeping:
         """It is due once it is idle."""
         record.activity.keep_alive_s = 0.0
 
+    def extend(self, record: LoadedPlacement, keep_alive_s: float, *, trusted: bool) -> None:
+        """A request says how long it stays. Not `trusted`: that lengthens its stay at most, up to
+        the setting, since another user of the machine may not unload what everybody uses."""
+        if trusted:
+            record.activity.keep_alive_s = keep_alive_s
+            return
+        allowed_s = min(keep_alive_s, self._keep_alive_s)
+        if allowed_s > self._patience_s(record):
+            record.activity.keep_alive_s = allowed_s
+
     def left_s(self, record: LoadedPlacement) -> float:
         """Seconds until it is due if nobody uses it; infinity for never."""
         idle_s = self._clock() - record.activity.used_at if not record.activity.requests else 0.0

@@ -1,14 +1,14 @@
 """Where a placement is between its load and its end: a closed union of states, with one writer.
 
 Loading --> Ready --> Restoring --> Ready
-   |                      |-------> Degraded
+   |                      |
    +------> Failed <------+
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-Status = Literal["loading", "ready", "restoring", "degraded", "failed"]
+Status = Literal["loading", "ready", "restoring", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,11 @@ class Restoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Degraded:
-    """It failed too often in a row, and is not restored by itself any more."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     why: str
 
 
-LoadState = Loading | Ready | Restoring | Degraded | Failed
+LoadState = Loading | Ready | Restoring | Failed
 
 
 class Load:
@@ -65,8 +58,6 @@ class Load:
                 return "ready"
             case Restoring():
                 return "restoring"
-            case Degraded():
-                return "degraded"
             case Failed():
                 return "failed"
             case _:
@@ -76,7 +67,7 @@ class Load:
     def error(self) -> str:
         """Why it is not ready, as far as something is wrong; else ""."""
         match self._state:
-            case Restoring(why) | Degraded(why) | Failed(why):
+            case Restoring(why) | Failed(why):
                 return why
             case Loading() | Ready():
                 return ""
@@ -109,15 +100,10 @@ class Load:
                 self._state = Failed(why)
             case Ready() | Restoring():  # a restore that was cancelled begins anew
                 self._state = Restoring(why)
-            case Degraded() | Failed():
-                raise AssertionError(f"{self.status}: nothing more can be lost")
+            case Failed():
+                raise AssertionError("a placement that failed holds nothing that can be lost")
             case _:
                 assert_never(self._state)
-
-    def give_up(self) -> None:
-        """It is not restored by itself again."""
-        assert isinstance(self._state, Restoring), self._state
-        self._state = Degraded(self._state.why)
 
     def fail(self, why: str) -> None:
         """It cannot be loaded, or restored."""

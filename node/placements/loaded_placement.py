@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -79,8 +79,10 @@ class LoadedPlacement:
     """How often its stages were connected: what broke before the last time is mended."""
     moved: str = ""
     """For a person: what losses have changed about `plan`."""
-    moved_at: float = float("-inf")
-    """When that was, or a better place was last looked for, by the monotonic clock."""
+    moved_at: float = field(default_factory=time.monotonic)
+    """When that was, or a place was last looked for, by the monotonic clock."""
+    proven: bool = False
+    """It was ready once, or the placement before it was: a failure is tried again by itself."""
     unloaded: bool = False
     """It holds nothing any more, and is promised nothing."""
 
@@ -155,6 +157,21 @@ class LoadedPlacement:
         """(node, stage) of every runner that this placement has or waits for."""
         stages = {(stage.node, number) for number, stage in enumerate(self.stages)}
         return stages | {(spare.node, spare.stage) for spare in self.spares}
+
+
+def expected_runners(
+    records: Iterable[LoadedPlacement],
+) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
+    """By node, the (node, placement, stage) whose runners should be up."""
+    runners: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
+    for record in records:
+        if record.status != "ready":
+            continue
+        holders = {(endpoint.node, i) for i, endpoint in enumerate(record.endpoints)}
+        holders |= {(s.node, s.stage) for s in record.spares if s.status == "ready"}
+        for node, stage in holders:
+            runners.setdefault(node, []).append((node, str(record.id), stage))
+    return runners
 
 
 def placed_of(record: LoadedPlacement) -> pb.Placed:

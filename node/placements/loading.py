@@ -55,6 +55,7 @@ def finish(record: LoadedPlacement, started: float) -> float:
         raise LoadFailed(record.load.error)
     record.take_over()
     record.load.ready()
+    record.proven = True
     return time.monotonic() - started
 
 

@@ -151,14 +151,18 @@ WORTHWHILE = 0.9
 
 
 def may_settle(
-    record: LoadedPlacement, after_s: float, clock: Callable[[], float] = time.monotonic
+    record: LoadedPlacement, timing: PlacementTiming, clock: Callable[[], float] = time.monotonic
 ) -> bool:
-    """Whether it is time to look for a better place: `after_s` without an answer or a look, which
-    is noted."""
+    """Whether it is time to look for a place: for a better one after `settle_after_s` without an
+    answer or a look, for one that failed after `max_pause_s`. The look is noted."""
     now = clock()
-    quiet = now - max(record.moved_at, record.activity.stepped_at) >= after_s
-    at_rest = record.status == "ready" and not record.activity.requests
-    if not (record.moved and at_rest and quiet):
+    quiet_s = now - max(record.moved_at, record.activity.stepped_at)
+    if record.status == "failed":
+        due = record.proven and quiet_s >= timing.max_pause_s
+    else:
+        at_rest = record.status == "ready" and not record.activity.requests
+        due = bool(record.moved) and at_rest and quiet_s >= timing.settle_after_s
+    if not due:
         return False
     record.moved_at = now
     return True
@@ -166,6 +170,8 @@ def may_settle(
 
 def settles(record: LoadedPlacement, planned: Placement, view: ClusterView) -> str:
     """Why the placement is better made anew as `planned`; empty where it is not."""
+    if record.status == "failed":
+        return f"it failed before: {record.load.error}"
     if not {stage.node for stage in record.stages} <= {node.id for node in view.nodes}:
         return ""  # about to be lost, or to come back
     used = len({stage.node for stage in record.stages})

@@ -10,11 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...placement.context import beside_spares
-from ...placement.errors import (
-    ExoNodeError,
-    LoadFailed,
-    PlacementNotFound,
-)
+from ...placement.errors import ExoNodeError, LoadFailed, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.plan import PlanOptions, plan
 from ..cluster.desired import DesiredPlacement, DesiredPlacements
@@ -29,7 +25,7 @@ from .load_state import Status
 from .loaded_placement import LoadedPlacement
 from .loading import finish, load
 from .maintenance import Maintenance, may_settle, settles
-from .restart_backoff import MAX_FAILURES, RestartBackoff
+from .restart_backoff import TRIES, RestartBackoff
 from .room import Room
 from .stage_recovery import StageRecovery, without
 from .stage_specs import StageSettings
@@ -95,22 +91,23 @@ class Placements:
 
         Raises what planning and loading raise.
         """
-        loading = self._loading.get(model)
-        if loading is None:
+        while True:
+            if (loading := self._loading.get(model)) is not None:
+                if (placed := await self._outcome(model, loading)) is not None:
+                    return placed
+                continue
             record = self._records.get(model)
             if record is not None and record.restoring is not None:
                 await asyncio.shield(record.restoring)
                 if record.status == "ready":
                     return record
-            if record is not None and record.status == "ready" and not self._outdated(record):
+            elif record is not None and record.status == "ready" and not self._outdated(record):
                 self.keeping.touch(record)
                 return record
-            loading = self._loading.get(model)
-        if loading is None:
-            self._check_failures(model)
-            loading = self._start(model, self._wish(model))
-        # A client that goes away must not stop the load that others wait for.
-        return await asyncio.shield(loading)
+            elif record is None or not (wait_s := self._remaining_s(record)):
+                _ = self._start(model, self._wish(model))
+            else:
+                await asyncio.sleep(min(wait_s, self._timing.watch_s))
 
     async def place(self, model: ModelId, options: PlanOptions, spares: int = 0) -> LoadedPlacement:
         """Plans and loads, replacing the model's placement after its requests have drained.
@@ -199,7 +196,7 @@ class Placements:
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
         for record in self.records:
-            if may_settle(record, self._timing.settle_after_s):
+            if may_settle(record, self._timing):
                 self._settle(record)
 
     def move_off(self, node: NodeId) -> None:
@@ -209,18 +206,6 @@ class Placements:
     def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
         self._failures.forget(record.card.id)
-
-    def expected(self) -> dict[NodeId, list[tuple[NodeId, str, int]]]:
-        """By node, the (node, placement, stage) whose runners should be up."""
-        found: dict[NodeId, list[tuple[NodeId, str, int]]] = {}
-        for record in self.records:
-            if record.status != "ready":
-                continue
-            holders = {(endpoint.node, i) for i, endpoint in enumerate(record.endpoints)}
-            holders |= {(s.node, s.stage) for s in record.spares if s.status == "ready"}
-            for node, stage in holders:
-                found.setdefault(node, []).append((node, str(record.id), stage))
-        return found
 
     async def sweep(self, held: Iterable[tuple[NodeId, str, int]]) -> None:
         """Unloads stages, of (node, placement, stage) that live nodes hold, which nobody uses."""
@@ -271,14 +256,15 @@ class Placements:
         options = desired.within(view)
         bounds = replace(beside_spares(card, options, desired.spares), frugal=frugal)
         planned = await self._room.plan(card, bounds, refusal, lost)
-        if model in self._records:
+        proven = (before := self._records.get(model)) is not None and before.proven
+        if before is not None:
             await self._drain(model)
             # Others may have been placed meanwhile.
             view = without(self._facts.view(model), lost)
             planned = plan(card, view, bounds, pipeline_refusal=refusal)
         placement = PlacementId(f"p-{secrets.token_hex(4)}")
         record = LoadedPlacement(
-            placement, card, planned, desired.options, spares_wanted=desired.spares
+            placement, card, planned, desired.options, spares_wanted=desired.spares, proven=proven
         )
         record.see(view)
         if options != desired.options:
@@ -377,15 +363,38 @@ class Placements:
         if self._records.get(model) is record:
             del self._records[model]
             self._changed()
+        if (restoring := record.restoring) is not None:  # such as in a pause between two losses
+            _ = restoring.cancel()
+            _ = await asyncio.wait([restoring])
         await self._recovery.unload(record)
         text = f"unloaded {record.id} of {model}"
         self._events.add("unloaded", text, model=model, placement=record.id)
 
-    def _check_failures(self, model: ModelId) -> None:
-        record = self._records.get(model)
-        if record is not None and self._failures.too_many(model):
+    async def _outcome(
+        self, model: ModelId, loading: "asyncio.Task[LoadedPlacement]"
+    ) -> LoadedPlacement | None:
+        """The load's; None: it is to be tried again, since the model was ready before."""
+        try:
+            # A client that goes away must not stop the load that others wait for.
+            return await asyncio.shield(loading)
+        except LoadFailed:
+            record = self._records.get(model)
+            if record is None or not record.proven or self._failures.count(model) >= TRIES:
+                raise
+            await asyncio.sleep(0)  # the load's end is noted then
+            return None
+
+    def _remaining_s(self, record: LoadedPlacement) -> float:
+        """Seconds until a placement that failed may be loaded again.
+
+        Raises LoadFailed for one that was never ready: nothing says that it would be then.
+        """
+        wait_s = self._failures.remaining_s(record.card.id)
+        if wait_s and not record.proven:
             raise LoadFailed(
-                f"{model} failed {MAX_FAILURES} times in a row and is not tried again by itself: "
-                f"{record.load.error}. Mend that, then load it with `POST /v1/placements`",
+                f"{record.card.id} could not be loaded {self._failures.count(record.card.id)} "
+                f"times in a row: {record.load.error}. A request in {math.ceil(wait_s)} s tries it "
+                "again, `POST /v1/placements` at once",
                 param="model",
             )
+        return wait_s

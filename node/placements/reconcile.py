@@ -18,6 +18,7 @@ from ..machine.events import EventLog
 from ..machine.timing import PlacementTiming
 from .claims import Claims
 from .handover import Near, record_of
+from .loaded_placement import expected_runners
 from .placements import Placements
 from .stages import Facts
 
@@ -133,7 +134,7 @@ class StageReconciler:
 
     def _find_ended(self) -> None:
         """Stages on other nodes whose runners ended: their nodes' heartbeats stop naming them."""
-        for node, expected in self._placements.expected().items():
+        for node, expected in expected_runners(self._placements.records).items():
             for placement, stage in self._cluster.missing_stages(expected):
                 why = "its runner ended on the other node"
                 self._placements.lost_runner(node, placement, stage, why)

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
+from typing import ParamSpec
 
 from ...placement.cluster import ClusterView
 from ...placement.errors import ExoNodeError, InsufficientMemory, PeerLost
@@ -15,6 +16,7 @@ from .loaded_placement import LoadedPlacement, Spare
 from .stages import Facts, Stages
 
 log = logging.getLogger(__name__)
+_Arguments = ParamSpec("_Arguments")
 
 ROUNDS = 3
 """How often another stage may be lost while one is replaced."""
@@ -63,7 +65,7 @@ class StageRecovery:
         following = [*record.endpoints[1:], record.endpoints[0]]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_outcome(self._stages.connect(stage, after, record.id)))
+                group.create_task(_outcome(self._stages.connect, stage, after, record.id))
                 for stage, after in zip(record.endpoints, following, strict=True)
             ]
         for fault in (task.result() for task in tasks):
@@ -75,7 +77,7 @@ class StageRecovery:
         """Those that are known to be gone or do not answer within a second."""
         asked = [i for i in range(len(record.endpoints)) if i not in record.gone]
         answers = await asyncio.gather(
-            *(_outcome(self._stages.ping(record.endpoints[i], record.id, i)) for i in asked)
+            *(_outcome(self._stages.ping, record.endpoints[i], record.id, i) for i in asked)
         )
         silent = [i for i, fault in zip(asked, answers, strict=True) if fault is not None]
         return sorted({*record.gone, *silent})
@@ -255,10 +257,14 @@ def without(view: ClusterView, dead: Collection[NodeId]) -> ClusterView:
     return replace(view, nodes=tuple(node for node in view.nodes if node.id not in dead))
 
 
-async def _outcome(call: Awaitable[object]) -> ExoNodeError | None:
+async def _outcome(
+    call: Callable[_Arguments, Awaitable[object]],
+    *arguments: _Arguments.args,
+    **named: _Arguments.kwargs,
+) -> ExoNodeError | None:
     """The error instead of an exception, so that one stage's does not hide the others'."""
     try:
-        _ = await call
+        _ = await call(*arguments, **named)
     except ExoNodeError as fault:
         return fault
     return None

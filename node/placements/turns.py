@@ -1,16 +1,22 @@
-"""Who may run and who waits, for one model on the head: bounded, in the order of arrival.
+"""Who may run and who waits, for one model on the head: bounded, and shared fairly by clients.
 
-Those in the background wait for all others.
+A turn goes to the client with the fewest running answers, and among those in the order of arrival.
+Answers in the background wait for all others.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from ...placement.errors import QueueFull
 
 MAX_RUNNING = 16
 MAX_WAITING = 32
+SPARE = 4
+"""Turns beyond MAX_RUNNING for clients that have no running answer: one client's long answers must
+not keep all others waiting until one of them ends."""
+SPARE_PLACES = 16
+"""Places beyond all others for clients that have no request here yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +25,7 @@ class Turn:
 
     background: bool = False
     """Its turn comes behind those that are not."""
+    client: str = ""
     runs: bool = False
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -26,9 +33,14 @@ class Turn:
 class Turns:
     """The answers of one model. An answer that was lost runs on at once: it had its turn."""
 
-    def __init__(self, running: int = MAX_RUNNING, waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self, running: int = MAX_RUNNING, waiting: int = MAX_WAITING, spare: int = SPARE
+    ) -> None:
         self._most_running = running
         self._most = running + waiting
+        self._spare = spare
+        self._present_of: Counter[str] = Counter()
+        self._running_of: Counter[str] = Counter()
         self._waiting: deque[Turn] = deque()
         self._background: deque[Turn] = deque()
         self._present = 0
@@ -38,13 +50,15 @@ class Turns:
     def present(self) -> int:
         return self._present
 
-    def enter(self, *, had: bool = False, background: bool = False) -> Turn:
+    def enter(self, *, had: bool = False, background: bool = False, client: str = "") -> Turn:
         """`had`: it has had its turn, on this head or another. Raises QueueFull."""
-        if self._present >= self._most and not had:
+        places = self._most + (0 if self._present_of[client] else SPARE_PLACES)
+        if self._present >= places and not had:
             waiting = self._most - self._most_running
             raise QueueFull(f"{waiting} requests are waiting already; try again shortly")
         self._present += 1
-        turn = Turn(background)
+        self._present_of[client] += 1
+        turn = Turn(background, client)
         if had:
             self._give(turn)
         return turn
@@ -58,9 +72,11 @@ class Turns:
 
     def leave(self, turn: Turn) -> None:
         self._present -= 1
+        _take_one(self._present_of, turn.client)
         if turn.runs:
             turn.runs = False
             self._running -= 1
+            _take_one(self._running_of, turn.client)
         else:
             for queue in (self._waiting, self._background):
                 if turn in queue:
@@ -68,10 +84,22 @@ class Turns:
         self._give_next()
 
     def _give_next(self) -> None:
-        while self._running < self._most_running and (queue := self._waiting or self._background):
-            self._give(queue.popleft())
+        while queue := self._waiting or self._background:
+            turn = min(queue, key=lambda each: self._running_of[each.client])
+            is_first = self._running_of[turn.client] == 0
+            if self._running >= self._most_running + (self._spare if is_first else 0):
+                return
+            queue.remove(turn)
+            self._give(turn)
 
     def _give(self, turn: Turn) -> None:
         turn.runs = True
         self._running += 1
+        self._running_of[turn.client] += 1
         turn.came.set()
+
+
+def _take_one(counts: Counter[str], client: str) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]

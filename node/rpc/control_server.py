@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 import grpc.aio
 
+from ...placement.dtype_bytes import BYTES
 from ...placement.errors import (
     DuplicateIdentity,
     ExoNodeError,
@@ -42,6 +44,9 @@ NODE_SERVER_OPTIONS = (
     # Of two minutes otherwise: a connection that says nothing holds a file as long.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
+
+
+_PLACEMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class NodeSide(Protocol):
@@ -115,7 +120,21 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
             log.warning("refused node %s: %s", sender[:20], fault.message)
 
 
-class _ControlService(peer_pb2_grpc.ControlServicer):
+def _check_stage(spec: pb.StageSpec) -> None:
+    """Raises InvalidRequest for names that no head gives: they come into lines of logs."""
+    checks = (
+        ("placement", _PLACEMENT.fullmatch(spec.placement), "1 to 64 letters, digits, - or _"),
+        ("model", 0 < len(spec.model) <= 256 and spec.model.isprintable(), "a model's id"),
+        ("dtype", spec.dtype in BYTES, f"one of {', '.join(BYTES)}"),
+        ("stage", spec.stage < spec.num_stages, "less than num_stages"),
+        ("end_layer", spec.first_layer < spec.end_layer <= spec.num_layers, "within num_layers"),
+    )
+    for field, good, expected in checks:
+        if not good:
+            raise InvalidRequest(f"{field} must be {expected}", param=field)
+
+
+class ControlService(peer_pb2_grpc.ControlServicer):
     def __init__(self, node: NodeSide) -> None:
         self._node = node
 
@@ -124,6 +143,10 @@ class _ControlService(peer_pb2_grpc.ControlServicer):
         request: pb.StageSpec,
         context: "Context",
     ) -> AsyncIterator[pb.LoadEvent]:
+        try:
+            _check_stage(request)
+        except ExoNodeError as fault:
+            await _refuse(context, fault)
         events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
 
         def progress(news: pb.LoadProgress) -> None:
@@ -224,7 +247,7 @@ class ControlServer:
         first = (PeersOnly(), BoundNumbers())
         self._server = grpc.aio.server(interceptors=first, options=NODE_SERVER_OPTIONS)
         peer_pb2_grpc.add_MembershipServicer_to_server(_MembershipService(node), self._server)
-        peer_pb2_grpc.add_ControlServicer_to_server(_ControlService(node), self._server)
+        peer_pb2_grpc.add_ControlServicer_to_server(ControlService(node), self._server)
         peer_pb2_grpc.add_LinkServicer_to_server(links, self._server)
         peer_pb2_grpc.add_ModelFilesServicer_to_server(files, self._server)
         self._credentials = server_credentials(credentials)

@@ -1,6 +1,7 @@
 """A model's files between nodes: the service that gives them, and the client that takes them."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final, NoReturn, Protocol, TypeVar
@@ -22,6 +23,8 @@ Result = TypeVar("Result")
 BESIDE_ANSWERS: Final = 32 << 20
 """Bytes a second that all copies together may take of a node while answers run on it."""
 _READERS: Final = 8
+_WINDOW: Final = 1 << 20
+"""Bytes for which a peer has `chunk_timeout_s`, however many chunks they come in."""
 
 
 class Range(Protocol):
@@ -121,20 +124,29 @@ class ModelFilesClient:
     async def read(
         self, address: str, node: NodeId, asked: pb.FileRequest
     ) -> AsyncGenerator[bytes]:
-        """Chunks of a range; a peer that is silent for long is lost."""
-        call = self._stub(address, node).Read(asked)
-        async with aclosing(stream(call, address)) as chunks:
-            while (chunk := await self._within(anext(chunks, None), address)) is not None:
-                yield chunk.data
+        """Chunks of a range; a peer that lets the next MiB be waited for for long is lost.
 
-    async def _within(self, waiting: Awaitable[Result], address: str) -> Result:
-        try:
-            async with asyncio.timeout(self._timing.chunk_timeout_s):
-                return await waiting
-        except TimeoutError as fault:
-            raise PeerLost(f"{address} sent nothing for {self._timing.chunk_timeout_s:g} s") from (
-                fault
-            )
+        What the caller does with a chunk does not count.
+        """
+        call = self._stub(address, node).Read(asked)
+        patience_s, bytes_ = self._timing.chunk_timeout_s, 0
+        async with aclosing(stream(call, address)) as chunks:
+            while True:
+                asked_at = time.monotonic()
+                try:
+                    async with asyncio.timeout(patience_s):
+                        chunk = await anext(chunks, None)
+                except TimeoutError as fault:
+                    raise PeerLost(
+                        f"{address} sent {bytes_} bytes in {self._timing.chunk_timeout_s:g} s"
+                    ) from fault
+                if chunk is None:
+                    return
+                patience_s -= time.monotonic() - asked_at
+                bytes_ += len(chunk.data)
+                if bytes_ >= _WINDOW:
+                    patience_s, bytes_ = self._timing.chunk_timeout_s, 0
+                yield chunk.data
 
     def _stub(self, address: str, node: NodeId) -> peer_pb2_grpc.ModelFilesStub:
         channel = self._channels.to(address, node_name(node), bulk=True)

@@ -89,7 +89,10 @@ class RunnerProcess:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         watch = LoadWatch(host.load_timeout_s, _size(self.spec.path))
-        self._tasks = [self._apart(self._relay_log()), self._apart(self._end_if_stuck(watch))]
+        self._tasks = [
+            self._apart(self._relay_log()),
+            self._apart(self._end_if_stuck(watch, progress)),
+        ]
         await self._send(pb.ToRunner(start=self._start_message(host)))
         self.ready = await self._loaded(reader, progress, watch)
         self.status = "ready"
@@ -187,12 +190,14 @@ class RunnerProcess:
                 return
         self._end(f"it said nothing for {self._timing.silence_s:.0f} s")
 
-    async def _end_if_stuck(self, watch: LoadWatch) -> None:
+    async def _end_if_stuck(self, watch: LoadWatch, progress: Progress) -> None:
         assert self._process is not None
         while self.status == "loading" and self._process.returncode is None:
             await asyncio.sleep(self._timing.tick_s)
             if self.status == "loading" and (why := watch.tick(self._timing.tick_s)):
                 return self._end(why)
+            if self.status == "loading" and (news := watch.news):
+                progress(pb.LoadProgress(step=news))
 
     def _end_if_numb(self, state: pb.RunnerState) -> None:
         if state.compute_ended and not self._verdict:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
-from ..machine.private_files import create_private, replace_private
+from ..machine.private_files import create_private, read_text, replace_private
 from .certificates import cluster_fingerprint
-from .keys import KEY_FILE, ClusterKey, load_or_create_cluster_key
+from .keys import KEY_FILE, ClusterKey, load_or_create_cluster_key, parse_cluster_key
 
 FRESH_FILE: Final = "cluster.fresh"
+NEXT_FILE: Final = "cluster.key.next"
 _MAX_LEFT: Final = 16
 
 
@@ -66,6 +67,29 @@ class KeyFolder:
         except OSError as fault:
             raise self._unusable(fault) from fault
 
+    def plan_rekey(self, key: ClusterKey) -> None:
+        """Records a key that other nodes are about to get and that this one takes last.
+
+        `finish_rekey` takes it at the next start, should this process not live to do so. Raises
+        InvalidSettings as `take` does.
+        """
+        self._require_own("change its key")
+        try:
+            replace_private(self.data_dir / NEXT_FILE, _line(key))
+        except OSError as fault:
+            raise self._unusable(fault) from fault
+
+    def finish_rekey(self) -> str | None:
+        """The fingerprint of the cluster whose key was planned and is taken now, if one was.
+
+        Raises InvalidSettings.
+        """
+        path = self.data_dir / NEXT_FILE
+        if self.origin is not None or not path.exists():
+            return None
+        key = parse_cluster_key(read_text(path, "the key of a rekey that was cut off"), str(path))
+        return None if self.take(key) is None else cluster_fingerprint(key)
+
     def leave(self) -> Path:
         """Forgets the cluster and founds one of one; returns where the old key was kept.
 
@@ -77,6 +101,7 @@ class KeyFolder:
         try:
             aside = self._keep_aside(old)
             self._found(left)
+            (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
         except OSError as fault:
             raise self._unusable(fault) from fault
         return aside
@@ -88,10 +113,12 @@ class KeyFolder:
             old = self.load()
             if old == key:
                 self.establish()
+                (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
                 return None
             aside = self._keep_aside(old)
         replace_private(path, _line(key))
         self.establish()
+        (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
         return aside
 
     def _keep_aside(self, key: ClusterKey) -> Path:

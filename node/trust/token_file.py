@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import stat
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ..machine.background_reads import read_regular
 from ..machine.private_files import replace_private, update_private
 
 TOKENS_FILE: Final = "api.tokens"
@@ -72,20 +72,12 @@ def read_tokens(data_dir: Path) -> tuple[StoredToken, ...] | None:
     """None where there is no file. Raises InvalidSettings for one that cannot be trusted."""
     path = data_dir / TOKENS_FILE
     try:
-        # Neither a link to elsewhere nor a pipe without an end.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        content, status = read_regular(path, _FILE_LIMIT, os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     except OSError as fault:
-        raise _unusable(path, fault.strerror or "it cannot be opened") from fault
-    try:
-        _check_owner(path, os.fstat(descriptor))
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(_FILE_LIMIT)
-    except OSError as fault:
         raise _unusable(path, fault.strerror or "it cannot be read") from fault
-    finally:
-        os.close(descriptor)
+    _check_owner(path, status)
     try:
         return _File.model_validate_json(content).tokens
     except ValidationError:
@@ -100,7 +92,7 @@ def has_token(data_dir: Path) -> bool:
 
 def create_token(data_dir: Path, name: str) -> str:
     """The token itself, which is stored nowhere. Raises ExoNodeError."""
-    _check_name(name)
+    _check_new_name(name)
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     stored = StoredToken(name=name, sha256=digest(token.encode()), created=int(time.time()))
     with _changing(data_dir):
@@ -133,8 +125,8 @@ def revoke_token(data_dir: Path, name: str) -> int:
 def read_uses(data_dir: Path) -> Uses:
     """Nothing where the node wrote nothing yet, or nothing that can be read: it is only told."""
     try:
-        with (data_dir / USES_FILE).open("rb") as file:
-            return _USES.validate_json(file.read(_FILE_LIMIT), strict=True)
+        content, _ = read_regular(data_dir / USES_FILE, _FILE_LIMIT)
+        return _USES.validate_json(content, strict=True)
     except (OSError, ValidationError):
         return {}
 
@@ -154,9 +146,18 @@ def _check_name(name: str) -> None:
     )
 
 
+def _check_new_name(name: str) -> None:
+    """A name that programs may put into a path or a command: older tokens may have others."""
+    _check_name(name)
+    if not name[0].isalnum() or not all(each.isalnum() or each in " ._@+-" for each in name):
+        raise InvalidRequest(
+            "a token's name begins with a letter or digit and has letters, digits, spaces and "
+            ". _ @ + - only",
+            param="NAME",
+        )
+
+
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _unusable(path, "it is no file")
     if found.st_uid != os.geteuid():
         raise _unusable(path, "it is another user's")
     if found.st_mode & 0o077:

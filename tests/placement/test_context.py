@@ -59,23 +59,25 @@ def leaving(context: int, model: ModelCard = LONG, *, mtp: bool = False) -> int:
 def test_the_models_whole_context_is_taken_where_half_of_the_rest_holds_it() -> None:
     found = plan(LONG, cluster(leaving(MOST)))
     assert found.context_length == MOST
-    assert f"; the model's whole context of {MOST} tokens fits" in found.reason
+    room = f"; there is room for the model's whole context of {MOST:,} tokens"
+    assert found.reason.endswith(room)
+    assert f"{DEFAULT_CONTEXT:,} tokens of context and headroom" in found.reason
     short = plan(LONG, cluster(leaving(MOST) - 2))
     assert short.context_length == MOST - STEP
-    assert f"{MOST - STEP} of the model's {MOST} tokens of context, as more would" in short.reason
+    assert f"a context of {MOST - STEP:,} of the model's {MOST:,} tokens: more" in short.reason
 
 
 def test_where_nothing_is_left_it_stays_as_it_was_planned() -> None:
     found = plan(LONG, cluster(bytes_of(LONG, DEFAULT_CONTEXT)))
     assert found.context_length == DEFAULT_CONTEXT
-    assert f"{DEFAULT_CONTEXT} of the model's {MOST} tokens" in found.reason
+    assert f"{DEFAULT_CONTEXT:,} of the model's {MOST:,} tokens" in found.reason
 
 
 def test_what_was_asked_for_stays() -> None:
     for context in (1000, DEFAULT_CONTEXT, 100_000):
         found = plan(LONG, cluster(10**10), PlanOptions(context=context))
         assert found.context_length == context
-        assert "tokens of context" not in found.reason
+        assert "there is room" not in found.reason
 
 
 def test_a_short_context_is_not_spoken_of() -> None:

@@ -65,7 +65,7 @@ def test_the_refusal_says_what_is_needed_what_there_is_and_what_to_do() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         plan(model, view, asking(max_nodes=1, exclude=frozenset({NodeId("z")})))
     message = caught.value.message
-    assert "m needs 1.21 GB for weights, 1 tokens of KV and headroom" in message
+    assert "m needs 1.21 GB for weights, 1 tokens of context and headroom" in message
     assert "no set of one node can hold it: node-a has 0.50 GB, node-b has 0.40 GB" in message
     for remedy in ("free memory", "raise max_nodes = 1", "exclude fewer", "smaller quantisation"):
         assert remedy in message
@@ -177,7 +177,7 @@ def test_context_takes_memory_and_is_reported() -> None:
     assert plan(long, roomy, asking(context=100_000)).context_length == 100_000
     just = cluster(stage_bytes(long, 0, 12, True, 1000, False))
     assert plan(long, just, asking(context=1000)).context_length == 1000
-    with pytest.raises(InsufficientMemory, match="1001 tokens of KV"):
+    with pytest.raises(InsufficientMemory, match="1,001 tokens of context"):
         plan(long, just, asking(context=1001))
 
 

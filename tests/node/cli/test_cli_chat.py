@@ -235,11 +235,13 @@ def test_progress_within_an_answers_line_does_not_write_over_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    quiet = [Comment("keep-alive"), Comment("")]
+    heartbeat: dict[str, Any] = {"choices": [{"delta": {}, "finish_reason": None}]}
+    quiet = [heartbeat, Comment("")]
     events = [
         delta("Once"),
         *quiet,
         Comment("resuming"),
+        heartbeat,
         Comment("resuming: 1/9"),
         delta(" upon"),
         final(),

@@ -133,7 +133,9 @@ def test_a_report_holds_what_may_be_seen_and_no_secret(stub: Stub, tmp_path: Pat
         stub.replies[f"/v1/{path}"] = as_json({"data": []})
     _ = (tmp_path / "cluster.key").write_text(SECRET)
     file = tmp_path / "report.json"
+    _ = file.write_text("an older one, which others may read")
     done = exo_node("report", str(file), "--port", str(stub.port), EXO_DATA_DIR=str(tmp_path))
+    assert file.stat().st_mode & 0o777 == 0o600
     assert done.returncode == 0, done.stderr
     told = json.loads(file.read_text())
     assert told["cluster"]["nodes"][0]["name"] == "one"

@@ -127,7 +127,7 @@ def test_what_cannot_be_met_names_the_field_and_the_remedy(
 def test_a_split_by_hand_that_does_not_fit_gives_the_figures() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         plan(card(), cluster(300, 60), PlanOptions(layers=((A, 6), (B, 6))))
-    assert "layers gives node-b layers 6-11 of m, which need 0.08 GB with 1000 tokens" in str(
+    assert "layers gives node-b layers 6-11 of m, which need 0.08 GB with 1,000 tokens" in str(
         caught.value
     )
     assert "it has 0.06 GB; give it fewer layers" in str(caught.value)

@@ -5,6 +5,7 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from copying import (
 
 from exo_node.node.copies.folder import CopyFolder
 from exo_node.node.copies.sharing import SharedModels
+from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource
 from exo_node.placement.errors import (
     DownloadFailed,
@@ -148,6 +150,50 @@ def test_a_peer_that_sends_wrong_bytes_is_named_and_left_for_another(tmp_path: P
     [text] = two.told("peer_left")
     assert "bad sent wrong bytes of model-00002" in text
     assert two.told("copied") == [f"{MODEL} was copied from good"]
+
+
+def test_a_peer_that_sends_byte_after_byte_is_left_for_another(tmp_path: Path) -> None:
+    """It is never silent, and its model would not be here in a year."""
+    slow, good = (giver(tmp_path, name, rows=20_000) for name in ("slow", "good"))
+    two = Taker(tmp_path / "two")
+    read = watch(slow)
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(60),
+            giving(slow, "slow") as first,
+            giving(good, "good") as second,
+            taking(two, first, second, timing=replace(LAN.models, chunk_timeout_s=1.0)) as bringing,
+        ):
+            read[0].drips = True
+            brought = await bringing.bring(WHOLE, silent)
+            given = good.root / "models" / MODEL / SECOND
+            assert (brought.folder / SECOND).read_bytes() == given.read_bytes()
+
+    asyncio.run(run())
+    [text] = two.told("peer_left")
+    assert "bytes in 1 s" in text
+    assert two.told("copied") == [f"{MODEL} was copied from good"]
+
+
+def test_small_files_need_room_as_weights_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    read = watch(one)
+
+    def little(_: CopyFolder) -> int:
+        return 1 << 20
+
+    monkeypatch.setattr(CopyFolder, "free_bytes", little)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            with pytest.raises(DownloadFailed, match=r"0\.00 GB are free"):
+                _ = await bringing.describe(MODEL)
+
+    asyncio.run(run())
+    assert read[0].reads == []
 
 
 def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:

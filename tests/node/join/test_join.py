@@ -35,7 +35,7 @@ from exo_node.node.join.requests import (
     Attempts,
     PendingRequests,
     Request,
-    crowding,
+    newest_of_a_crowd,
 )
 from exo_node.placement.errors import DigitsDiffer, JoinRequestNotFound, Untrusted
 from exo_node.placement.ids import NodeId
@@ -389,9 +389,22 @@ def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
     assert desk.pending()[-1] == late and honest in desk.pending() and gone != honest.id
 
 
-def test_who_has_to_go_is_the_oldest_of_the_address_with_the_most() -> None:
-    assert crowding(["a", "b", "b", "c"]) == 1
-    assert crowding(["a", "b", "c"]) == 0
+def test_a_crowd_from_many_addresses_pushes_nobody_out_who_waits_already() -> None:
+    """One from each address, or two: the newest goes, be it the one that comes."""
+    for each in (1, 2):
+        desk = PendingRequests()
+        honest = request(0, "10.0.0.7")
+        assert desk.add(honest) == []
+        for number in range(1, 900):
+            _ = desk.add(request(number, f"10.0.1.{number // each}"))
+            assert honest in desk.pending()
+        assert len(desk.pending()) == MAX_PENDING
+
+
+def test_who_has_to_go_is_the_newest_of_the_address_with_the_most() -> None:
+    assert newest_of_a_crowd(["a", "b", "b", "c"]) == 2
+    assert newest_of_a_crowd(["a", "b", "c"]) == 2
+    assert newest_of_a_crowd(["a", "b", "a", "b", "c"]) == 3
 
 
 def test_attempts_come_back_one_by_one_and_one_address_has_not_all_of_them() -> None:

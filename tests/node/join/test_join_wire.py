@@ -1,8 +1,8 @@
 """Joining over real sockets in one process: digits, somebody in the middle, who is refused."""
 
 import asyncio
+import secrets
 import socket
-from collections.abc import Coroutine
 from datetime import UTC, datetime, tzinfo
 from typing import Any
 
@@ -15,17 +15,20 @@ from exo_node.node.join import wire as join_wire
 from exo_node.node.join.approver import Approver
 from exo_node.node.join.asker import Asker
 from exo_node.node.join.handshake import ROUNDS, Passkey, PeerIdentity, transcript
-from exo_node.node.join.port import JoinPort
+from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
+from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
-from exo_node.node.join.wire import JoinConnection
+from exo_node.node.join.wire import JoinConnection, Refused
 from exo_node.node.trust import certificates
-from exo_node.node.trust.keys import ClusterKey
+from exo_node.node.trust.cluster_key import NEXT_FILE
+from exo_node.node.trust.keys import ClusterKey, parse_cluster_key
 from exo_node.placement.errors import (
     DigitsDiffer,
     ExoNodeError,
     JoinRequestNotFound,
     PeerLost,
 )
+from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
 
@@ -84,33 +87,109 @@ def test_digits_that_were_typed_once_are_not_tried_again() -> None:
     async def scenario() -> None:
         async with joiner("old", fresh=False) as old:
             attacker = Impostor(fresh=True)
-            rounds: list[int] = []
+            said: list[str] = []
             refused: list[str] = []
             for _ in range(2):
                 async with attacker.calling(old.address) as (line, own, other):
                     await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
                     _ = await line.next(5)
-                    guess = prove_digits(line, "joiner", transcript(own, other), "654321")
+                    passkey = Passkey(
+                        "joiner", transcript(own, other), "654321", secrets.token_bytes
+                    )
 
                     async def attack(
-                        line: JoinConnection = line, guess: Coroutine[Any, Any, None] = guess
+                        line: JoinConnection = line, passkey: Passkey = passkey
                     ) -> None:
                         _ = await line.receive("begin", person=True)
-                        rounds.append(1)
-                        with pytest.raises(ExoNodeError):
-                            await guess
+                        await line.send(pb.JoinFrame(commitment=passkey.commit()))
+                        try:
+                            said.append(str((await line.next(5)).WhichOneof("frame")))
+                        except Refused as refusal:
+                            said.append(refusal.reason)
 
                     attacking = asyncio.create_task(attack())
                     [request] = old.waiting()
-                    with pytest.raises(DigitsDiffer) as fault:
-                        _ = await old.joining.approver.let_in(request.id, "123456")
-                    refused.append(fault.value.message)
-                    _ = attacking.cancel()
-                    _ = await asyncio.gather(attacking, return_exceptions=True)
-                    guess.close()
+                    typing = asyncio.create_task(old.joining.approver.let_in(request.id, "123456"))
+                    await attacking
+                with pytest.raises((DigitsDiffer, PeerLost)) as fault:
+                    await typing
+                refused.append(fault.value.message)
                 await until(lambda: not old.waiting())
+            assert said == ["commitment", "wrong_code"], "no bit of them is told again"
             assert "typed here before" in refused[-1]
-            assert len(rounds) == 1
+
+    run(scenario)
+
+
+def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthless() -> None:
+    """Typed for it first, they are used up; typed for the true node, that one makes new ones."""
+
+    async def scenario() -> None:
+        async with joiner("old", fresh=False) as old, joiner("new") as new:
+            new.see(old)
+            await until(lambda: old.has_waiting(new))
+            code = new.code
+            async with Impostor(fresh=True, name="new").calling(old.address) as (line, *_):
+                await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
+                _ = await line.next(5)
+                mistaken = next(r for r in old.waiting() if r.party.node != new.identity.node)
+                typing = asyncio.create_task(old.joining.approver.let_in(mistaken.id, code))
+                _ = await line.receive("begin", person=True)
+                await line.send(pb.JoinFrame(commitment=bytes(32)))
+                _ = await line.receive("commitment")
+                await line.send(pb.JoinFrame(opened=bytes(32)))
+            with pytest.raises(ExoNodeError):
+                _ = await typing
+            assert new.code == code and old.has_waiting(new), "it never saw an attempt"
+            with pytest.raises(DigitsDiffer, match=r"typed here before.*shows new ones now"):
+                _ = await old.let_in(new, code)
+            await until(lambda: new.told("join_refused") and old.has_waiting(new))
+            assert new.code != code
+            _ = await old.let_in(new, new.code)
+            await until(lambda: new.joined)
+
+    run(scenario)
+
+
+def test_a_new_key_is_recorded_before_the_first_node_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that is killed in between finishes the rekey at its next start."""
+
+    async def scenario() -> None:
+        async with joiner("old", fresh=False) as old:
+            rekeying = old.joining.rekeying
+            planned: list[ClusterKey] = []
+
+            async def tried(_: Rekeying, node: NodeId, rekey: pb.JoinRekey) -> bool:
+                planned.append(parse_cluster_key((old.folder.data_dir / NEXT_FILE).read_text(), ""))
+                assert planned[0].text == rekey.key
+                return True
+
+            monkeypatch.setattr(Rekeying, "_try", tried)
+            other = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
+            old.company.addresses[other.id] = "127.0.0.1:9"
+            _ = await rekeying._change([other])  # pyright: ignore[reportPrivateUsage]
+            assert planned == [old.key_on_disk] and not (old.folder.data_dir / NEXT_FILE).exists()
+
+    run(scenario)
+
+
+def test_who_waits_for_a_person_is_not_pushed_out_by_who_has_said_nothing_yet() -> None:
+    async def scenario() -> None:
+        async with joiner("old", fresh=False) as old, joiner("new") as new:
+            new.see(old)
+            await until(lambda: old.has_waiting(new))
+            first = old.waits_of(new)
+            host, port = old.address.split(":")
+            callers = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+            port_: Any = old.joining._port  # pyright: ignore[reportPrivateUsage]
+            await until(lambda: len(port_._callers) >= MAX_CONNECTIONS + 1)
+            assert old.waiting() == [first]
+            for _, writer in callers:
+                writer.close()
+            _ = await old.let_in(new, new.code)
+            await until(lambda: new.joined)
 
     run(scenario)
 

@@ -12,6 +12,7 @@ from exo_node.node.machine.settings import (
     installed_distributions,
     load_client_settings,
     load_settings,
+    runner_environment,
     unknown_variables,
 )
 from exo_node.placement.errors import InvalidSettings
@@ -329,3 +330,10 @@ def test_linux_needs_exactly_one_mlx_backend(
 
 def test_installed_distributions_are_read_by_their_normalised_names() -> None:
     assert {"exo-node", "mlx", "huggingface-hub"} <= installed_distributions()
+
+
+def test_a_runner_keeps_what_it_compiles_where_its_node_does() -> None:
+    given = {"XDG_CACHE_HOME": "/cache", "HOME": "/me", "EXO_API_KEY": "secret"}
+    kept = runner_environment(given)
+    assert (kept["XDG_CACHE_HOME"], kept["HOME"]) == ("/cache", "/me")
+    assert "EXO_API_KEY" not in kept

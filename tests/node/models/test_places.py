@@ -57,6 +57,21 @@ def test_a_whole_model_of_the_cache_is_listed_and_found(tmp_path: Path, cache: P
     assert library.get(ModelId("me/tiny")).folder == snapshot
 
 
+def test_a_template_and_a_card_both_name_abilities(cache: Path) -> None:
+    snapshot = in_cache(cache, "deepseek-ai/DeepSeek-R1")
+    _ = (snapshot / "chat_template.jinja").write_text("{% if tools %}{{ tools }}{% endif %}")
+    library = ModelLibrary(offline=True)
+    model = library.scan()[ModelId("deepseek-ai/DeepSeek-R1")]
+    assert "tools" not in model.card.capabilities
+    facts = library.file_facts(model)
+    assert facts.capabilities == ("thinking", "tools")
+    assert len(facts.digest) == 32
+    (snapshot / "chat_template.jinja").unlink()
+    changed = library.file_facts(model)
+    assert changed.capabilities == ("thinking",)
+    assert changed.digest != facts.digest
+
+
 def test_another_revision_has_its_name_behind_the_id(cache: Path) -> None:
     in_cache(cache, "me/tiny")
     tagged = in_cache(cache, "me/tiny", ref="v2", commit="b" * 40)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from fakes import NODE, FakeFacts, FakeStages
@@ -19,7 +20,7 @@ from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.handover import held_of, record_of
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, Turn, Turns
+from exo_node.node.placements.turns import MAX_RUNNING, MAX_WAITING, SPARE_PLACES, Turn, Turns
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.errors import HeadGone, InsufficientMemory, PeerLost, QueueFull
 from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
@@ -95,6 +96,63 @@ def test_a_turn_comes_in_the_order_of_arrival_when_another_ends() -> None:
     assert turns.present == 0
 
 
+def test_a_client_with_many_answers_keeps_no_other_client_waiting() -> None:
+    turns = Turns(running=4, waiting=20, spare=2)
+
+    def come(client: str) -> Turn:
+        turn = turns.enter(client=client)
+        turns.ask(turn)
+        return turn
+
+    many = [come("a") for _ in range(10)]
+    assert [turn.runs for turn in many] == [True] * 4 + [False] * 6
+    b, c, d = come("b"), come("c"), come("d")
+    assert (b.runs, c.runs, d.runs) == (True, True, False), "the spare turns are used up"
+    second = come("b")
+    turns.leave(many[0])
+    assert d.runs, "before what 'a' asked for earlier"
+    turns.leave(many[1])
+    assert not second.runs and not many[4].runs, "the spare turns come back first"
+    for turn in many[2:4]:
+        turns.leave(turn)
+    assert many[4].runs, "'a' has none by now"
+    for turn in (b, c, d, second, *many[4:]):
+        turns.leave(turn)
+    assert turns.present == 0
+
+
+def test_turns_go_round_the_clients_and_within_one_in_its_order() -> None:
+    turns = Turns(running=2, waiting=20, spare=0)
+    asked_for = [turns.enter(client=client) for client in "aaaabb"]
+    for turn in asked_for:
+        turns.ask(turn)
+    running, order = [turn for turn in asked_for if turn.runs], list[str]()
+    assert [turn.client for turn in running] == ["a", "a"]
+    while running:
+        turns.leave(running.pop(0))
+        new = [turn for turn in asked_for if turn.runs and turn not in running]
+        order += [turn.client for turn in new]
+        running += new
+    assert "".join(order) == "baba"
+
+
+def test_a_queue_that_one_client_fills_has_places_for_another() -> None:
+    turns = Turns(running=1, waiting=1)
+    for _ in range(2):
+        turns.ask(turns.enter(client="a"))
+    with pytest.raises(QueueFull):
+        _ = turns.enter(client="a")
+    other = turns.enter(client="b")
+    turns.ask(other)
+    assert other.runs
+    with pytest.raises(QueueFull):
+        _ = turns.enter(client="b")
+    for number in range(SPARE_PLACES - 1):
+        _ = turns.enter(client=f"c{number}")
+    with pytest.raises(QueueFull):
+        _ = turns.enter(client="d")
+
+
 def test_those_in_the_background_wait_for_all_others() -> None:
     turns = Turns(running=1, waiting=9)
     first = turns.enter()
@@ -125,9 +183,9 @@ async def test_a_request_in_the_background_is_one_at_the_head() -> None:
         entered = list[bool]()
         enter = Turns.enter
 
-        def seen(self: Turns, *, had: bool = False, background: bool = False) -> Turn:
+        def seen(self: Turns, *, background: bool = False, **rest: Any) -> Turn:
             entered.append(background)
-            return enter(self, had=had, background=background)
+            return enter(self, background=background, **rest)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Turns, "enter", seen)

@@ -151,12 +151,41 @@ async def test_claims_say_how_long_the_model_stays_and_the_last_word_counts() ->
     placements = Placements(FakeStages(), facts, LOCAL.placements, events)
     claims = Claims(placements, facts, events, LOCAL.placements, leads=True)
     for given, kept in ((None, None), (5.0, 5.0), (None, 5.0), (MAX_REAL, MAX_REAL)):
-        fields = {} if given is None else {"keep_alive_s": given}
+        fields = {"trusted": True} if given is None else {"trusted": True, "keep_alive_s": given}
         _ = [event async for event in claimed(claims, **fields)]
         (record,) = placements.records
         assert record.activity.keep_alive_s == kept
     _ = [event async for event in claimed(claims, release=True)]
     assert record.activity.keep_alive_s == 0
+    await placements.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "asked", "kept"),
+    [
+        (60, None, 0.0, None),
+        (60, None, 0.0001, None),
+        (60, None, MAX_REAL, None),
+        (60, 5.0, MAX_REAL, 60),
+        (60, 5.0, 30.0, 30),
+        (60, 5.0, 1.0, 5),
+        (60, 3600.0, 0.0, 3600),
+        (60, MAX_REAL, 59.0, MAX_REAL),
+        (math.inf, None, 0.0, None),
+        (math.inf, 5.0, MAX_REAL, MAX_REAL),
+        (0, None, MAX_REAL, None),
+    ],
+)
+async def test_who_is_not_trusted_lengthens_a_stay_at_most_and_up_to_the_setting(
+    setting: float, before: float | None, asked: float, kept: float | None
+) -> None:
+    facts, events = FakeFacts(), EventLog()
+    placements = Placements(FakeStages(), facts, LOCAL.placements, events, keep_alive_s=setting)
+    claims = Claims(placements, facts, events, LOCAL.placements, leads=True)
+    record = await placements.ensure(DEMO)
+    record.activity.keep_alive_s = before
+    _ = [event async for event in claimed(claims, keep_alive_s=asked)]
+    assert record.activity.keep_alive_s == kept
     await placements.close()
 
 

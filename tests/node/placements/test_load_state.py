@@ -3,7 +3,7 @@
 import pytest
 
 from exo_node.node.placements.activity import Activity
-from exo_node.node.placements.load_state import Degraded, Failed, Load, Loading, Ready, Restoring
+from exo_node.node.placements.load_state import Failed, Load, Restoring
 
 
 def test_a_placement_loads_answers_loses_a_stage_and_answers_again() -> None:
@@ -37,31 +37,15 @@ def test_a_stage_that_is_lost_under_a_load_fails_it_whatever_its_runners_say_the
         load.ready()
 
 
-def test_one_that_is_given_up_says_what_was_lost_last() -> None:
-    load = Load(Ready())
-    load.lose("again")
-    load.give_up()
-    assert (load.state, load.error) == (Degraded("again"), "again")
-
-
 def test_a_restore_that_was_cancelled_begins_anew() -> None:
     load = Load(Restoring("x", "loading"))
     load.lose("y")
     assert load.state == Restoring("y")
 
 
-@pytest.mark.parametrize("state", [Degraded("x"), Failed("x")])
-def test_what_is_lost_for_good_is_not_lost_again(state: Degraded | Failed) -> None:
+def test_what_is_lost_for_good_is_not_lost_again() -> None:
     with pytest.raises(AssertionError):
-        Load(state).lose("y")
-
-
-@pytest.mark.parametrize("state", [Loading(), Ready(), Degraded("x"), Failed("x")])
-def test_only_what_is_being_restored_is_given_up(
-    state: Loading | Ready | Degraded | Failed,
-) -> None:
-    with pytest.raises(AssertionError):
-        Load(state).give_up()
+        Load(Failed("x")).lose("y")
 
 
 def test_a_placement_is_idle_while_no_request_uses_it() -> None:

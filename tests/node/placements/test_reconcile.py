@@ -27,7 +27,7 @@ class Watched:
             head=SELF, self_id=SELF, leads=self._leads, members=list, draining=list
         )
         placements = SimpleNamespace(
-            adopt=self.adopted.append, expected=dict, tend=self._tend, sweep=_nothing,
+            adopt=self.adopted.append, records=[], tend=self._tend, sweep=_nothing,
             let_go=_nothing,
         )  # fmt: skip
         claims = SimpleNamespace(lead=lambda: None, let_go=lambda: None)

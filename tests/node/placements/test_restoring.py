@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, PlacementTiming
 from exo_node.node.placements import maintenance as settling
 from exo_node.node.placements import restart_backoff as failures
+from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.stage_specs import StageSettings
@@ -36,6 +37,22 @@ AT_ONCE = replace(
     LAN.placements, max_pause_s=0.0, answers_return_s=0.0, refill_after_s=0.0, orphan_s=0.0
 )
 """Nothing is waited for."""
+SLOWER = replace(AT_ONCE, max_pause_s=60.0)
+"""With the pauses of real use; see `pauses`."""
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that would have been made."""
+    lengths: list[float] = []
+    pause_s = failures.RestartBackoff.pause_s
+
+    def noted(backoff: failures.RestartBackoff, *asked: Any) -> float:
+        lengths.append(pause_s(backoff, *asked))
+        return 0.0
+
+    monkeypatch.setattr(failures.RestartBackoff, "pause_s", noted)
+    return lengths
 
 
 @dataclass
@@ -47,6 +64,8 @@ class Cluster:
     up: set[tuple[NodeId, int]] = field(default_factory=set[tuple[NodeId, int]])
     broken: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes on which every load fails."""
+    failing: int = 0
+    """Loads that fail wherever they are, from now on."""
     silent: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes that count as alive and are gone."""
     leaving: set[NodeId] = field(default_factory=set[NodeId])
@@ -64,7 +83,8 @@ class Cluster:
         self.calls.append(f"load {spec.stage} on {node[0]}")
         if node in self.silent:
             raise PeerLost(f"{node} is gone")
-        if node in self.broken or node not in self.nodes:
+        self.failing -= 1
+        if self.failing >= 0 or node in self.broken or node not in self.nodes:
             raise LoadFailed(f"{node} cannot load")
         self.up.add((node, spec.stage))
         return pb.LoadReady(host=node, port=spec.stage, mtp_head="loaded")
@@ -262,21 +282,127 @@ async def test_what_cannot_be_restored_is_placed_anew_on_what_is_left() -> None:
         assert len(again.stages) == 2, "as many as are left, of the three that were asked for"
 
 
-async def test_after_three_failures_in_a_row_it_is_degraded_unless_an_answer_was_good() -> None:
-    async with playing() as (cluster, placements, events):
-        record = await placements.place(DEMO, PlanOptions())
-        for good in (True, True, False, False):
-            _ = cluster.lose(record, 0)
-            placements.lost(record.id, 0, "it is gone")
+async def test_losses_in_a_row_of_different_stages_are_each_restored_at_once(
+    pauses: list[float],
+) -> None:
+    """Three stages, two losses each, and no good answer between them."""
+    async with playing(SLOWER) as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE)
+        for stage in (0, 1, 2):
+            _ = cluster.lose(record, stage)
+            placements.lost(record.id, stage, "it is gone")
             assert await placements.ensure(DEMO) is record
-            if good:
-                placements.succeeded(record)
-        _ = cluster.lose(record, 0)
-        placements.lost(record.id, 0, "it is gone")
-        with pytest.raises(LoadFailed, match="3 times in a row"):
+        assert [pause for pause in pauses if pause] == []
+        for stage in (0, 1, 2):
+            _ = cluster.lose(record, stage)
+            placements.lost(record.id, stage, "it is gone")
+            assert await placements.ensure(DEMO) is record
+        assert [pause for pause in pauses if pause] == [1, 1, 1]
+
+
+async def test_losses_of_one_stage_wait_ever_longer_up_to_a_minute_and_are_never_given_up(
+    pauses: list[float],
+) -> None:
+    async with playing(SLOWER) as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE)
+        for _ in range(10):
+            _ = cluster.lose(record, 1)
+            placements.lost(record.id, 1, "it is gone")
+            assert await placements.ensure(DEMO) is record
+        assert record.status == "ready"
+        assert [pause for pause in pauses if pause] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+        placements.succeeded(record)
+        _ = cluster.lose(record, 1)
+        placements.lost(record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record
+        assert [pause for pause in pauses if pause][9:] == [], "an answer was good"
+
+
+async def test_a_person_who_unloads_or_loads_a_model_waits_for_no_pause() -> None:
+    async with playing(replace(AT_ONCE, max_pause_s=3600.0)) as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE)
+        for again in (True, False):
+            for _ in range(2):
+                _ = cluster.lose(record, 1)
+                placements.lost(record.id, 1, "it is gone")
+                await until(lambda r=record: r.status == "ready" or "again in" in r.load.step)
+            assert record.status == "restoring"
+            if again:
+                record = await placements.place(DEMO, THREE)
+            else:
+                await placements.remove(record.id)
+        assert not placements.records and not cluster.up
+
+
+async def test_a_claim_that_waits_for_a_pause_is_told_why() -> None:
+    async with playing(replace(AT_ONCE, max_pause_s=3600.0)) as (cluster, placements, events):
+        timing = replace(AT_ONCE, loading_every_s=0.01)
+        claims = Claims(placements, cluster, events, timing, leads=True)
+        record = await placements.place(DEMO, THREE)
+        for _ in range(2):
+            _ = cluster.lose(record, 1)
+            placements.lost(record.id, 1, "its runner ended")
+            await until(lambda: record.status == "ready" or "again in" in record.load.step)
+        async with aclosing(claims.acquire(pb.AcquireRequest(model=DEMO))) as waiting:
+            steps = [(await anext(waiting)).waiting.step for _ in range(2)]
+        assert steps[1].startswith("its runner ended; loaded again in 1 s")
+        assert steps[1] in events.held()[-1].text
+
+
+async def test_a_placement_that_could_not_be_restored_is_placed_again_without_a_request() -> None:
+    async with playing() as (cluster, placements, events):
+        record = await placements.place(DEMO, THREE)
+        gone = cluster.lose(record, 1)
+        cluster.broken = set(cluster.nodes)
+        placements.lost(record.id, 1, "it is gone")
+        await until(lambda: record.status == "failed")
+        placements.tend()
+        await until(lambda: "could not be placed" in events.held()[-1].text)
+        assert gone in cluster.nodes, "every node lives"
+        cluster.broken = set()
+        placements.tend()
+        await until(lambda: [r.status for r in placements.records] == ["ready"])
+
+
+async def test_a_stage_that_is_lost_while_it_is_loaded_again_was_lost_once_more() -> None:
+    async with playing() as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE)
+        _ = cluster.lose(record, 1)
+        cluster.failing = failures.TRIES - 1
+        placements.lost(record.id, 1, "it is gone")
+        assert await placements.ensure(DEMO) is record, "the other stages keep what they hold"
+
+
+async def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> None:
+    """Its answers would else be lost to runners that are killed while they load."""
+    async with playing() as (cluster, placements, _):
+        record = await placements.place(DEMO, THREE)
+        _ = cluster.lose(record, 1)
+        cluster.failing = failures.TRIES + 2
+        placements.lost(record.id, 1, "it is gone")
+        placed = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(3)))
+        assert placed[0] is placed[1] is placed[2] is not record
+        assert placed[0].status == "ready"
+        _ = cluster.lose(placed[0], 1)
+        cluster.failing = 1000
+        placements.lost(placed[0].id, 1, "it is gone")
+        with pytest.raises(LoadFailed, match="cannot load"):
             _ = await placements.ensure(DEMO)
-        assert record.status == "degraded"
-        assert kinds(events).count("degraded") == 1
+
+
+async def test_one_that_was_never_loaded_is_not_tried_again_by_itself() -> None:
+    async with playing(replace(AT_ONCE, max_pause_s=3600.0)) as (cluster, placements, _):
+        cluster.broken = set(cluster.nodes)
+        for _ in range(2):
+            with pytest.raises(LoadFailed, match="cannot load"):
+                _ = await placements.ensure(DEMO)
+        with pytest.raises(LoadFailed, match=r"2 times in a row: .* A request in 1 s tries it"):
+            _ = await placements.ensure(DEMO)
+        cluster.calls.clear()
+        placements.tend()
+        await asyncio.sleep(0)
+        assert cluster.calls == []
+        cluster.broken = set()
         assert (await placements.place(DEMO, PlanOptions())).status == "ready"
 
 
@@ -292,34 +418,18 @@ async def test_a_person_is_told_of_every_stage_that_is_not_where_it_was_planned(
         assert record.moved == moved
 
 
-async def test_losses_that_spares_make_up_for_count_a_third() -> None:
-    """Nine in a row without a good answer between them, where nothing had to be loaded."""
-
-    async with playing() as (cluster, placements, _):
-        record = await with_spares(placements)
-        for number in range(9):
-            assert record.status == "ready", f"after {number}"
-            await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
-            _ = cluster.lose(record, 1)
-            placements.lost(record.id, None, "it is gone")
-            await until(lambda: record.restoring is None)
-        assert record.status == "degraded"
+def test_losses_that_spares_make_up_for_count_a_third() -> None:
+    backoff = failures.RestartBackoff(LAN.placements)
+    for number in range(9):
+        assert backoff.count(DEMO, 1) == number // 3
+        backoff.note(DEMO, 1, covered=True)
+    assert (backoff.count(DEMO, 1), backoff.count(DEMO, 0), backoff.count(DEMO)) == (3, 0, 0)
+    assert backoff.pause_s(DEMO, (0, 1)) == 2
 
 
-async def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paused: list[ModelId] = []
-
-    def pause_s(_: failures.RestartBackoff, model: ModelId) -> float:
-        paused.append(model)
-        return 0.0
-
-    monkeypatch.setattr(failures.RestartBackoff, "pause_s", pause_s)
-
-    async with playing() as (cluster, placements, _):
-        for spares in (1, 0):
-            assert paused == []
+async def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(pauses: list[float]) -> None:
+    async with playing(SLOWER) as (cluster, placements, _):
+        for spares, waits in ((1, []), (0, [1])):
             record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=spares)
             for _ in range(2):
                 ready = ["ready"] * spares
@@ -327,7 +437,7 @@ async def test_a_second_loss_waits_before_a_load_and_not_for_a_spare(
                 _ = cluster.lose(record, 0)
                 placements.lost(record.id, 0, "it is gone")
                 assert await placements.ensure(DEMO) is record
-        assert paused == [DEMO, DEMO]
+            assert [pause for pause in pauses if pause] == waits
 
 
 async def test_a_placement_that_lost_a_node_goes_back_to_it_once_nobody_asks() -> None:
@@ -428,16 +538,23 @@ async def test_a_node_that_leaves_is_cleared_before_it_goes() -> None:
         assert loads == ["load 1 on d"], "once, and before the stage changes over"
 
 
-async def test_moves_off_leaving_nodes_are_no_failures() -> None:
+async def test_moves_off_leaving_nodes_are_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[object] = []
+
+    def note(_: failures.RestartBackoff, *failure: object, **how: object) -> None:
+        noted.append((failure, how))
+
+    monkeypatch.setattr(failures.RestartBackoff, "note", note)
     async with playing(nodes=[NodeId(name) for name in "abcdef"]) as (cluster, placements, _):
         record = await placements.place(DEMO, PlanOptions(max_nodes=1))
-        for _ in range(failures.MAX_FAILURES + 1):
+        for _ in range(4):
             node = record.stages[0].node
             cluster.nodes.remove(node)
             placements.move_off(node)
             await until(lambda old=node: record.stages[0].node != old)
-            await until(lambda: record.status in ("ready", "degraded"))
+            await until(lambda: record.restoring is None)
             assert record.status == "ready"
+        assert noted == []
 
 
 @pytest.mark.parametrize("stage", range(3))

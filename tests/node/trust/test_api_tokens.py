@@ -1,5 +1,6 @@
 """API tokens: on disk as digests, changed by commands, read again by a node that runs."""
 
+import asyncio
 import json
 import logging
 import os
@@ -31,7 +32,17 @@ def names(folder: Path) -> list[str]:
 
 
 def shown(tokens: ApiTokens, *given: str) -> bool:
-    return tokens.is_shown(each.encode() for each in given)
+    result = fresh(tokens).is_shown(each.encode() for each in given)
+    for thread in threading.enumerate():
+        if thread.name == USES_FILE:  # its last use is written beside the loop
+            thread.join()
+    return result
+
+
+def fresh(tokens: ApiTokens) -> ApiTokens:
+    """As a node has them when a request comes."""
+    asyncio.run(tokens.refresh())
+    return tokens
 
 
 def test_a_token_is_random_and_only_its_digest_is_on_disk(tmp_path: Path) -> None:
@@ -52,15 +63,15 @@ def test_a_token_is_random_and_only_its_digest_is_on_disk(tmp_path: Path) -> Non
 
 def test_what_is_wrong_with_the_file_is_told_until_it_is_put_right(tmp_path: Path) -> None:
     tokens = ApiTokens(tmp_path)
-    assert tokens.trouble == ""
+    assert fresh(tokens).trouble == ""
     _ = create_token(tmp_path, "laptop")
-    assert tokens.trouble == ""
+    assert fresh(tokens).trouble == ""
     path = tmp_path / TOKENS_FILE
     whole = path.read_bytes()
     _ = path.write_bytes(whole[:-3])
-    assert f"{path} cannot be used: it is damaged" in tokens.trouble
+    assert f"{path} cannot be used: it is damaged" in fresh(tokens).trouble
     _ = path.write_bytes(whole)
-    assert tokens.trouble == ""
+    assert fresh(tokens).trouble == ""
 
 
 def test_only_whole_tokens_count_as_shown(tmp_path: Path) -> None:
@@ -77,9 +88,9 @@ def test_only_whole_tokens_count_as_shown(tmp_path: Path) -> None:
 
 def test_a_running_node_knows_what_was_made_and_revoked(tmp_path: Path) -> None:
     tokens = ApiTokens(tmp_path)
-    assert not tokens.wanted
+    assert not fresh(tokens).wanted
     first = create_token(tmp_path, "first")
-    assert tokens.wanted
+    assert fresh(tokens).wanted
     second = create_token(tmp_path, "second")
     assert shown(tokens, first) and shown(tokens, second)
     assert revoke_token(tmp_path, "first") == 1
@@ -102,12 +113,12 @@ def test_the_same_name_again_is_another_token(tmp_path: Path) -> None:
 def test_keys_stay_wanted_when_the_last_token_or_the_file_is_gone(tmp_path: Path) -> None:
     made = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
-    assert tokens.wanted
+    assert fresh(tokens).wanted
     assert revoke_token(tmp_path, "laptop") == 0
-    assert tokens.wanted
+    assert fresh(tokens).wanted
     assert ApiTokens(tmp_path).wanted, "after a restart too"
     (tmp_path / TOKENS_FILE).unlink()
-    assert tokens.wanted and not shown(tokens, made)
+    assert fresh(tokens).wanted and not shown(tokens, made)
     assert not ApiTokens(tmp_path).wanted, "removed, and started anew"
     assert ApiTokens(tmp_path, always=True).wanted
 
@@ -165,7 +176,7 @@ def test_a_broken_file_is_told_once_and_lets_nobody_in(
     for at in range(3):
         os.utime(tmp_path / TOKENS_FILE, (at, at), follow_symlinks=False)
         assert not shown(tokens, made)
-        assert tokens.wanted
+        assert fresh(tokens).wanted
     assert ApiTokens(tmp_path).wanted
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(told) == 2, "once by each of the two"
@@ -186,7 +197,7 @@ def test_a_file_of_another_user_lets_nobody_in(
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     tokens = ApiTokens(tmp_path)
-    assert tokens.wanted and not shown(tokens, made)
+    assert fresh(tokens).wanted and not shown(tokens, made)
     with pytest.raises(InvalidSettings, match="another user's"):
         _ = create_token(tmp_path, "phone")
     with pytest.raises(InvalidSettings, match="another user's"):
@@ -216,6 +227,15 @@ def test_a_bad_name_is_refused_and_not_repeated(tmp_path: Path, name: str) -> No
         assert len(caught.value.message) < 200
         assert caught.value.param == "NAME"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".hidden", "-rf", "a;b", "a\\b"])
+def test_a_new_name_is_none_that_a_path_or_a_command_would_read_otherwise(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="begins with a letter or digit"):
+        _ = create_token(tmp_path, name)
+    _ = create_token(tmp_path, "Büro 2.a_b-c@d+e")
 
 
 def test_a_name_is_taken_once_and_revoked_once(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from exo_node.node.machine.settings import load_settings
 from exo_node.node.trust.certificates import cluster_fingerprint
-from exo_node.node.trust.cluster_key import FRESH_FILE, KeyFolder
+from exo_node.node.trust.cluster_key import FRESH_FILE, NEXT_FILE, KeyFolder
+from exo_node.node.trust.keyring import Keyring
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidSettings
 
@@ -28,6 +30,24 @@ def test_a_first_start_founds_a_cluster_and_is_fresh_until_it_has_company(tmp_pa
     folder.establish()
     assert not fresh(folder)
     assert folder.load() == key
+
+
+def test_a_rekey_that_was_cut_off_is_finished_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others have the new key then: alone with the old one the node would be out."""
+    settings = load_settings({"data_dir": tmp_path}, {})
+    old = Keyring.load(settings).cluster
+    folder = KeyFolder(tmp_path)
+    folder.plan_rekey(OTHER)
+    assert mode(tmp_path / NEXT_FILE) == 0o600 and folder.load() == old
+    again = Keyring.load(settings)
+    assert again.cluster == OTHER and again.fingerprint in caplog.text
+    assert "was cut off" in caplog.text and OTHER.text not in caplog.text
+    assert KeyFolder(tmp_path).finish_rekey() is None, "only once"
+    folder.plan_rekey(old)
+    _ = folder.take(ClusterKey(b"\x08" * 20))
+    assert folder.finish_rekey() is None, "another key was taken meanwhile"
 
 
 def test_a_key_that_was_put_there_is_not_fresh(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Files that are read beside the event loop: a disk that hangs must not stop the node."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+_LOG: Final = logging.getLogger(__name__)
+_LIMIT_S: Final = 1.0
+Value = TypeVar("Value")
+
+
+class BackgroundRead(Generic[Value]):
+    """The value of a blocking `read`, made again by each `refresh`; the last one while it hangs.
+
+    `read` gets the value before. The first one is made at once, by the caller's thread.
+    """
+
+    def __init__(self, name: object, read: Callable[[Value | None], Value]) -> None:
+        """`name` is for the log."""
+        self._name = name
+        self._read = read
+        self._run: asyncio.Future[None] | None = None
+        self._is_late = False
+        self.value = read(None)
+
+    async def refresh(self) -> None:
+        """Waits for a read, but not for one that others have waited for in vain."""
+        if self._run is None or self._run.done():
+            self._run, self._is_late = asyncio.get_running_loop().create_future(), False
+            # A thread of its own: one that hangs would be missing from a pool, and keep a process
+            # from ending.
+            threading.Thread(target=self._work, args=(self._run,), daemon=True).start()
+        if self._is_late:
+            return
+        _ = await asyncio.wait([self._run], timeout=_LIMIT_S)
+        if not self._run.done() and not self._is_late:
+            self._is_late = True
+            _LOG.warning("%s cannot be read at the moment; what it held before counts", self._name)
+
+    def _work(self, run: "asyncio.Future[None]") -> None:
+        value = self.value
+        try:
+            value = self._read(value)
+        except Exception:  # the edge of this thread: what was known stays
+            _LOG.exception("%s could not be read", self._name)
+
+        def publish() -> None:
+            self.value = value
+            if not run.done():
+                run.set_result(None)
+
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            _ = run.get_loop().call_soon_threadsafe(publish)
+
+
+def read_regular(path: Path, limit: int, flags: int = 0) -> tuple[bytes, os.stat_result]:
+    """At most `limit` bytes of a file and what it is. Raises OSError, also for what is no file: a
+    pipe would never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit), status
+    finally:
+        os.close(descriptor)
