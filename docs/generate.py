@@ -1,6 +1,7 @@
 """Writes what documents take from the code: `python docs/generate.py` (tests say when it is due).
 
-`docs/openapi.json`, and the table of fields in `docs/api.md`.
+`docs/openapi.json`, the table of fields in `docs/api.md`, and the dashboard's copy of
+`docs/clients.md`, which the package cannot take from `docs/`.
 """
 
 import json
@@ -19,6 +20,8 @@ HERE: Final = Path(__file__).resolve().parent
 BEGIN: Final = "<!-- made by docs/generate.py -->\n"
 END: Final = "<!-- until here -->\n"
 """Around the table."""
+CLIENTS: Final = HERE.parent / "dashboard" / "static" / "clients.md"
+"""The dashboard's copy of the clients' recipes."""
 ANSWERING: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -58,3 +61,4 @@ if __name__ == "__main__":
     _ = (HERE / "openapi.json").write_text(openapi())
     page = HERE / "api.md"
     _ = page.write_text(with_table(page.read_text()))
+    _ = CLIENTS.write_text((HERE / "clients.md").read_text())

@@ -13,7 +13,7 @@ from exo_node.node.copies.bringing import Bringing
 from exo_node.node.copies.sharing import SharedModels
 from exo_node.node.copies.sources import Source
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.timing import LAN
+from exo_node.node.machine.timing import LAN, ModelTiming
 from exo_node.node.models.library import ModelLibrary
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
@@ -135,10 +135,12 @@ class Taker:
 
 
 @asynccontextmanager
-async def taking(taker: Taker, *sources: Source) -> AsyncGenerator[Bringing]:
+async def taking(
+    taker: Taker, *sources: Source, timing: ModelTiming = LAN.models
+) -> AsyncGenerator[Bringing]:
     identity = load_or_create_identity(taker.root / "taker")
     channels = Channels(node_credentials(identity, KEY))
-    client = ModelFilesClient(channels, LAN.models)
+    client = ModelFilesClient(channels, timing)
     try:
         yield Bringing(
             taker.library, client, lambda _: sources, taker.events, taker.models, may_download=False
@@ -155,6 +157,8 @@ class Watched:
         self.reads: list[tuple[str, int]] = []
         self.spoil = ""
         self.chunks = 1 << 30
+        self.drips = False
+        """Whether SECOND is sent byte by byte."""
 
     def offer(self, model: str) -> pb.ModelOffer:
         return self.files.offer(model)
@@ -172,8 +176,13 @@ class _Spoiled:
         self._inner = inner
         self._owner = owner
         self._path = path
+        self._rest = b""
 
     def read(self) -> bytes:
+        if self._owner.drips and self._path == SECOND:
+            data = self._rest or self._inner.read()
+            self._rest = data[1:]
+            return data[:1]
         if self._owner.chunks == 0:
             raise OSError(5, "the disk is gone")
         data = self._inner.read()

@@ -80,6 +80,8 @@ class TableVerifier:
 class TableDrafter:
     """The `Drafter` that draws from a table of its own; it keeps each (row, next token) seen."""
 
+    rests = False
+
     def __init__(
         self, table: Logits, chooser: Sampler, k: int, *, says_finite: bool = False
     ) -> None:

@@ -78,19 +78,90 @@ def test_a_prompt_in_text_and_in_ids_is_the_rendered_chat(demo: Node) -> None:
     assert count == {"input_tokens": len(ids)}
 
 
-def test_tools_and_options_that_the_demo_lacks_change_no_token(demo: Node) -> None:
-    """Its template has no tools: what it says stays content, and the ids are the same."""
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    body = demo.chat(PROMPT, tools=[tool], reasoning_effort="none", return_token_ids=True)
-    (choice,) = body["choices"]
-    assert choice["token_ids"] == ROW["greedy_ids"]
-    refused = demo.call(
-        "POST",
-        "/v1/chat/completions",
-        {"model": "demo", "messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
-    )
-    assert refused.status == 400
-    assert refused.body["error"]["param"] == "chat_template_kwargs.enable_thinking"
+def test_what_the_demo_lacks_changes_no_token_and_is_named_in_every_dialect(demo: Node) -> None:
+    """Its template has neither tools nor thinking: what it says stays content."""
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    chat: dict[str, Any] = {"messages": ASK, "temperature": 0, "max_tokens": 200}
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False, "clear_thinking": True}}
+    body = {**chat, "tools": tools, "reasoning_effort": "none", "return_token_ids": True, **kwargs}
+    reply = demo.call("POST", "/v1/chat/completions", {"model": "demo", **body})
+    assert reply.status == 200, reply
+    assert reply.body["choices"][0]["token_ids"] == ROW["greedy_ids"]
+    no_tools = "tools (the model's chat template has none)"
+    no_variable = "chat_template_kwargs.clear_thinking (the model's chat template has none)"
+    assert ignored(reply) == {no_tools, no_variable}
+    own = [{"name": "f", "input_schema": {"type": "object"}}]
+    more = {"tools": own, "output_config": {"effort": "high"}}
+    reply = demo.call("POST", "/v1/messages", {"model": "demo", **chat, **more, "max_tokens": 2})
+    assert ignored(reply) == {no_tools, "reasoning effort high (the model has no levels)"}
+    body = {"model": "demo", "input": PROMPT, "tools": [{"type": "function", **function}]}
+    reply = demo.call("POST", "/v1/responses", {**body, "max_output_tokens": 2})
+    assert ignored(reply) == {no_tools}
+    body = {"model": "demo", "messages": ASK, "tools": tools, "think": "low", "stream": False}
+    reply = demo.call("POST", "/api/chat", {**body, "options": {"num_predict": 2}})
+    assert ignored(reply) == {no_tools, "reasoning effort low (the model has no levels)"}
+
+
+def ignored(reply: Any) -> set[str]:
+    return set(reply.headers["x-exo-node-ignored"].split(", "))
+
+
+CONTEXT = 4096
+"""Of the demo."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 32_000}, "stop"),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 32_000}, None),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 32_000}, "completed"),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 32_000}, "end_turn"),
+        ("/api/chat", {"messages": ASK, "options": {"num_predict": 32_000}}, "stop"),
+    ],
+)
+def test_more_tokens_than_the_context_has_are_as_many_as_it_has_in_every_dialect(
+    demo: Node, path: str, body: dict[str, Any], reason: str | None
+) -> None:
+    stop = {"stop": ["."]} if path == "/v1/completions" else {}
+    fixed = {} if path == "/api/chat" else {"temperature": 0}
+    reply = demo.call("POST", path, {"model": "demo", "stream": False, **body, **fixed, **stop})
+    assert reply.status == 200, reply
+    assert "max_tokens beyond the end of the context" in ignored(reply)
+    told = reply.body
+    choice = told.get("choices", [{}])[0]
+    ends = [told.get(name) for name in ("status", "stop_reason", "done_reason")]
+    assert reason is None or reason in (choice.get("finish_reason"), *ends)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_claude_code_reads(
+    demo: Node,
+) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    ids = asked(demo, "/v1/tokenize", {"prompt": "ocean " * 4500})["tokens"]
+    long = asked(demo, "/v1/detokenize", {"tokens": ids[:CONTEXT]})["prompt"]
+    with anthropic.Anthropic(base_url=url(demo), api_key="any", max_retries=0) as client:
+        for text in (long, "ocean " * 200_000):
+            with pytest.raises(anthropic.BadRequestError) as caught:
+                messages = [{"role": "user", "content": text}]
+                _ = client.messages.create(model="demo", max_tokens=8_000, messages=messages)
+            told = caught.value.body["error"]
+            assert re.match(r"prompt is too long: (\d+) tokens > 4096 maximum", told["message"])
+    body = {"model": "demo", "prompt": ids[:CONTEXT], "max_tokens": 7}
+    refused = demo.call("POST", "/v1/completions", body)
+    assert refused.body["error"]["code"] == "context_length_exceeded", "which Codex has words for"
+    words = "input length and `max_tokens` exceed context limit: 4096 + 7 > 4096"
+    assert refused.body["error"]["message"].startswith(words)
+
+
+def test_an_unknown_model_has_one_wording_wherever_it_is_asked_for(demo: Node) -> None:
+    listed = demo.call("GET", "/v1/models/nope")
+    chat = demo.call("POST", "/v1/chat/completions", {"model": "nope", "messages": ASK})
+    shown = demo.call("POST", "/api/show", {"model": "nope"})
+    assert (listed.status, chat.status, shown.status) == (404, 404, 404)
+    message = chat.body["error"]["message"]
+    assert (listed.body["error"]["message"], shown.body["error"]) == (message, message)
 
 
 def test_an_assistants_beginning_is_continued_by_the_same_tokens(demo: Node) -> None:
@@ -115,7 +186,7 @@ def test_a_stream_of_lines_is_ollamas(demo: Node) -> None:
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
 MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -170,13 +241,13 @@ def test_a_regular_expression_and_a_grammar_hold_for_bare_text_too(demo: Node) -
         ("/api/chat", {"messages": ASK, "format": MANY}, 400),
         (
             "/v1/chat/completions",
-            {"messages": ASK, "tool_choice": "required", "tools": [TOOL]},
+            {"messages": ASK, "tool_choice": "required", "tools": [UNKNOWN]},
             400,
         ),
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [10**6]}, 400),
         ("/v1/completions", {"prompt": "x " * 9000}, 400),
-        ("/v1/messages", {"messages": ASK, "max_tokens": 10**9}, 400),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 0}, 400),
         ("/api/chat", {"messages": ASK, "options": {"draft_num_predict": 99}}, 400),
     ],
     ids=lambda value: str(value)[:60],
@@ -260,8 +331,13 @@ def test_ollamas_client_reads_the_oracles_answer(demo: Node, closing: ExitStack)
     assert "".join(part.message.content for part in parts) == ROW["text"]
     assert client.generate(prompt=PROMPT, **wish).response == ROW["text"]
     assert [model.model for model in client.list().models] == ["demo", "brief"]
-    assert [model.model for model in client.ps().models] == ["demo"]
-    assert client.show("demo").modelinfo
+    tags, running = client.list().models, client.ps().models
+    assert len(tags[0].digest) >= 12 and all(tag.digest == tags[0].digest for tag in tags)
+    assert tags[0].size > 10**7 and tags[0].details.parameter_size.endswith("M")
+    assert [model.model for model in running] == ["demo"]
+    assert running[0].size > 10**7 and running[0].digest == tags[0].digest
+    assert client.show("demo").modelinfo["general.architecture"] == tags[0].details.family
+    assert client.show("demo").capabilities == ["completion"]
     with pytest.raises(ollama.ResponseError, match="nope"):
         _ = client.chat(model="nope", messages=ASK)
 

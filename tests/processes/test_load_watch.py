@@ -131,6 +131,20 @@ def test_a_load_that_says_nothing_is_given_up_sooner_once_it_has_spoken() -> Non
     assert "said nothing for 10 s" in watch.tick(1.0)
 
 
+def test_a_runner_that_never_speaks_has_a_minute_and_a_person_is_told_meanwhile() -> None:
+    watch = LoadWatch(300, 0)
+    news: list[str] = []
+    for second in range(1, 60):
+        assert watch.tick(1.0) == "", second
+        news += [watch.news] if watch.news else []
+    assert len(news) == 11 and news[0] == "its runner has not spoken for 5 of 60 s"
+    assert "said nothing for 60 s" in watch.tick(1.0)
+    spoken = LoadWatch(300, 0)
+    spoken.heard(1)
+    for _ in range(5):
+        assert spoken.tick(1.0) == spoken.news == ""
+
+
 # -------------------------------------------------------------------------- real runners
 
 

@@ -16,7 +16,10 @@ def in_cache(hub: Path, repository: str) -> Path:
     folder = hub / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
-    return Path(shutil.copytree(DEMO, folder / "snapshots" / COMMIT))
+    snapshot = Path(shutil.copytree(DEMO, folder / "snapshots" / COMMIT))
+    with (snapshot / "chat_template.jinja").open("a") as template:
+        _ = template.write("{%- if tools %}{{ tools }}{% endif %}")
+    return snapshot
 
 
 def listed(running: Node) -> dict[str, Any]:
@@ -34,6 +37,10 @@ def test_a_cached_model_is_listed_loaded_and_found(tmp_path: Path) -> None:
         assert (entry["loaded"], entry["downloaded"], entry["fits"]["nodes"]) == (False, True, 1)
         assert entry["size_bytes"] > 30_000_000
         assert "head found" in entry["mtp"]
+        cards = running.call("GET", "/v1/models?catalog=1").body["data"]
+        ranks = [card["recommended"] for card in cards if card["recommended"]]
+        assert ranks and sorted(ranks) == list(range(1, len(ranks) + 1))
+        assert all(card["fits"]["nodes"] for card in cards if card["recommended"])
         answer = running.chat("Who are you?", model="me/demo2", max_tokens=4)
         assert answer["generation_stats"]["drafter_kind"] == "native_mtp"
         assert listed(running)["me/demo2"]["loaded"]
@@ -69,5 +76,11 @@ def test_a_list_has_the_models_of_every_node(tmp_path: Path, at: str) -> None:
         assert found["me/only-a"]["nodes"] == ["a"]
         assert found["me/only-b"]["nodes"] == ["b"]
         assert sorted(found["demo"]["nodes"]) == ["a", "b"]
+        for model in ("me/only-a", "me/only-b"):
+            assert found[model]["capabilities"] == ["tools"], model
+            shown = asked.call("POST", "/api/show", {"model": model}).body
+            assert shown["capabilities"] == ["completion", "tools"]
+            assert shown["details"]["family"] == "qwen3_5"
+        assert len({found[model]["digest"] for model in ("me/only-a", "me/only-b")}) == 1
         sizes = {found[model]["size_bytes"] for model in ("me/only-a", "me/only-b")}
         assert len(sizes) == 1 and sizes.pop() > 30_000_000

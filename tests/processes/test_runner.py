@@ -24,7 +24,7 @@ from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.model.fused_code import VERSION, private_folder
+from exo_node.shard.model.fused_code import VERSION, users_folder
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 WITHIN_S = 180.0
@@ -102,7 +102,8 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages without content": ("messages", {"messages": pb.Messages(json='[{"role": 1}]')}),
     "more drafts than loaded": ("num_draft_tokens", {"num_draft_tokens": 4}),
     "negative drafts": ("num_draft_tokens", {"num_draft_tokens": -1}),
-    "more tokens than the context": ("max_tokens", {"max_tokens": 4096}),
+    "a prompt as long as the context": ("messages", {"token_ids": pb.TokenIds(ids=[1] * 4096)}),
+    "a prompt beyond the context": ("messages", {"token_ids": pb.TokenIds(ids=[1] * 4097)}),
     "a replay without tokens": ("replay", {"replay": [pb.Round(forward=pb.Forward(rows=1))]}),
     "a replay over the vocabulary": (
         "replay",
@@ -358,7 +359,7 @@ def test_a_runner_that_is_asked_to_stop_ends_in_order(tmp_path: Path) -> None:
 
 def a_cache(tmp_path: Path) -> Path:
     """A cache of its own, which begins with the user's: compiling anew takes seconds."""
-    users = private_folder()
+    users = users_folder()
     assert users is not None
     kept = tmp_path / "cache" / "exo-node" / "fused" / users.name
     kept.mkdir(mode=0o700, parents=True)

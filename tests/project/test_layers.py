@@ -92,7 +92,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "shard/checkpoint/hub_download.py",
     ),
     "httpx2": ("shard/checkpoint/fetch.py", "shard/checkpoint/hub_download.py"),
-    "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py"),
+    "llguidance": ("shard/text/grammar.py", "shard/text/grammars.py", "shard/text/raw_strings.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/session.py",),
@@ -129,6 +129,8 @@ PURE = (
     "node/join/requests.py",
     "node/cluster/log_once.py",
 )
+KEEPS_FILES = ("mtp/kernels/kept_code.py",)
+"""Machine code of pure files, on disk."""
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
 
@@ -198,7 +200,8 @@ def _of_libraries(path: str, each: Import) -> Iterator[str]:
     heavy = library in ("mlx", "mlx_lm", "transformers")
     if heavy and any(fnmatchcase(path, p) for p in _MLX_FREE):
         yield f"imports {library}, and the node imports this file"
-    if library in IMPURE and any(fnmatchcase(path, p) for p in PURE):
+    pure = path not in KEEPS_FILES and any(fnmatchcase(path, p) for p in PURE)
+    if library in IMPURE and pure:
         yield f"is pure and imports {library}"
 
 

@@ -1,0 +1,103 @@
+"""A real node loads its model while a stream waits: each official client gets data meanwhile."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from nodes import CALL_S, Node, eventually, node
+from openai import OpenAI
+
+ASK: list[Any] = [{"role": "user", "content": "Who are you?"}]
+IDLE_LIMIT_S = 8.0
+"""A client's, as one sets Codex's `stream_idle_timeout_ms`."""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("demo"), "--no-mdns") as running:
+        yield running
+
+
+@pytest.fixture
+def cold(demo: Node) -> Node:
+    """With no model in memory."""
+    reply = demo.call("POST", "/api/chat", {"model": "demo", "keep_alive": 0})
+    assert reply.status == 200, reply
+    eventually(lambda: demo.call("GET", "/v1/placements").body["data"] == [], CALL_S)
+    return demo
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+Lines = Iterator[str]
+"""The first one as the request is sent."""
+
+
+def lines(asked: Any) -> Lines:
+    """Of a response that one of the typed clients streams."""
+    yield "data: sent"
+    with asked as response:
+        yield from response.iter_lines()
+
+
+def chat(node: Node, closing: ExitStack) -> Lines:
+    completions = openai(node, closing).chat.completions.with_streaming_response
+    return lines(completions.create(model="demo", messages=ASK, stream=True))
+
+
+def responses(node: Node, closing: ExitStack) -> Lines:
+    asked = openai(node, closing).responses.with_streaming_response
+    return lines(asked.create(model="demo", input="Who are you?", stream=True))
+
+
+def openai(node: Node, closing: ExitStack) -> Any:
+    url = f"http://127.0.0.1:{node.port}/v1"
+    return closing.enter_context(OpenAI(base_url=url, api_key="any", max_retries=0))
+
+
+def messages(node: Node, closing: ExitStack) -> Lines:
+    anthropic: Any = pytest.importorskip("anthropic")
+    url = f"http://127.0.0.1:{node.port}"
+    client = closing.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
+    asked = client.messages.with_streaming_response
+    return lines(asked.create(model="demo", max_tokens=50, messages=ASK, stream=True))
+
+
+def ollama(node: Node, closing: ExitStack) -> Lines:
+    client: Any = pytest.importorskip("ollama").Client(host=f"http://127.0.0.1:{node.port}")
+    closing.callback(client._client.close)
+    yield "data: sent"
+    for part in client.chat(model="demo", messages=ASK, stream=True):
+        yield f"data: {part.message.content or 'heartbeat'}"
+
+
+HEARTBEATS: dict[str, tuple[Callable[[Node, ExitStack], Lines], str]] = {
+    "chat": (chat, '"delta":{}'),
+    "responses": (responses, '"type":"response.in_progress"'),
+    "messages": (messages, '"type":"ping"'),
+    "ollama": (ollama, "heartbeat"),
+}
+
+
+@pytest.mark.parametrize("dialect", HEARTBEATS)
+def test_a_client_gets_data_while_the_model_is_loaded(
+    cold: Node, closing: ExitStack, dialect: str
+) -> None:
+    client, heartbeat = HEARTBEATS[dialect]
+    times: list[float] = []
+    heartbeats: list[float] = []
+    for line in client(cold, closing):
+        if line.startswith("data: "):
+            times.append(time.monotonic())
+            heartbeats += [times[-1]] if heartbeat in line.replace(" ", "") else []
+    gaps = [later - sooner for sooner, later in pairwise(times)]
+    assert max(gaps) < IDLE_LIMIT_S
+    # A load starts a process that imports MLX, which takes longer than a heartbeat.
+    assert heartbeats and heartbeats[0] - times[0] < IDLE_LIMIT_S
