@@ -150,7 +150,7 @@ def test_what_was_asked_on_the_losing_side_ends_well_and_is_told(
         lambda: sees(alone, b="dead", c="dead") and sees(other, a="dead", c="alive"), WITHIN_S
     )
     placed = {n.data_dir.name: placed_on(n, n) for n in (alone, other)}
-    asked = {"max_tokens": 480, **NEVER_END}
+    asked = {"max_tokens": 1440, **NEVER_END}
     answers = [ask(running, STORY["prompt"], **asked) for running in (alone, other)]
     for answer in answers:
         assert answer.until(lambda a: len(a.ids) >= 10, WITHIN_S), answer.error
@@ -163,7 +163,7 @@ def test_what_was_asked_on_the_losing_side_ends_well_and_is_told(
         assert answer.ended(WITHIN_S)
         assert answer.error == ""
         assert answer.ids[:76] == STORY["greedy_ids"][:76]
-    assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 480
+    assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 1440
     assert heads(nodes) != {alone.itself()["id"]}
     eventually(lambda: len(told_at(alone, "superseded")) >= 2, WITHIN_S)
     told = told_at(alone, "superseded")
