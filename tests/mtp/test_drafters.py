@@ -95,7 +95,7 @@ class Watched(NativeDrafter):
 class Untrimmed(Watched):
     """Forgets to drop what drafting wrote."""
 
-    def _append_pending(self) -> mx.array | None:
+    def _append_pending(self) -> mx.array:
         self._speculative = 0
         return super()._append_pending()
 

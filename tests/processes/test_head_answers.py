@@ -23,7 +23,7 @@ from exo_node.node.machine.timing import LAN
 
 NEVER_END = {"logit_bias": {"4095": -100, "4093": -100}}
 STORY = "Tell me a story."
-TOKENS = 100
+TOKENS = 250
 """Slowed down, two answers tell less than half of them during an election."""
 MOST_TRIES = 4
 ENDS_WITHIN_S = 600.0
@@ -144,8 +144,8 @@ def test_an_answer_whose_stage_is_lost_with_the_head_goes_on_at_the_next_one(
 ) -> None:
     head, [door, other] = trio.head(), trio.others()
     _ = place(door, head, other)
-    [answer] = begun(door, 1, TOKENS)
     with slowed(runners_of([head, other])):
+        [answer] = begun(door, 1, TOKENS)
         trio.kill(head)
     whole(answer, story)
     assert answer.stats["resumes"] >= 1
@@ -155,8 +155,9 @@ def test_an_answer_whose_stage_is_lost_with_the_head_goes_on_at_the_next_one(
 def test_drafting_answers_on_the_head_alone_outlive_it(trio: Trio, story: list[int]) -> None:
     head, [door, _] = trio.head(), trio.others()
     _ = place(door, head)
-    answers = begun(door, 2, TOKENS)
     with slowed(runners_of([head])):
+        answers = begun(door, 2, TOKENS)
+        assert in_progress(answers)
         trio.kill(head)
     for answer in answers:
         whole(answer, story)

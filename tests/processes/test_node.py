@@ -274,7 +274,7 @@ def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
         return (pid, stats) if stats["resumes"] == 1 else None
 
     pid, stats = struck(resumed)
-    assert (stats["resumes"], stats["resume_exact"]) == (1, True)
+    assert (stats["resumes"], stats["resume_exact"]) == (1, True), stats
     assert demo.stages()[0]["pid"] != pid
     eventually(lambda: not alive(pid), 180)
 

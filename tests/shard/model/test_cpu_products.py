@@ -221,6 +221,21 @@ def test_mlx_is_found_behind_other_folders_of_its_name(
     assert cpu_code.mlx_library() == wanted
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("trials", "used"), [(1, True), (2, True), (3, False)])
+def test_what_other_threads_compute_during_a_trial_changes_no_choice(
+    trials: int, used: bool
+) -> None:
+    """Readings come in pairs, 24 a trial: 12 of ours and then 12 of MLX's."""
+    busy = [0.0, 9.0] * 12 + [0.0, 1.0] * 12
+    times = itertools.accumulate(busy * trials + [0.0, 1.0] * 12 + [0.0, 2.0] * 12)
+    chosen = cpu_products.choose_products("auto", times.__next__)
+    try:
+        assert chosen.used is used
+    finally:
+        assert cpu_products.choose_products("auto", time.process_time).used, "for the other tests"
+
+
 def test_they_are_tried_by_cpu_time_so_that_a_busy_machine_changes_no_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -84,8 +84,8 @@ def told(
     codec = codec_of(family)
     prompt = codec.encode_chat(messages, tools=tools, options=options)
 
-    async def parse(text: str) -> list[Call] | None:
-        return codec.calls(text, tools)
+    async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
+        return codec.calls(text, tools, is_beginning=is_beginning)
 
     async def run() -> Told:
         pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None)
