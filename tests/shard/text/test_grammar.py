@@ -280,6 +280,7 @@ def test_an_answer_ends_whose_masks_take_more_memory_than_it_may_have(
     sizes = itertools.count(1 << 30, 1 << 20)
     monkeypatch.setattr("exo_node.shard.text.grammar._resident", lambda: next(sizes))
     monkeypatch.setattr("exo_node.shard.text.grammar.GRAMMAR_BYTES", 1 << 20)
+    monkeypatch.setattr("exo_node.shard.text.grammar._BYTES_PER_S", 1 << 40)  # of any CPU
     grammar = compiled(GrammarSpec("regex", "(.*a.{40}){3}", "f"))
     (mask,) = grammar.masks([])
     for _ in range(500):
