@@ -20,17 +20,35 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where this is set, each process of the tests compiles all of them anew: 10 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: start test test-gpu check bench bench-families clean
+.PHONY: start test test-all test-slow test-cluster test-models test-kernels test-page test-gpu faults check bench bench-families clean
 
 # A node in the foreground: make start ARGS="--name desk"
 start: $(RUN_VENV)/.run
 	@echo 'In another terminal: $(RUN_VENV)/bin/exo-node chat "Tell me a story."'
 	@$(RUN_VENV)/bin/exo-node start $(ARGS)
 
-# The tests, three processes for two cores, or some: make test ARGS="tests/placement/test_plan.py -k fastest"
+PYTEST = $(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+# The core of the tests: the quick ones and a smoke test of each slow kind, within five minutes
+# Some tests, slow ones too: .venv/bin/pytest tests/placement/test_plan.py -k fastest
 # Property tests have the same examples each time; ARGS=--hypothesis-profile=search tries others.
 test: $(VENV)/.dev
-	@$(VENV)/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m core $(ARGS)
+
+# All tests: the core, then the parts below
+test-all: test test-slow
+
+test-slow: $(VENV)/.dev
+	@$(PYTEST) -m "not core" $(ARGS)
+
+# The parts beside the core: nodes and runners as processes; model classes and long runs; CUDA
+# kernels in an emulator; the page in a browser
+test-cluster test-models test-kernels test-page: test-%: $(VENV)/.dev
+	@$(PYTEST) -m $* $(ARGS)
+
+# Seeds small bugs and reports which test notices each: make faults ARGS="--core-only"
+faults: $(VENV)/.dev
+	@$(VENV)/bin/python tests/faults/run.py $(ARGS)
 
 # The CUDA kernels on the GPU; elsewhere in an emulator on the CPU
 test-gpu: $(RUN_VENV)/.dev-gpu

@@ -36,15 +36,25 @@ SHOTS = os.environ.get("EXO_SCREENSHOTS", "")
 """A folder in which the tests leave what they saw, for a person to look at."""
 
 
+NO_BROWSER = (
+    "no Chromium or Chrome here: sudo apt install chromium, or brew install --cask google-chrome"
+)
+
+
+def installed_browser() -> str | None:
+    """The path of this machine's Chromium or Chrome."""
+    on_path = next(filter(None, map(shutil.which, _NAMES)), None)
+    return on_path or (_MAC if Path(_MAC).exists() else None)
+
+
 @contextmanager
 def browsers() -> Generator[Browser]:
-    """Skips the tests where this machine has no Chromium or Chrome."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    found = found or (_MAC if Path(_MAC).exists() else None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(_NAMES)} is on the PATH")
+    """A browser for the tests; they are skipped where there is none."""
+    path = installed_browser()
+    if path is None:
+        pytest.skip(NO_BROWSER)
     with sync_playwright() as playwright:
-        browser = _launched(playwright, found)
+        browser = _launched(playwright, path)
         try:
             yield browser
         finally:

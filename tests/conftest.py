@@ -1,9 +1,10 @@
-"""The nodes' timing; chance that is the same in every run; the longest files first; profiles."""
+"""The nodes' timing, repeatable chance, the parts of the suite, and shared measurements."""
 
 import gc
 import os
 import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import as_runners  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -30,6 +31,8 @@ __all__ = [  # hooks
     "pytest_terminal_summary",
     "pytest_testnodedown",
 ]
+
+TESTS = Path(__file__).parent
 
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
 fused_headers.use()
@@ -62,75 +65,96 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": TestLoop}
 
 
-LONGEST_FIRST = (
-    "test_kills",
-    "test_head_answers",
-    "test_node",
-    "test_cluster",
-    "test_namespaces",
-    "test_bad_input",
-    "test_join_nodes",
-    "test_pull",
-    "test_model_classes",
-    "test_batching",
-    "test_memory_nodes",
-    "test_distribution",
-    "test_load_watch",
-    "test_serve_runs",
-    "test_engine",
-    "test_kernels",
-    "test_links",
-    "test_long_runs",
-    "test_dialects",
-    "test_page",
-    "test_page_cluster",
-    "test_page_places",
-    "test_structured",
-    "test_rebuild_together",
-    "test_families",
-    "test_profiling",
-    "test_runner",
-    "test_verify",
-    "test_installed_texts",
-    "test_join_wire",
-    "test_kv_quantisation",
-    "test_kernel_texts",
-    "test_head_change",
-    "test_discovery",
-    "test_convert",
-    "test_following_whole",
-    "test_identity_matrix",
-    "test_strict",
-    "test_prefix_cache",
-    "test_garbage_heads",
-    "test_prompt_encoder",
-    "test_standby",
-    "test_layer_timer",
-    "test_cli",
-    "test_drafted_answers",
-    "test_resume_exact",
-    "test_self_check",
-    "test_batch_probe",
-    "test_model_list",
-    "test_disk_trouble",
-    "test_graft",
-    "test_model_copies",
-    "test_prefix_disk",
-    "test_failures",
-    "test_accept",
-    "test_node_telemetry",
-    "test_bench_mtp",
-    "test_pipeline",
-    "test_real_layouts",
-    "test_attention_texts",
-    "test_fused_texts",
-    "test_plan_exact",
-    "test_merged",
-    "test_events",
-    "test_prefill_memory",
-    "test_sampling",
-)
-"""Of those that take ten seconds or more; a file that is missing here costs a little time only."""
+SLOW_FILES = {
+    "cluster": (
+        "processes/test_namespaces",
+        "processes/test_head_answers",
+        "processes/test_kills",
+        "processes/test_join_nodes",
+        "processes/test_node",
+        "processes/test_cluster",
+        "processes/test_dialects",
+        "processes/test_pull",
+        "processes/test_profiling",
+        "processes/test_links",
+        "processes/test_runner",
+        "processes/test_stream_heartbeats",
+        "processes/test_standby",
+        "processes/test_head_change",
+        "bench/test_serve_runs",
+        "node/cli/test_cli",
+        "node/cli/test_failures",
+        "processes/test_bad_input",
+        "processes/test_graft",
+        "processes/test_required_calls",
+        "processes/test_model_list",
+        "processes/test_model_copies",
+        "processes/test_load_watch",
+        "processes/test_memory_nodes",
+        "processes/test_open_files",
+        "processes/test_runner_addresses",
+        "processes/test_streamed_calls",
+        "processes/test_disk_trouble",
+        "processes/test_join_flood",
+        "processes/test_flood",
+        "processes/test_client_defaults",
+        "processes/test_node_telemetry",
+    ),
+    "models": (
+        "mtp/test_distribution",
+        "shard/verify/test_verify",
+        "shard/engine/test_batching",
+        "shard/text/test_prompt_encoder",
+        "shard/model/test_model_classes",
+        "shard/engine/test_long_runs",
+        "shard/engine/test_engine",
+        "shard/engine/test_lent_prefixes",
+        "shard/engine/test_head_rests",
+        "shard/convert/test_convert",
+        "shard/engine/test_structured",
+        "shard/engine/test_prefix_cache",
+        "shard/pipeline/test_prefixes",
+        "mtp/test_garbage_heads",
+        "shard/engine/test_strict",
+        "shard/model/test_layer_timer",
+        "shard/model/test_families",
+        "node/api/test_large_bodies",
+        "shard/model/test_self_check",
+        "shard/pipeline/test_lent_stages",
+        "mtp/test_identity_matrix",
+        "shard/pipeline/test_following_whole",
+        "shard/bench/test_bench_mtp",
+        "shard/engine/test_device_state",
+        "shard/pipeline/test_merged",
+        "shard/pipeline/test_resume_exact",
+        "shard/text/test_call_stream",
+        "shard/engine/test_kv_quantisation",
+        "shard/engine/test_rebuild_together",
+        "shard/engine/test_pipeline",
+        "shard/engine/test_paced_pipeline",
+        "shard/checkpoint/test_real_layouts",
+        "placement/test_plan_exact",
+        "project/test_packaging",
+        "mtp/test_batch_probe",
+        "shard/text/test_bare_transformers",
+    ),
+    "kernels": (
+        "mtp/kernels/test_installed_texts",
+        "mtp/kernels/test_kernel_texts",
+        "mtp/kernels/test_attention_texts",
+        "mtp/kernels/test_fused_texts",
+    ),
+    "page": (
+        "dashboard/test_page_cluster",
+        "dashboard/test_page",
+        "dashboard/test_page_places",
+        "dashboard/test_page_first_visit",
+    ),
+}
+"""By part, the longest first: the files that take more than a few seconds of CPU.
+
+All other files are the core. A slow file's test that is marked `smoke` belongs to the core too.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -147,10 +171,23 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files move; each file's tests keep their order."""
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    """Marks each test with its part and puts the longest files first."""
+    parts = {file: part for part, files in SLOW_FILES.items() for file in files}
+    place = {file: number for number, file in enumerate(parts)}
+    for item in items:
+        part = parts.get(_file(item))
+        if part is None or item.get_closest_marker("smoke"):
+            item.add_marker("core")
+        if part is not None:
+            item.add_marker(part)
+    items.sort(key=lambda item: place.get(_file(item), len(place)))
+
+
+def _file(item: pytest.Item) -> str:
+    """As `SLOW_FILES` names it: shard/engine/test_engine."""
+    return item.path.relative_to(TESTS).with_suffix("").as_posix()
 
 
 @pytest.hookimpl(wrapper=True)

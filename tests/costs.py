@@ -1,8 +1,12 @@
-"""What tests cost: seconds of CPU by room, of this process and of those that it started.
+"""The CPU time of tests: this process's and that of the processes they started.
 
-`make test ARGS=--costs` prints them. Seconds of CPU and not of a clock: tests share the machine.
-A process counts for the test at whose end it has ended, so that a file's sum is right and a test's
-may not be. One whose parent was killed, as a node's runners are, counts nowhere.
+`make test ARGS=--costs` prints it by room. Seconds of CPU and not of a clock, since tests share the
+machine. A process counts for the test at whose end it has ended, so the sum of a file is right and
+that of a test may not be. A process whose parent was killed, as a node's runners are, counts
+nowhere.
+
+A file of the core (see `conftest.SLOW_FILES`) that takes more than NAMED_S is named at the end. One
+that takes more than REFUSED_S fails the run: CPU seconds double where hyperthreads share a core.
 """
 
 import resource
@@ -13,8 +17,13 @@ from typing import Any
 
 import pytest
 
+NAMED_S = 5.0
+REFUSED_S = 12.0
+
 _spent = defaultdict[str, float](float)
 """By file."""
+_quick = set[str]()
+"""The files whose tests all belong to the core."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +36,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
     try:
         return (yield)
     finally:
-        _spent[item.nodeid.partition("::")[0]] += _cpu_s() - before
+        file = item.nodeid.partition("::")[0]
+        _spent[file] += _cpu_s() - before
+        if item.get_closest_marker("core") and not item.get_closest_marker("smoke"):
+            _quick.add(file)
 
 
 def _cpu_s() -> float:
@@ -36,24 +48,41 @@ def _cpu_s() -> float:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where pytest-xdist runs this process, its sums go to the one that prints them."""
-    told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
-    if told is not None:
-        told["costs"] = dict(_spent)
+    """A process of pytest-xdist sends its sums to the one that prints them."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["costs"] = dict(_spent)
+        output["quick"] = sorted(_quick)
+    elif too_dear(_spent, _quick, REFUSED_S) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    for file, seconds in getattr(node, "workeroutput", {}).get("costs", {}).items():
+    output = getattr(node, "workeroutput", {})
+    _quick.update(output.get("quick", ()))
+    for file, seconds in output.get("costs", {}).items():
         _spent[file] += seconds
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if not config.getoption("--costs"):
-        return
-    terminalreporter.section("CPU seconds")
-    for line in table(_spent):
-        terminalreporter.write_line(line)
+    if config.getoption("--costs"):
+        terminalreporter.section("CPU seconds")
+        for line in table(_spent):
+            terminalreporter.write_line(line)
+    if named := too_dear(_spent, _quick, NAMED_S):
+        terminalreporter.section(
+            f"core files over {NAMED_S:.0f} s of CPU (over {REFUSED_S:.0f} s the run fails):"
+            " make them quicker, or list them in tests/conftest.py"
+        )
+        for file in named:
+            terminalreporter.write_line(f"{_spent[file]:8.1f} {file}")
+
+
+def too_dear(spent: Mapping[str, float], quick: Iterable[str], limit_s: float) -> list[str]:
+    """The quick files that took more than the limit, the dearest first."""
+    over = [file for file in quick if spent[file] > limit_s]
+    return sorted(over, key=lambda file: -spent[file])
 
 
 def table(spent: Mapping[str, float]) -> Iterable[str]:

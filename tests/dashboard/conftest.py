@@ -3,13 +3,21 @@
 from collections.abc import Generator
 
 import pytest
-from browser import Visit, browsers, visit
+from browser import NO_BROWSER, Visit, browsers, installed_browser, visit
 from http_node import Node, serving_fakes
 from page_cluster import Cluster
 from playwright.sync_api import Browser
 
 from exo_node.dashboard import asset
 from exo_node.node.machine.events import EventLog
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One line for each file where no browser is installed, and not one for each test."""
+    if installed_browser() is None:
+        for item in items:
+            if "browser" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(NO_BROWSER))
 
 
 @pytest.fixture(scope="module")

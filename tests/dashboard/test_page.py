@@ -52,6 +52,7 @@ def test_the_first_load_is_small_and_chooses_a_model_that_runs(seen: Visit) -> N
     seen.shot("first")
 
 
+@pytest.mark.smoke
 def test_a_conversation_outlives_the_page(seen: Visit) -> None:
     page = seen.go()
     say(seen, "Who are you?")
@@ -136,6 +137,7 @@ def logprobs(*texts: str) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(7, text.encode(), -0.1) for text in texts)
 
 
+@pytest.mark.smoke
 def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     seen: Visit, node: Node
 ) -> None:

@@ -48,6 +48,7 @@ def asked(demo: Node, path: str, body: dict[str, Any]) -> Any:
     return reply.body
 
 
+@pytest.mark.smoke
 def test_every_dialect_gives_the_oracles_answer_with_native_mtp(demo: Node) -> None:
     text: str = ROW["text"]
     message = asked(demo, "/v1/messages", {"messages": ASK, "max_tokens": 200, "temperature": 0})

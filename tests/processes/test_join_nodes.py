@@ -272,7 +272,7 @@ def test_the_digits_are_typed_at_any_member_and_every_member_shows_who_waits(
     eventually(lambda: together(members), WITHIN_S)
 
 
-@pytest.mark.parametrize("how", ["digits", "open"])
+@pytest.mark.parametrize("how", [pytest.param("digits", marks=pytest.mark.smoke), "open"])
 def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) -> None:
     flags = ("--open", "lab") if how == "open" else ()
     with fresh(tmp_path, ["a", "b", "c"], *flags) as nodes:

@@ -87,7 +87,9 @@ def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     _ = struck(lab, story, "node", "kill")
 
 
-@pytest.mark.parametrize("target", ["generator", "stage 1", "stage 2"])
+@pytest.mark.parametrize(
+    "target", ["generator", pytest.param("stage 1", marks=pytest.mark.smoke), "stage 2"]
+)
 def test_an_answer_goes_on_when_a_stages_runner_is_killed(
     lab: Laboratory, story: Question, target: Target
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_layers_rows_are_those_of_plain_operations_and_of_single_steps(
         state, before = after[0], moved[:, 1:]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", DELTAS, ids=str)
 def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
     sizes: gated_delta.Sizes,

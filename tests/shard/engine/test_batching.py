@@ -127,6 +127,7 @@ def test_answers_of_a_batch_go_on_from_their_copies_and_no_row_is_sent_twice() -
         events.close()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", seeds(2, 12))
 def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(seed: int) -> None:
     draw = random.Random(seed)
@@ -387,6 +388,7 @@ def _most_held_alone(reader: Reader) -> int:
     return max(held)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v3", "glm4_moe", "mamba2"])
 def test_other_families_compute_the_same_together(family: str) -> None:
     """Attention, latent attention, mixtures of experts and recurrences, with random weights."""

@@ -64,6 +64,7 @@ def device_changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("seed", seeds(2, 24))
 def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(

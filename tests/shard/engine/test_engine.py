@@ -48,6 +48,7 @@ def speculative(got: Answer) -> tuple[int, int, int]:
     return s.spec_decode_rounds, s.proposed_draft_tokens, s.accepted_draft_tokens
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("k", "row"),
     [*((0, row) for row in ORACLE[::4]), *zip(itertools.cycle([1, 2, 3]), ORACLE, strict=False)],
@@ -132,6 +133,7 @@ def test_the_prefill_chunk_does_not_change_the_answer(
     assert (got.ids[0], got.rounds[1:]) == (whole.ids[0], whole.rounds[1:])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("k", "cut"), [(0, 1), (1, 5), (3, 7)])
 def test_a_replayed_log_continues_with_the_same_rounds(exact: TextEngine, k: int, cut: int) -> None:
     whole = told(exact, k, 40)
@@ -141,6 +143,7 @@ def test_a_replayed_log_continues_with_the_same_rounds(exact: TextEngine, k: int
     assert rest.rounds == whole.rounds[cut:]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("seed", "temperature", "tokens"), [(1, 0.5, 24), (2, 1.0, 60)])
 def test_a_seed_gives_the_same_tokens_at_every_k(
     exact: TextEngine, seed: int, temperature: float, tokens: int
@@ -158,6 +161,7 @@ def test_sampling_without_a_seed_differs_from_answer_to_answer(exact: TextEngine
     assert any(answer(exact, wanted).ids != first for _ in range(3))
 
 
+@pytest.mark.smoke
 def test_state_is_freed_when_an_answer_ends_or_is_dropped(exact: TextEngine) -> None:
     steps = exact.generate(request(PROMPT, 2))
     while not isinstance(next(steps), Delta):

@@ -40,6 +40,7 @@ from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.prefix_tree import key_of
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
     warm = engine()
@@ -52,6 +53,7 @@ def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
     assert cached == [0, 300, 300, 300, 460, 0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stages: int) -> None:
     """Else `cached_tokens` tells the holder of one token what that of another one asked."""

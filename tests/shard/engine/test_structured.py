@@ -55,6 +55,7 @@ def faults(seed: int, ids: Sequence[int]) -> list[Any]:
     return list(validator.iter_errors(json.loads(codec().decode(ids[:-1]))))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", range(3))
 def test_the_demo_which_knows_no_json_gives_a_valid_document_with_any_number_of_drafts(
     seed: int,
@@ -133,6 +134,7 @@ class GivesUp(TokenGrammar):
         super().take([codec().encode_text("zzz")[0]])
 
 
+@pytest.mark.smoke
 def test_a_grammar_that_fails_ends_its_own_answer_alone_and_says_why() -> None:
     served = small_engine(batching=True)
     matcher = grammar(served, 0)._matcher  # pyright: ignore[reportPrivateUsage]

@@ -91,6 +91,7 @@ def batches(reader: Reader) -> set[int]:
     return {r.forward.batch for r in reader.rounds}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("bounds", [(0, 2, LAYERS), (0, 1, 3, LAYERS)])
 def test_answers_that_travel_together_are_those_that_they_are_alone(bounds: Sequence[int]) -> None:
     """They join, end, stall and are cancelled; groups are as many as stages."""
@@ -171,6 +172,7 @@ def test_a_loss_on_the_way_back_costs_no_answer_and_no_row() -> None:
     assert min(rows) >= held  # nothing before is computed anew
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", [RuntimeError("[malloc] out of memory"), ValueError("shapes")])
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_fault_of_a_merged_forward_ends_no_answer(

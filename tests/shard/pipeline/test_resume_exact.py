@@ -63,6 +63,7 @@ def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any)
     return answer(engine, asked)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "k"), [("whole", 0), ("whole", 2), ("split", 0)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_it_repeats_the_recorded_forwards_and_goes_on_with_the_same_tokens(
@@ -165,6 +166,7 @@ def expected(pipeline: Pipeline) -> tuple[Round, ...]:
     return pipeline.undisturbed()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("lost", [1, 2])
 def test_only_the_lost_stage_is_rebuilt_from_what_the_one_before_it_sent(
     pipeline: Pipeline, expected: tuple[Round, ...], lost: int
