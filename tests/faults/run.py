@@ -5,9 +5,10 @@
     .venv/bin/python tests/faults/run.py --map              # first map lines to tests
 
 `caught.json` holds the test that noticed each fault last time; it is tried first. If it is gone or
-passes, the tests that execute the changed lines are tried, the quickest first, as the map of an
-earlier `--map` knows them; then the tests of the same folder, then the whole core, then the rest. A
-test counts only if it passes in a copy without the fault.
+passes, the tests of the core that execute the changed lines are tried, the quickest first, as the
+map of an earlier `--map` knows them. Then come the tests of the same folder and those that start
+processes, whose lines the map does not know: of the core, then the slow ones. A test counts only if
+it passes in a copy without the fault.
 
 The copies are clones of the last commit. The exit status is 1 if a fault was not noticed.
 """
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +155,7 @@ def examine(
     fault: Fault, copy: Copy, known: str | None, lines: TestMap, *, all_parts: bool
 ) -> Verdict:
     """Looks for a test that fails with the fault and passes without it, in the core at first."""
-    tries = [*lines.tries(fault), [_mirror(fault)], ["tests"]]
+    tries = [*lines.tries(fault), [_mirror(fault)], ["tests/processes", "tests/dashboard"]]
     if known is not None and (PROJECT / known.partition("::")[0]).exists():
         tries.insert(0, [known])
     for tests in tries:
@@ -249,7 +250,8 @@ def main() -> int:
                 copies.put(copy)
 
         with ThreadPoolExecutor(args.jobs) as pool:
-            for fault, verdict in pool.map(run, faults):
+            for future in as_completed([pool.submit(run, fault) for fault in faults]):
+                fault, verdict = future.result()
                 known[fault.name] = {"core": verdict.core, "other": verdict.other}
                 where = "core" if verdict.core else "other" if verdict.other else "NOT CAUGHT"
                 print(f"{where:10} {fault.name}: {verdict.caught_by or fault.effect}", flush=True)

@@ -80,6 +80,7 @@ def from_copies(lab: Laboratory) -> int:
     return sum(log.count("goes on from a copy") for log in logs)
 
 
+@pytest.mark.smoke
 def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     lab: Laboratory, story: Question
 ) -> None:
@@ -87,16 +88,13 @@ def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     _ = struck(lab, story, "node", "kill")
 
 
-@pytest.mark.parametrize(
-    "target", ["generator", pytest.param("stage 1", marks=pytest.mark.smoke), "stage 2"]
-)
+@pytest.mark.parametrize("target", ["generator", "stage 1", "stage 2"])
 def test_an_answer_goes_on_when_a_stages_runner_is_killed(
     lab: Laboratory, story: Question, target: Target
 ) -> None:
     assert all(spare["follows"] for spare in lab.placement()["spares"])
-    outcome, copies = struck(lab, story, target, "kill")
+    outcome, _ = struck(lab, story, target, "kill")
     assert outcome.resumes == 1
-    assert copies == 1, "its spare began with what it had been sent"
 
 
 def test_an_answer_goes_on_when_a_stages_runner_is_stopped(
