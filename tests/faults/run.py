@@ -6,9 +6,9 @@
 
 `caught.json` holds the test that noticed each fault last time; it is tried first. If it is gone or
 passes, the tests of the core that execute the changed lines are tried, the quickest first, as the
-map of an earlier `--map` knows them. Then come the tests of the same folder and those that start
-processes, whose lines the map does not know: of the core, then the slow ones. A test counts only if
-it passes in a copy without the fault.
+map of an earlier `--map` knows them; without a map or for lines that it lacks, those of the same
+folder. Then come the tests that start processes, whose lines no map knows. After the core the slow
+tests are tried likewise. A test counts only if it passes without the fault.
 
 The copies are clones of the last commit. The exit status is 1 if a fault was not noticed.
 """
@@ -34,6 +34,7 @@ from seeded_faults import FOLDER, PROJECT, Fault, load
 CAUGHT = FOLDER / "caught.json"
 MAP = PROJECT / ".fault_map"
 """What `--map` writes: coverage's database, and the seconds of each test."""
+PROCESSES = ["tests/processes", "tests/dashboard"]
 ROOMS = ("node", "placement", "proto", "shard", "mtp")
 CORE = "core"
 SECONDS_OF_A_TRY = 90.0
@@ -138,6 +139,10 @@ class TestMap:
                     found.update(context.partition("|")[0] for context in by_line.get(line, ()))
         return sorted(found & self._seconds.keys(), key=self._seconds.__getitem__)
 
+    def passed(self, test: str) -> bool:
+        """Whether this test passed when the map was made, without any fault."""
+        return self._known and any(name.partition("[")[0] == test for name in self._seconds)
+
     def tries(self, fault: Fault) -> Iterator[list[str]]:
         """The tests of one fault in groups that take about as long as one try may."""
         group, spent = list[str](), 0.0
@@ -155,26 +160,30 @@ def examine(
     fault: Fault, copy: Copy, known: str | None, lines: TestMap, *, all_parts: bool
 ) -> Verdict:
     """Looks for a test that fails with the fault and passes without it, in the core at first."""
-    tries = [*lines.tries(fault), [_mirror(fault)], ["tests/processes", "tests/dashboard"]]
-    if known is not None and (PROJECT / known.partition("::")[0]).exists():
-        tries.insert(0, [known])
-    for tests in tries:
-        if caught := noticed_by(tests, fault, copy, only_core=True):
+    last = [[known]] if known and (PROJECT / known.partition("::")[0]).exists() else []
+    folder = [[_mirror(fault)]]
+    for tests in (*last, *(list(lines.tries(fault)) or folder), PROCESSES):
+        if caught := noticed_by(tests, fault, copy, lines, only_core=True):
             return Verdict(caught)
-    for tests in tries if all_parts else []:
-        if caught := noticed_by(tests, fault, copy, only_core=False):
+    for tests in (*last, *folder, PROCESSES) if all_parts else ():
+        if caught := noticed_by(tests, fault, copy, lines, only_core=False):
             return Verdict(None, caught)
     return Verdict(None)
 
 
-def noticed_by(tests: list[str], fault: Fault, copy: Copy, *, only_core: bool) -> str | None:
+def noticed_by(
+    tests: list[str], fault: Fault, copy: Copy, lines: TestMap, *, only_core: bool
+) -> str | None:
     """The first of these tests that fails with the fault and passes without it."""
     failing_anyway = list[str]()
     while True:
         failed = copy.first_failure(tests, only_core=only_core, fault=fault, skipped=failing_anyway)
         if failed is None:
             return None
-        if copy.first_failure([failed], only_core=False, fault=None) is None:
+        if (
+            lines.passed(failed)
+            or copy.first_failure([failed], only_core=False, fault=None) is None
+        ):
             return failed
         failing_anyway.append(failed)
 
@@ -208,6 +217,7 @@ def make_map() -> None:
             case.get("time", 0)
         )
         for case in ElementTree.parse(report).iter("testcase")
+        if case.find("failure") is None and case.find("error") is None
     }
     _ = (MAP / "seconds.json").write_text(json.dumps(seconds))
 

@@ -1,0 +1,139 @@
+"""Each field of each dialect reaches the setting that it names, over a real server."""
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from fakes import FINISHED, says
+from http_node import Node, serving_fakes
+
+from exo_node.mtp.types import Penalties, Sampling
+from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+OLLAMA: dict[str, Any] = {"messages": ASK, "stream": False}
+MESSAGES: dict[str, Any] = {"messages": ASK, "max_tokens": 9}
+RESPONSES: dict[str, Any] = {"input": "hi"}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+TOOL: dict[str, Any] = {"name": "f", "input_schema": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def running() -> Generator[Node]:
+    with serving_fakes() as node:
+        yield node
+
+
+def request_of(node: Node, path: str, body: dict[str, Any]) -> GenerationRequest:
+    """What the chat is asked for such a body."""
+    node.chat.reset()
+    node.chat.scripts["demo"] = says(Started((7, 8, 9)), TextDelta("a", (1,)), FINISHED)
+    reply = node.ask("POST", path, {"model": "demo", **body})
+    assert reply.status == 200, reply.body
+    return node.chat.requests[-1]
+
+
+SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "messages": ASK,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 11,
+            "min_p": 0.03,
+            "seed": 5,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.6,
+            "repetition_penalty": 1.2,
+            "logit_bias": {"7": -3},
+        },
+        Sampling(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=11,
+            min_p=0.03,
+            seed=5,
+            penalties=Penalties(
+                repetition=1.2, presence=0.4, frequency=0.6, logit_bias=((7, -3.0),)
+            ),
+        ),
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "hi", "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.4},
+        Sampling(temperature=0.7, top_p=0.9, penalties=Penalties(presence=0.4)),
+    ),
+    (
+        "/api/chat",
+        {
+            **OLLAMA,
+            "options": {
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 11,
+                "min_p": 0.03,
+                "seed": 5,
+                "presence_penalty": 0.4,
+                "frequency_penalty": 0.6,
+                "repeat_penalty": 1.2,
+                "repeat_last_n": 33,
+            },
+        },
+        Sampling(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=11,
+            min_p=0.03,
+            seed=5,
+            penalties=Penalties(repetition=1.2, presence=0.4, frequency=0.6, context_size=33),
+        ),
+    ),
+    (
+        "/v1/messages",
+        {**MESSAGES, "temperature": 0.7, "top_p": 0.9, "top_k": 11},
+        Sampling(temperature=0.7, top_p=0.9, top_k=11),
+    ),
+    (
+        "/v1/responses",
+        {**RESPONSES, "temperature": 0.7, "top_p": 0.9},
+        Sampling(temperature=0.7, top_p=0.9),
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "sampling"), SAMPLING, ids=[row[0] for row in SAMPLING])
+def test_each_sampling_field_is_the_setting_that_it_names(
+    running: Node, path: str, body: dict[str, Any], sampling: Sampling
+) -> None:
+    assert request_of(running, path, body).sampling == sampling
+
+
+LIMITS: list[tuple[str, dict[str, Any], int, tuple[str, ...]]] = [
+    ("/v1/chat/completions", {"messages": ASK, "max_tokens": 7, "stop": "x"}, 7, ("x",)),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 7, "stop": ["x", "y"]}, 7, ("x", "y")),
+    ("/api/chat", {**OLLAMA, "options": {"num_predict": 7, "stop": ["x"]}}, 7, ("x",)),
+    ("/v1/messages", {"messages": ASK, "max_tokens": 7, "stop_sequences": ["x"]}, 7, ("x",)),
+    ("/v1/responses", {**RESPONSES, "max_output_tokens": 7}, 7, ()),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "tokens", "stop"), LIMITS, ids=[r[0] for r in LIMITS])
+def test_each_dialects_limits_are_the_answers(
+    running: Node, path: str, body: dict[str, Any], tokens: int, stop: tuple[str, ...]
+) -> None:
+    request = request_of(running, path, body)
+    assert (request.max_tokens, request.stop) == (tokens, stop)
+
+
+@pytest.mark.parametrize("only_one", [None, False, True])
+def test_messages_may_forbid_parallel_calls(running: Node, only_one: bool | None) -> None:
+    choice = {"type": "any"}
+    if only_one is not None:
+        choice["disable_parallel_tool_use"] = only_one  # pyright: ignore[reportArgumentType]
+    request = request_of(
+        running, "/v1/messages", {**MESSAGES, "tools": [TOOL], "tool_choice": choice}
+    )
+    assert request.grammar is not None
+    assert json.loads(request.grammar.text)["parallel"] is (only_one is not True)
