@@ -46,7 +46,7 @@ test-slow: $(VENV)/.dev
 test-cluster test-models test-kernels test-page: test-%: $(VENV)/.dev
 	@$(PYTEST) -m $* $(ARGS)
 
-# Seeds small bugs and reports which test notices each: make faults ARGS="--core-only"
+# Seeds small bugs and reports which test notices each: make faults ARGS="--effort in-process"
 faults: $(VENV)/.dev
 	@$(VENV)/bin/python tests/faults/run.py $(ARGS)
 

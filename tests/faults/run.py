@@ -156,16 +156,15 @@ class TestMap:
             yield group
 
 
-def examine(
-    fault: Fault, copy: Copy, known: str | None, lines: TestMap, *, all_parts: bool
-) -> Verdict:
+def examine(fault: Fault, copy: Copy, known: str | None, lines: TestMap, effort: str) -> Verdict:
     """Looks for a test that fails with the fault and passes without it, in the core at first."""
     last = [[known]] if known and (PROJECT / known.partition("::")[0]).exists() else []
     folder = [[_mirror(fault)]]
-    for tests in (*last, *(list(lines.tries(fault)) or folder), PROCESSES):
+    processes = [] if effort == "in-process" else [PROCESSES]
+    for tests in (*last, *(list(lines.tries(fault)) or folder), *processes):
         if caught := noticed_by(tests, fault, copy, lines, only_core=True):
             return Verdict(caught)
-    for tests in (*last, *folder, PROCESSES) if all_parts else ():
+    for tests in (*last, *folder, *processes) if effort == "all" else ():
         if caught := noticed_by(tests, fault, copy, lines, only_core=False):
             return Verdict(None, caught)
     return Verdict(None)
@@ -228,7 +227,12 @@ def main() -> int:
     )
     _ = parser.add_argument("names", nargs="*", help="faults; all if none is named")
     _ = parser.add_argument("--jobs", type=int, default=2, help="faults at the same time")
-    _ = parser.add_argument("--core-only", action="store_true", help="try no test beyond the core")
+    _ = parser.add_argument(
+        "--effort",
+        choices=("in-process", "core", "all"),
+        default="all",
+        help="in-process: the core without tests that start nodes, which takes minutes, not hours",
+    )
     _ = parser.add_argument("--map", action="store_true", help="first write the map of tests")
     args = parser.parse_args()
     if args.map:
@@ -254,7 +258,7 @@ def main() -> int:
                     copy,
                     last.get("core") or last.get("other"),
                     lines,
-                    all_parts=not args.core_only,
+                    args.effort,
                 )
             finally:
                 copies.put(copy)
