@@ -23,7 +23,8 @@ class StatsCollector:
         self._first: float | None = None
         self._last = self._begun
         self._tokens = 0
-        self._tokens_of_first = 0
+        self._tokens_before = 0
+        """Up to and with the first round of this attempt: the seconds of decoding begin there."""
         self._rounds = 0
         self._drafted = 0
         self._accepted = 0
@@ -34,19 +35,23 @@ class StatsCollector:
         self._forwards = 0
         self._requests = 0
 
-    def add(self, round_: Round) -> None:
-        """Call when the round's tokens are about to be handed out."""
-        self._last = self._clock()
+    def add(self, round_: Round, *, replayed: bool = False) -> None:
+        """Call when the round's tokens are about to be handed out.
+
+        `replayed`: an earlier attempt of the answer handed them out; they are counted, not timed.
+        """
         self._tokens += len(round_.tokens)
         self._forwards += 1
         self._requests += round_.forward.batch
         if round_.forward.batch > 1:
             self._batched += len(round_.tokens)
-        if self._first is None:
-            self._first = self._last
-            self._tokens_of_first = len(round_.tokens)
-            if round_.drafted == 0:
-                return  # the prefill's token; a resumed answer begins with a verify
+        begins = self._forwards == 1
+        if not replayed:
+            self._last = self._clock()
+            if self._first is None:
+                self._first, self._tokens_before = self._last, self._tokens
+        if begins and round_.drafted == 0:
+            return  # the prefill's token
         _bump(self._k_histogram, round_.drafted)
         self._extend_trace(round_.drafted)
         if round_.drafted == 0:
@@ -101,7 +106,7 @@ class StatsCollector:
             head_parked=parked,
             prompt_tps=(prompt_tokens - cached) / to_first if to_first > 0 else 0.0,
             generation_tps=(
-                (self._tokens - self._tokens_of_first) / decoding if decoding > 0 else 0.0
+                (self._tokens - self._tokens_before) / decoding if decoding > 0 else 0.0
             ),
             time_to_first_token_s=to_first,
             peak_memory_bytes=mx.get_peak_memory(),

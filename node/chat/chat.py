@@ -254,7 +254,7 @@ class _Answer:
             yield event
 
     async def _check(self, placed: pb.Placed) -> None:
-        """Raises PeerLost where a stage does not answer within a second."""
+        """Raises PeerLost where a stage does not answer in time."""
         placement = PlacementId(placed.placement)
         outcomes = await asyncio.gather(
             *(

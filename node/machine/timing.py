@@ -194,8 +194,9 @@ class PlacementTiming:
     """Between two words to whoever waits for a load."""
     taking_over_s: float = 5.0
     """How long a claim waits for a new head to adopt what the old one held."""
-    ping_s: float = 1.0
-    """What a stage's event loop may take to answer on a quick link."""
+    ping_s: float = 4.0
+    """What a stage's event loop may take to answer on a quick link: a loaded machine pauses its
+    processes for seconds, and a stage that is taken for lost reads its prompts again."""
     drain_s: float = 30.0
     """What answers on a placement that is to be replaced or removed have to end in."""
     just_given_s: float = 1.0

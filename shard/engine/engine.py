@@ -269,7 +269,7 @@ class TextEngine:
     def _answer(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         stats = StatsCollector(self._clock)
         for round_ in request.replay:
-            stats.add(round_)
+            stats.add(round_, replayed=True)
         stops = request.stop_strings()
         text = self._codec.stream(stops, ignore_end=request.ignore_end, continues=request.continues)
         attempt = self._live.begin(request, text, self._measured())

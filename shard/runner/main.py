@@ -62,6 +62,19 @@ from .standby_service import StandbyService, StateReplicator
 from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)
+
+
+class RunnerLog(logging.Formatter):
+    """Formats records so that each line, a traceback's too, is known for the runner's own.
+
+    The node limits lines without a level and a name, and would leave out the end of a traceback.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"{record.levelname}:{record.name}:"
+        return super().format(record).replace("\n", "\n" + prefix)
+
+
 STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20
 KEEP_EVERY_S = 30.0
@@ -387,7 +400,9 @@ def main() -> NoReturn:
     gc.freeze()
     gc.enable()
     # Levels come first so that the node can log the line as its own.
-    logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(RunnerLog("%(levelname)s:%(name)s:%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     # At the default of 5 ms a hop between threads waits that long while Python is busy.
     sys.setswitchinterval(1e-4)
     parent = Parent(socket.socket(fileno=int(sys.argv[1])))

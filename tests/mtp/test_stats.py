@@ -141,3 +141,22 @@ def test_a_long_trace_keeps_its_end() -> None:
     trace = collected(rounds).draft_k_trace
     assert len(trace) == TRACE_LENGTH
     assert trace[-2:] == ((2, 1), (3, 1))
+
+
+def test_rounds_of_an_earlier_attempt_are_counted_and_not_timed() -> None:
+    """They made the prompt take microseconds, at a rate of 1.8 billion tokens a second."""
+    clock = Clock()
+    collector = StatsCollector(clock)
+    for tokens in (1, 4):
+        collector.add(Round((7,) * tokens, tokens - 1, tokens - 1, Forward(0, 4)), replayed=True)
+    clock.now += 5.0
+    collector.add(Round((7, 7), 3, 1, Forward(0, 4)))
+    clock.now += 0.5
+    collector.add(Round((7, 7, 7), 3, 2, Forward(0, 4)))
+    stats = collector.finish(
+        prompt_tokens=10, rule="greedy", policy="fixed", k=3, reason="", resumes=1
+    )
+    assert (stats.completion_tokens, stats.spec_decode_rounds) == (10, 3)
+    assert stats.prompt_tps == pytest.approx(2.0)
+    assert stats.time_to_first_token_s == pytest.approx(5.0)
+    assert stats.generation_tps == pytest.approx(6.0)
