@@ -3810,7 +3810,6 @@ class RunnerState(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ACTIVE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
@@ -3826,10 +3825,6 @@ class RunnerState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
-    @_builtins.property
-    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
-        """what its layers take at work, as far as that is known"""
-
     def __init__(
         self,
         *,
@@ -3838,14 +3833,13 @@ class RunnerState(_message.Message):
         peak_memory_bytes: _builtins.int = ...,
         active_memory_bytes: _builtins.int = ...,
         progress: _builtins.int = ...,
-        layers: _abc.Iterable[Global___LayerMean] | None = ...,
         compute_ended: _builtins.bool = ...,
         head_parked: _builtins.str = ...,
         prefix_cache_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
