@@ -221,15 +221,6 @@ def _node(facts: pb.NodeFacts) -> dict[str, Any]:
                 "prefill_s": times.prefill_s,
                 "prefill_rows": times.prefill_rows,
                 "tail_s": times.tail_s or None,
-                "corrected": [
-                    {
-                        "rows": mean.rows,
-                        "seconds": mean.seconds,
-                        "count": mean.count,
-                        "age_s": mean.age_s,
-                    }
-                    for mean in times.corrected
-                ],
             }
             for times in facts.profiles
         ],
