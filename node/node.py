@@ -129,8 +129,7 @@ class Node:
             self._loops.keep(self._watch.run, "the watch over stages"),
         ]
         _ = at_the_end(self._cancel_background)
-        reports = self._supervisor.reports
-        self._local.profiling.start(peering.cluster.members, reports, self._loops)
+        self._local.profiling.start(peering.cluster.members, self._loops)
         _ = at_the_end(self._local.profiling.close)
         peering.joining.begin(self._settings.peers)
         peering.search.start(self._peers)

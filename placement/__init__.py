@@ -6,7 +6,6 @@ chunk.py: how many rows of a prompt one forward reads
 cluster.py: what the planner is told of nodes
 config.py: a checkpoint's config.json, read as hostile input
 context.py: how long a context is that nobody asked for
-correction.py: probed layer times, corrected by those at work
 cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, and why not
 dtype.py: the dtype that a placement computes in

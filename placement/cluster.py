@@ -42,8 +42,7 @@ class NodeFacts:
     profile: LayerProfile | None = None
     """Of the model that is being placed; None: bytes over bandwidth stand for it."""
     prefill_s: float = 0.0
-    """A layer's forward over 512 rows of a prompt as it was probed, whatever it took at work since,
-    so that every load chooses alike; 0: not known."""
+    """A layer's forward over 512 rows of a prompt as this node probed it; 0: not known."""
     profile_dtype: str = ""
     """That it was measured in; empty: not told."""
     dtype: str = "auto"

@@ -711,7 +711,6 @@ class LayerTimes(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     TAIL_S_FIELD_NUMBER: _builtins.int
-    CORRECTED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     decode_s: _builtins.float
@@ -724,10 +723,6 @@ class LayerTimes(_message.Message):
     prefill_rows: _builtins.int
     tail_s: _builtins.float
     """final norm and lm_head, 1 row; measured where a generator ran"""
-    @_builtins.property
-    def corrected(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
-        """what the layers took at work since; by rows, one each"""
-
     def __init__(
         self,
         *,
@@ -739,47 +734,14 @@ class LayerTimes(_message.Message):
         prefill_s: _builtins.float = ...,
         prefill_rows: _builtins.int = ...,
         tail_s: _builtins.float = ...,
-        corrected: _abc.Iterable[Global___LayerMean] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrected", b"corrected", "decode_s", b"decode_s", "dtype", b"dtype", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LayerTimes: _TypeAlias = LayerTimes  # noqa: Y015
-
-@_typing.final
-class LayerMean(_message.Message):
-    """Seconds of one layer in forwards of `rows` rows at work, short context: a weighted mean."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROWS_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
-    rows: _builtins.int
-    seconds: _builtins.float
-    count: _builtins.int
-    """forwards that it is of"""
-    age_s: _builtins.int
-    """of the last of them; 0 from a runner to its node"""
-    def __init__(
-        self,
-        *,
-        rows: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-        count: _builtins.int = ...,
-        age_s: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "count", b"count", "rows", b"rows", "seconds", b"seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LayerMean: _TypeAlias = LayerMean  # noqa: Y015
 
 @_typing.final
 class LinkReport(_message.Message):
@@ -3810,7 +3772,6 @@ class RunnerState(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ACTIVE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
     COMPUTE_ENDED_FIELD_NUMBER: _builtins.int
     HEAD_PARKED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
@@ -3826,10 +3787,6 @@ class RunnerState(_message.Message):
     """why its draft head is not used any more"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
-    @_builtins.property
-    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerMean]:
-        """what its layers take at work, as far as that is known"""
-
     def __init__(
         self,
         *,
@@ -3838,14 +3795,13 @@ class RunnerState(_message.Message):
         peak_memory_bytes: _builtins.int = ...,
         active_memory_bytes: _builtins.int = ...,
         progress: _builtins.int = ...,
-        layers: _abc.Iterable[Global___LayerMean] | None = ...,
         compute_ended: _builtins.bool = ...,
         head_parked: _builtins.str = ...,
         prefix_cache_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "layers", b"layers", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,7 +116,6 @@ SLOW_FILES = {
         "shard/pipeline/test_prefixes",
         "mtp/test_garbage_heads",
         "shard/engine/test_strict",
-        "shard/model/test_layer_timer",
         "shard/model/test_families",
         "node/api/test_large_bodies",
         "shard/model/test_self_check",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_LEARNED: dict[str, list[Any]] = {"cells": [], "seen": [], "accepted": [], "corrected": []}
+_LEARNED: dict[str, list[Any]] = {"cells": [], "seen": [], "accepted": []}
 _folder: Path | None = None
 _sources: set[Path] = set()
 _lock = threading.Lock()

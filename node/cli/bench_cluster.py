@@ -63,37 +63,26 @@ def _node(node: Json) -> tuple[str, ...]:
 
 
 def _layers(nodes: Sequence[Json]) -> list[str]:
-    """A row for each model that a node has measured: probed, and what it took at work since."""
+    """A row for each model that a node has measured."""
     measured = [(node, times) for node in nodes for times in node["layers"]]
     if not measured:
         return ["no model was timed yet: that happens when a node loads one for the first time"]
-    header = ("MODEL", "NODE", "DTYPE", "1 ROW", "NOW", "VERIFY", "NOW", "CHUNK", "NOW", "TAIL")
+    header = ("MODEL", "NODE", "DTYPE", "1 ROW", "VERIFY", "CHUNK", "TAIL")
     rows = [
         (
             str(times["model"]),
             str(node["name"]),
             str(times["dtype"]),
             _ms(times["decode_s"]),
-            _now(times, 1),
             f"{_ms(times['verify_s'])} ({times['verify_rows']} rows)",
-            _now(times, times["verify_rows"]),
             f"{_ms(times['prefill_s'])} ({times['prefill_rows']} rows)",
-            _now(times, times["prefill_rows"]),
             _ms(times["tail_s"]),
         )
         for node, times in measured
     ]
     rows.sort()
     note = "ms for one layer; the tail is final norm and lm_head, timed on a generator"
-    at_work = "now: at work in pipelines, the weighted mean of so many forwards, and its age"
-    return [*table(header, rows), note, at_work]
-
-
-def _now(times: Json, rows: int) -> str:
-    """Such as `1.2 (640, 5 s)`; what is an hour old is half believed."""
-    means: Sequence[Json] = times["corrected"]
-    mean = next((mean for mean in means if mean["rows"] == rows), None)
-    return "-" if mean is None else f"{_ms(mean['seconds'])} ({mean['count']}, {mean['age_s']} s)"
+    return [*table(header, rows), note]
 
 
 def _links(links: Iterable[Json], names: Mapping[str, str], nodes: int) -> list[str]:

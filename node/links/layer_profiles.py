@@ -1,15 +1,9 @@
-"""Layer times of models on this machine, one small file each, and what heartbeats tell of them.
-
-Beside what was probed a file keeps what the layers took at work since: that corrects the other, and
-is replaced by what the next runner learns.
-"""
+"""Layer times of models on this machine, one small file each, and what heartbeats tell of them."""
 
 import hashlib
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -24,7 +18,6 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 1 << 16
 MAX_PROFILES: Final = 64
 """Told in each heartbeat; of more, the ones measured last."""
-MAX_MEANS: Final = 8
 _PREFIX: Final = "layers-"
 
 _Seconds = Annotated[float, Field(ge=0, le=3600)]
@@ -46,18 +39,6 @@ class ProfileKey:
         return f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-class _Mean(BaseModel):
-    """What one layer took at work in forwards of so many rows."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-    rows: _Rows
-    seconds: Annotated[float, Field(gt=0, le=3600)]
-    count: Annotated[int, Field(ge=1)]
-    at: Annotated[float, Field(ge=0)]
-    """Seconds since 1970 when the last of them was heard of."""
-
-
 class _Stored(BaseModel):
     """The file; anything that does not fit is no profile."""
 
@@ -71,22 +52,16 @@ class _Stored(BaseModel):
     prefill_s: _Seconds
     prefill_rows: _Rows
     tail_s: _Seconds
-    corrected: Annotated[list[_Mean], Field(max_length=MAX_MEANS)] = []
+    corrected: Annotated[object, Field(exclude=True, repr=False)] = None
+    """Earlier versions stored layer times measured during answers here. Read and dropped."""
 
 
 class LayerProfiles:
     """The profiles of this machine as it is now; those of another MLX or device do not count."""
 
-    def __init__(
-        self, folder: Path, device: str, mlx: str, clock: Callable[[], float] = time.time
-    ) -> None:
-        """Reads what `folder` holds; a file that cannot be used is measured anew. Blocks.
-
-        `clock` gives seconds since 1970: ages outlive processes.
-        """
+    def __init__(self, folder: Path, device: str, mlx: str) -> None:
+        """Reads what `folder` holds; a file that cannot be used is measured anew. Blocks."""
         self._folder = folder
-        self._clock = clock
-        self._unsaved: set[ProfileKey] = set()
         self._device = device
         self._mlx = mlx
         self._known: dict[ProfileKey, _Stored] = {}
@@ -118,36 +93,10 @@ class LayerProfiles:
                 prefill_s=times.prefill_s,
                 prefill_rows=times.prefill_rows,
                 tail_s=tail,
-                corrected=earlier.corrected if earlier else [],
             )
             _ = self._known.pop(key, None)  # for it is now the one measured last
             self._known[key] = stored
         self._write(key, stored)
-
-    def correct(self, checkpoint: str, dtype: str, means: Iterable[pb.LayerMean]) -> None:
-        """What a runner's layers take at work by now; `save` writes it. Others' rows stay.
-
-        Nothing without a probe to correct. Raises ValueError for figures that are no times.
-        """
-        key, at = self._key(checkpoint, dtype), self._clock()
-        fresh = [_Mean(rows=m.rows, seconds=m.seconds, count=m.count, at=at) for m in means]
-        with self._lock:
-            known = self._known.get(key)
-            if known is None:
-                return
-            by_rows = {mean.rows: mean for mean in (*known.corrected, *fresh)}
-            newest = sorted(by_rows.values(), key=lambda mean: mean.at)[-MAX_MEANS:]
-            del self._known[key]
-            self._known[key] = known.model_copy(update={"corrected": newest})
-            self._unsaved.add(key)
-
-    def save(self) -> None:
-        """Writes what was corrected since the last time. Blocks; costs no more than `keep`."""
-        with self._lock:
-            changed = {key: self._known[key] for key in self._unsaved}
-            self._unsaved.clear()
-        for key, stored in changed.items():
-            self._write(key, stored)
 
     def times(self) -> list[pb.LayerTimes]:
         """For the heartbeat; the last of a model is the one measured last."""
@@ -161,17 +110,12 @@ class LayerProfiles:
                 prefill_s=stored.prefill_s,
                 prefill_rows=stored.prefill_rows,
                 tail_s=stored.tail_s,
-                corrected=[self._told(mean) for mean in stored.corrected],
             )
             for key, stored in list(self._known.items())[-MAX_PROFILES:]
         ]
 
     def _key(self, checkpoint: str, dtype: str) -> ProfileKey:
         return ProfileKey(checkpoint, dtype, self._device, self._mlx)
-
-    def _told(self, mean: _Mean) -> pb.LayerMean:
-        age = max(0, int(self._clock() - mean.at))  # clocks are set back
-        return pb.LayerMean(rows=mean.rows, seconds=mean.seconds, count=mean.count, age_s=age)
 
     def _write(self, key: ProfileKey, stored: _Stored) -> None:
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,15 +30,6 @@ _NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
 
 Members = Callable[[], Sequence[MemberFacts]]
 Load = Callable[[], Awaitable[pb.LoadReady]]
-Reports = Callable[[], Sequence[tuple[pb.StageSpec, pb.RunnerState]]]
-
-
-@dataclass(slots=True)
-class _Working:
-    """A loaded stage: the files that it is of, and what its runner last said of its layers."""
-
-    checkpoint: str
-    layers: list[pb.LayerMean] = field(default_factory=list[pb.LayerMean])
 
 
 class Profiling:
@@ -58,34 +49,23 @@ class Profiling:
         self._addresses = list(addresses)
         self._profiles = profiles
         self._client = client
-        self._working: dict[tuple[str, int], _Working] = {}
         self._refusals: dict[str, SplitRefusal] = {}
         self._products_refused = False
         self._members: Members = lambda: ()
-        self._reports: Reports = lambda: ()
-        self._timing = timing
         self._prober = LinkProber(
             self._peers, self._busy, client.measure, source_address, clock, timing
         )
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, members: Members, reports: Reports, loops: Loops) -> None:
-        """`members`: the nodes that may take work, this one among them.
-
-        `reports`: what each runner of this node said last.
-        """
-        self._members, self._reports = members, reports
-        self._tasks = [
-            loops.keep(self._prober.run, "the measurement of links"),
-            loops.keep(self._learn_at_work, "the learning of layer times"),
-            loops.keep(self._save, "the saving of layer times"),
-        ]
+    def start(self, members: Members, loops: Loops) -> None:
+        """`members`: the nodes that may take work, this one among them."""
+        self._members = members
+        self._tasks = [loops.keep(self._prober.run, "the measurement of links")]
 
     async def close(self) -> None:
         for task in self._tasks:
             _ = task.cancel()
         _ = await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._profiles.save)
 
     @property
     def addresses(self) -> list[str]:
@@ -154,7 +134,6 @@ class Profiling:
             self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
             await asyncio.to_thread(self._profiles.keep, checkpoint, ready.layers)
-        self._working[spec.placement, spec.stage] = _Working(checkpoint)
         return ready
 
     async def heeding(self, model: str, loading: Awaitable[pb.LoadReady]) -> pb.LoadReady:
@@ -174,29 +153,6 @@ class Profiling:
         return replace(endpoint, ready=nearest(facts, sender, endpoint.node, endpoint.ready))
 
     # ----------------------------------------------------------------------- inside
-
-    async def _learn_at_work(self) -> None:
-        while True:
-            await asyncio.sleep(self._timing.learn_every_s)
-            self.learn()
-
-    def learn(self) -> None:
-        """Keeps what this node's runners say of their layers at work with what was probed."""
-        reports = self._reports()
-        here = {(spec.placement, int(spec.stage)) for spec, _ in reports}
-        self._working = {at: stage for at, stage in self._working.items() if at in here}
-        for spec, state in reports:
-            stage = self._working.get((spec.placement, spec.stage))
-            if stage is None:
-                continue
-            if fresh := [mean for mean in state.layers if mean not in stage.layers]:
-                stage.layers = list(state.layers)
-                self._profiles.correct(stage.checkpoint, spec.dtype, fresh)
-
-    async def _save(self) -> None:
-        while True:
-            await asyncio.sleep(self._timing.save_every_s)
-            await asyncio.to_thread(self._profiles.save)
 
     def _refuse(self, model: str, refusal: SplitRefusal) -> None:
         self._refusals[model] = refusal
@@ -265,15 +221,6 @@ def _node(facts: pb.NodeFacts) -> dict[str, Any]:
                 "prefill_s": times.prefill_s,
                 "prefill_rows": times.prefill_rows,
                 "tail_s": times.tail_s or None,
-                "corrected": [
-                    {
-                        "rows": mean.rows,
-                        "seconds": mean.seconds,
-                        "count": mean.count,
-                        "age_s": mean.age_s,
-                    }
-                    for mean in times.corrected
-                ],
             }
             for times in facts.profiles
         ],

@@ -125,7 +125,7 @@ class DiscoveryTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """Measurements of links and layers."""
+    """Measurements of links."""
 
     check_s: float = 1.0
     """Between two looks at whether a link is due."""
@@ -135,11 +135,6 @@ class LinkTiming:
     """After the first measurement, which the start of a node may have disturbed."""
     patience_s: float = 60.0
     """A link that was never measured is measured in spite of a generation after this long."""
-    learn_every_s: float = 1.0
-    """Between two looks at what runners say of their layers at work: once a heartbeat, which tells
-    it."""
-    save_every_s: float = 30.0
-    """What a node that is killed loses of its corrections, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import astuple, replace
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
 from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
-from ...placement.correction import ObservedTime, corrected
 from ...placement.drafting import EnabledState
 from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound
@@ -59,9 +58,7 @@ class NodeFactsSource:
         members = self._members()
         promises = self.promised()
         told = [node_facts(m, placing, promises.get(m.id)) for m in members]
-        # A correction is its node's own: kin share what was probed only.
-        known = zip(members, with_kin_profiles(told), strict=True)
-        nodes = evened([_at_work(member, node, placing) for member, node in known])
+        nodes = evened(with_kin_profiles(told))
         links = link_facts([member.facts for member in members])
         return ClusterView(nodes=nodes, links=links, head=self._head())
 
@@ -156,20 +153,6 @@ def node_facts(
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,
     )
-
-
-def _at_work(member: MemberFacts, node: NodeFacts, placing: ModelId) -> NodeFacts:
-    """`node`, which is `member`, with its profile corrected by what its layers take now."""
-    times = _times(member.facts, placing)
-    if times is None or node.profile is None:
-        return node
-    means = {
-        mean.rows: ObservedTime(mean.seconds, mean.age_s)
-        for mean in times.corrected
-        if 0 < mean.seconds < NO_TIME_S
-    }
-    profile = corrected(node.profile, means, times.verify_rows, times.prefill_rows)
-    return replace(node, profile=profile)
 
 
 def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:

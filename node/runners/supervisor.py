@@ -278,10 +278,6 @@ class Supervisor:
         """What the heartbeat tells the other nodes."""
         return [_placement_state(runner) for runner in self._runners.values()]
 
-    def reports(self) -> list[tuple[pb.StageSpec, pb.RunnerState]]:
-        """What each runner said last."""
-        return [(runner.spec, runner.state) for runner in self._runners.values()]
-
     def _exited(self, runner: RunnerProcess) -> None:
         key = (runner.spec.placement, runner.spec.stage)
         if self._runners.get(key) is runner:

@@ -7,7 +7,6 @@ fusing.py: a compiler for operations that MLX fuses on a CPU, or none
 head_files.py: a draft head's tensors, out of its files
 kv_quantisation.py: attention's caches in 4 or 8 bits
 layer_probe.py: seconds of a layer, measured at load
-layer_timer.py: seconds of a layer at work
 layer_view.py: some layers in the place of a model's all
 load.py: loads what a stage's specification asks for
 loader_import.py: imports mlx-lm's loader, also where few files may be open

@@ -31,7 +31,6 @@ from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.split_refusal import SplitRefusal
 from .kv_quantisation import KvQuantisation, quantised, unquantised
-from .layer_timer import LayerTimer
 from .layer_view import Handing, Notes, Slot, noted, view, watched
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
@@ -69,8 +68,6 @@ class StageModel:
         self._owner, self._key, self._layers = _find_layers(model)
         self.num_layers = len(cast(Any, model).layers)
         self._takes_tapes = takes_tapes(model)
-        self.meter = LayerTimer()
-        """What its forwards take: nothing, unless a runner puts one that measures here."""
         self._slot = Slot()
 
     @property

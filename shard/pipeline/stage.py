@@ -201,14 +201,10 @@ class StageWorker:
         state.alone()
         tokens = mx.array([block.tokens], dtype=mx.int32)
         schedule = block.schedule or (block.rows,)
-        begun = self._model.meter.now()
         out = forwards(self._model, tokens, entering, state.caches, schedule)
         state.wrote(schedule)
         leaving = self._outgoing(block, out, state)
         session.used = self._clock()  # only now it was computed, which may take longer than a lease
-        one = len(schedule) == 1
-        if leaving is not None and leaving.data and one:  # else not all of it was one forward
-            self._model.meter.add(block.position, block.rows, begun)
         if block.reply != pb.REPLY_ALL and not block.schedule:
             state.read.add(block.position, block.tokens, block.border)
         sends = [] if leaving is None else [leaving]

@@ -238,11 +238,9 @@ class PipelineVerifier:
         """`place`: the chunk's, which it keeps until all stages have computed it."""
         self.state.alone()
         ids, rows = tokens[None], tokens.shape[0]
-        begun = self._model.meter.now()
         hidden = self._model.hidden(ids, None, self.caches)
         data = to_bytes(hidden)
         self._require_finite(data, self.position, rows)
-        self._model.meter.add(self.position, rows, begun)
         answer = self._send(tokens, data, _REPLIES[want], (), place)
         if want == "last" and self.position == self._rebuilt_to:
             return (yield from self.again(tokens[-1:]))

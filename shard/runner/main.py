@@ -43,7 +43,6 @@ from ..engine.options import EngineOptions
 from ..engine.stage_prefixes import StagePrefixes
 from ..model.fused_code import compiling_apart, kept_at_the_end
 from ..model.layer_probe import probe_layers, probed_rows
-from ..model.layer_timer import LayerTimer
 from ..model.load import Loaded, bytes_read, load
 from ..model.stage_model import MODEL_FAULTS, said
 from ..model.tensors import DTYPES
@@ -126,12 +125,6 @@ class Runner:
         self._spec = start.stage
         self._parent = parent
         self._compute = ComputeThread(died=self._died)
-        self._rows = probed_rows(self._spec.max_draft_tokens)
-        self._meter = LayerTimer(
-            self._spec.end_layer - self._spec.first_layer,
-            (1, self._rows.verify, self._rows.prefill),
-            time.perf_counter,
-        )
         self._stage: StageService | None = None
         self._prompts = PromptEncoder()
         self._state = pb.RunnerState()
@@ -176,7 +169,6 @@ class Runner:
         loading = self._compute.submit(lambda: load(self._spec, self._report))
         loaded = await asyncio.wrap_future(loading)
         self._prompts.open(Path(self._spec.path))
-        loaded.model.meter = self._meter
         for choice in loaded.kernels:
             log.info("kernels: %s", choice)
         credentials = grpc.ssl_channel_credentials(
@@ -278,7 +270,7 @@ class Runner:
                 loaded.model,
                 loaded.expected.hidden_size,
                 DTYPES[self._spec.dtype],
-                self._rows,
+                probed_rows(self._spec.max_draft_tokens),
                 time.perf_counter,
                 tail=self._spec.stage == 0,
             )
@@ -342,7 +334,6 @@ class Runner:
                 peak_memory_bytes=mx.get_peak_memory(),
                 active_memory_bytes=mx.get_active_memory(),
                 progress=self._compute.progress,
-                layers=self._meter.means(),
                 head_parked=watch.drafting.parked if isinstance(watch, TextEngine) else "",
                 prefix_cache_bytes=watch.prefix_cache_bytes,
             )

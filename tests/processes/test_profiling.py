@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,38 +114,6 @@ def test_a_person_reads_the_tables_and_may_measure_anew(pair: tuple[Node, Node])
     told = json.loads(bench(one, "--json"))
     assert told["profile"]["object"] == "cluster.profile"
     assert told["plan"] is None
-
-
-def at_work(running: Node) -> dict[str, tuple[float, int]]:
-    """What a layer takes in forwards of one row, and how many they were, by the node's name."""
-    return {
-        node["name"]: (mean["seconds"], mean["count"])
-        for node in profile(running)["nodes"]
-        for times in node["layers"]
-        for mean in times["corrected"]
-        if mean["rows"] == 1
-    }
-
-
-def test_layers_are_timed_at_work_and_a_restart_keeps_it(pair: tuple[Node, Node]) -> None:
-    one, two = pair
-    placed = one.call("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
-    assert placed.status == 200, placed
-
-    def worked() -> bool:
-        _ = one.chat("Tell me a story.", max_tokens=64)
-        return at_work(one).keys() == {"one", "two"}
-
-    eventually(worked, WITHIN_S)
-    assert all(1e-5 < seconds < 1 and count >= 45 for seconds, count in at_work(one).values())
-    known = at_work(one)["two"]
-    [row] = [line for line in bench(one).splitlines() if line.startswith("demo") and "two" in line]
-    shown = re.search(r" \((\d+), \d+ s\)", row)
-    assert shown is not None and int(shown[1]) >= known[1]
-    assert two.stop() == 0
-    with node(two.data_dir, *FLAGS, measures=True) as again:
-        assert at_work(again).keys() == {"two"}, "by its own word"
-        assert at_work(again)["two"][1] >= known[1]
 
 
 def test_a_class_that_failed_its_check_runs_on_one_node_and_says_why(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from exo_node.node.links.measurements import Profiling
 from exo_node.node.links.paths import fastest, link_facts, nearest, reached_at, ways
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
-from exo_node.placement.cluster import OWN, ClusterView, LayerProfile, NodeFacts
-from exo_node.placement.correction import FADE_S
+from exo_node.placement.cluster import OWN, LayerProfile, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.split_refusal import SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -109,11 +108,8 @@ def test_a_runner_is_dialled_on_the_quickest_way_if_it_listens_there() -> None:
 # ------------------------------------------------------------------ what the planner gets
 
 
-def times(
-    model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3, *now: pb.LayerMean
-) -> pb.LayerTimes:
+def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> pb.LayerTimes:
     return pb.LayerTimes(
-        corrected=now,
         model=model,
         dtype="float32",
         decode_s=decode_s,
@@ -195,10 +191,33 @@ class Unmeasured:
     async def measure(self) -> None: ...
 
 
-async def test_a_load_that_found_products_wrong_or_slow_is_told(tmp_path: Path) -> None:
+def started(folder: Path) -> Profiling:
+    """The profiling of a node whose profiles are in `folder`."""
     nothing: Any = Unmeasured()
-    profiles = LayerProfiles(tmp_path, "cpu", "1", lambda: 0.0)
-    profiling = Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL.links)
+    profiles = LayerProfiles(folder, "cpu", "1")
+    return Profiling(A, [], profiles, nothing, lambda: 0.0, LOCAL.links)
+
+
+async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
+    async def timed(profiling: Profiling) -> bool:
+        """Whether a load is asked to time its layers."""
+        spec = pb.StageSpec(placement="p", model="demo", dtype="float32")
+
+        async def load() -> pb.LoadReady:
+            return pb.LoadReady(layers=times() if spec.measure_layers else None)
+
+        _ = await profiling.load(spec, "f", load)
+        return spec.measure_layers
+
+    profiling = started(tmp_path)
+    assert [await timed(profiling) for _ in range(2)] == [True, False]
+    for node in (profiling, started(tmp_path)):
+        assert list(node.tell(pb.NodeFacts(id=A)).profiles) == [times()]
+        assert not await timed(node)
+
+
+async def test_a_load_that_found_products_wrong_or_slow_is_told(tmp_path: Path) -> None:
+    profiling = started(tmp_path)
 
     async def products(dtype: str, *kernels: str) -> str:
         async def load() -> pb.LoadReady:
@@ -221,51 +240,13 @@ def source_of(told: list[pb.NodeFacts]) -> NodeFactsSource:
     return NodeFactsSource(A, lambda: members, lambda: A, nothing, nothing)
 
 
-def viewed(*now: pb.LayerMean, probed: pb.LayerTimes | None = None) -> ClusterView:
-    """Of two nodes of a chip the first has worked since its probe, the second was never loaded."""
-    return source_of(
-        [
-            pb.NodeFacts(id=A, chip="M4", profiles=[times("demo", 1e-3, 2e-3, *now)]),
-            pb.NodeFacts(id=B, chip="M4", profiles=[] if probed is None else [probed]),
-        ]
-    ).view(DEMO)
-
-
-PROBED = LayerProfile(1e-3, 2e-3, 0.1, 2e-3)
-
-
-def test_what_a_node_takes_at_work_counts_for_it_and_not_for_its_kin() -> None:
-    view = viewed(
-        pb.LayerMean(rows=1, seconds=3e-3, count=45),
-        pb.LayerMean(rows=4, seconds=8e-3, count=45),
-        pb.LayerMean(rows=512, seconds=0.2, count=9),
-        pb.LayerMean(rows=256, seconds=7.0, count=9),
-    )
-    own = view.node(A).profile
-    assert own is not None
-    assert view.node(A).prefill_s == 0.1, "as probed, so that every load chooses alike"
-    assert (own.decode_s, own.verify_s) == (pytest.approx(3e-3), pytest.approx(8e-3))
-    assert (own.prefill_s, own.tail_s) == (pytest.approx(0.2), pytest.approx(6e-3))
-    assert view.node(B).profile == PROBED
-
-
-def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin_until_it_worked() -> None:
-    busy = times(decode_s=9e-3)
-    assert viewed(probed=busy).node(B).profile == PROBED
-    told = pb.LayerMean(rows=1, seconds=3e-3, count=45)
-    quick = viewed(probed=times("demo", 9e-3, 2e-3, told)).node(B).profile
-    assert quick is not None and quick.decode_s == pytest.approx(3e-3)
-
-
-def test_an_old_correction_counts_less() -> None:
-    old = pb.LayerMean(rows=1, seconds=4e-3, count=45, age_s=int(FADE_S))
-    own = viewed(old).node(A).profile
-    assert own is not None and own.decode_s == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -1.0, 1e9])
-def test_a_peers_correction_is_not_believed_blindly(wrong: float) -> None:
-    assert viewed(pb.LayerMean(rows=1, seconds=wrong, count=1)).node(A).profile == PROBED
+def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin() -> None:
+    told = [
+        pb.NodeFacts(id=A, chip="M4", profiles=[times()]),
+        pb.NodeFacts(id=B, chip="M4", profiles=[times(decode_s=9e-3)]),
+    ]
+    view = source_of(told).view(DEMO)
+    assert [view.node(n).profile for n in (A, B)] == [LayerProfile(1e-3, 2e-3, 0.1, 2e-3)] * 2
 
 
 def test_the_view_has_links_and_profiles_and_the_refusal_is_told() -> None:

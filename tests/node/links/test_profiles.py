@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import Clock
 from pydantic import ValidationError
 
 from exo_node.node.links.layer_profiles import LayerProfiles
@@ -25,10 +24,6 @@ def times(**changes: Any) -> pb.LayerTimes:
         "tail_s": 5e-4,
     }
     return pb.LayerTimes(**(fields | changes))
-
-
-def mean(rows: int = 1, seconds: float = 3e-3, count: int = 45, age_s: int = 0) -> pb.LayerMean:
-    return pb.LayerMean(rows=rows, seconds=seconds, count=count, age_s=age_s)
 
 
 def opened(folder: Path, device: str = "M4, metal", mlx: str = "1") -> LayerProfiles:
@@ -126,81 +121,14 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     assert "could not be saved" in caplog.text
 
 
-def test_a_correction_is_kept_beside_the_probe_and_told_with_its_age(tmp_path: Path) -> None:
-    clock = Clock(1.7e9)
-    profiles = LayerProfiles(tmp_path, "M4", "1", clock)
-    profiles.keep("f1", times())
-    profiles.correct("f1", "float32", [mean(), mean(rows=4)])
-    clock.now += 60
-    profiles.correct("f1", "float32", [mean(seconds=5e-3, count=50)])
-    told = [times(corrected=[mean(rows=4, age_s=60), mean(seconds=5e-3, count=50)])]
-    assert profiles.times() == told
-    profiles.save()
-    clock.now += 40
-    for each in told[0].corrected:
-        each.age_s += 40
-    assert LayerProfiles(tmp_path, "M4", "1", clock).times() == told
-
-
-def test_a_clock_that_was_set_back_makes_no_age(tmp_path: Path) -> None:
-    clock = Clock(1.7e9)
-    profiles = LayerProfiles(tmp_path, "M4", "1", clock)
-    profiles.keep("f1", times())
-    profiles.correct("f1", "float32", [mean()])
-    clock.now -= 1e6
-    assert profiles.times() == [times(corrected=[mean()])]
-
-
-def test_a_later_probe_leaves_the_correction(tmp_path: Path) -> None:
-    """It comes with the tail that a generator adds."""
-    profiles = LayerProfiles(tmp_path, "M4", "1", Clock(1.7e9))
-    profiles.keep("f1", times(tail_s=0.0))
-    profiles.correct("f1", "float32", [mean()])
-    profiles.keep("f1", times())
-    assert profiles.times() == [times(corrected=[mean()])]
-
-
-def test_without_a_probe_there_is_nothing_to_correct(tmp_path: Path) -> None:
-    profiles = opened(tmp_path)
-    profiles.correct("f1", "float32", [mean()])
-    profiles.save()
-    assert (profiles.times(), list(tmp_path.iterdir())) == ([], [])
-
-
-def test_nothing_is_written_where_nothing_changed(tmp_path: Path) -> None:
-    profiles = opened(tmp_path)
-    profiles.keep("f1", times())
-    profiles.correct("f1", "float32", [mean()])
-    profiles.save()
-    [file] = tmp_path.iterdir()
-    file.unlink()
-    profiles.save()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_profile_that_worked_last_is_the_one_measured_last(tmp_path: Path) -> None:
-    profiles = opened(tmp_path)
-    profiles.keep("f1", times())
-    profiles.keep("f2", times(decode_s=9.0))
-    profiles.correct("f1", "float32", [mean()])
-    assert [told.decode_s for told in profiles.times()] == [9.0, 1e-3]
-    profiles.save()
-    assert [told.decode_s for told in opened(tmp_path).times()] == [9.0, 1e-3]
-
-
-@pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("nan")}, {"rows": 0}])
-def test_a_correction_that_is_no_time_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    profiles = opened(tmp_path)
-    profiles.keep("f1", times())
-    with pytest.raises(ValidationError):
-        profiles.correct("f1", "float32", [mean(**wrong)])
-    assert profiles.times() == [times()]
-
-
-def test_a_file_from_before_corrections_is_read(tmp_path: Path) -> None:
+def test_a_file_with_corrections_of_earlier_versions_is_read_without_them(tmp_path: Path) -> None:
     opened(tmp_path).keep("f1", times())
     [file] = tmp_path.iterdir()
-    stored = json.loads(file.read_bytes())
-    assert stored.pop("corrected") == []
-    _ = file.write_text(json.dumps(stored))
-    assert opened(tmp_path).times() == [times()]
+    written = file.read_bytes()
+    means = [{"rows": 1, "seconds": 3e-3, "count": 45, "at": 1.7e9}]
+    _ = file.write_text(json.dumps(json.loads(written) | {"corrected": means}))
+    profiles = opened(tmp_path)
+    assert profiles.times() == [times()]
+    assert not profiles.missing("f1", "float32", generator=True)
+    profiles.keep("f1", times())
+    assert file.read_bytes() == written
