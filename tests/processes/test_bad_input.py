@@ -69,24 +69,17 @@ def good_answer(running: Node) -> bool:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (b'{"model": "good", ', None),
         (b"\xff\xfe", None),
-        (b"[]", None),
-        ({**chat_body("x"), "messages": []}, "messages"),
-        ({**chat_body("x"), "max_tokens": -2}, "max_tokens"),
-        ({**chat_body("x"), "temperature": 9}, "temperature"),
-        ({**chat_body("x"), "model": "good", "num_draft_tokens": 3}, "num_draft_tokens"),
-        ({**chat_body("x"), "model": "good", "num_draft_tokens": -1}, "num_draft_tokens"),
-        ({**chat_body("x"), "frequency_penalty": 9.0}, "frequency_penalty"),
-        ({**chat_body("x"), "model": "good", "logit_bias": {"99999": 1.0}}, "logit_bias"),
-        ({**chat_body("x"), "tools": [{"type": "function"}]}, "tools[0].function"),
         ({**chat_body("x"), "temprature": 1.0}, "temprature"),
+        ({**chat_body("x"), "model": "good", "num_draft_tokens": 3}, "num_draft_tokens"),
+        ({**chat_body("x"), "model": "good", "logit_bias": {"99999": 1.0}}, "logit_bias"),
     ],
     ids=str,
 )
 def test_a_bad_request_is_a_400_that_names_the_field(
     hardened: Node, body: object, param: str | None
 ) -> None:
+    """One of the reader, of the schema, of the card and of the runner; each has tests of its own."""
     reply = hardened.call("POST", CHAT, body)
     assert reply.status == 400, reply
     error = reply.body["error"]
