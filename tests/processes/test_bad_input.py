@@ -79,7 +79,7 @@ def good_answer(running: Node) -> bool:
 def test_a_bad_request_is_a_400_that_names_the_field(
     hardened: Node, body: object, param: str | None
 ) -> None:
-    """One of the reader, of the schema, of the card and of the runner; each has tests of its own."""
+    """One of the reader, the schema, the card and the runner; each has tests of its own."""
     reply = hardened.call("POST", CHAT, body)
     assert reply.status == 400, reply
     error = reply.body["error"]
