@@ -309,6 +309,11 @@ def _options() -> Iterator[Case]:
         yield Case("stages", "hybrid", option=option, stages=2)
         yield Case("resumed", "hybrid", k=2, option=option, cut="middle")
     yield from (Case("alone", "hybrid", k=k, option="last") for k in (0, 2))
+    # Log-probabilities of uneven numbers show every forward that is not that of before.
+    yield from (Case("resumed", "uneven", k=k, option="logprobs", cut="middle") for k in (0, 2))
+    yield Case("resumed", "uneven", option="logprobs", stages=2, cut="middle")
+    yield Case("prefix", "uneven", k=2, option="logprobs")
+    yield Case("strict", "uneven", k=2, option="logprobs")
     for option in ("seeded", "grammar"):
         yield Case("strict", "hybrid", k=3, option=option)
 

@@ -18,7 +18,7 @@ from small import LAYERS, fit_head, small_checkpoint
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.load import Loaded
 
-UNEVENNESS: Final = 0.1
+UNEVENNESS: Final = 0.4
 CONTEXT: Final = 0.8
 """What layers add, so that stale rows show; a third of the drafts of 3 still stand."""
 _FOLDERS = tempfile.TemporaryDirectory(prefix="exo-conformance-")
