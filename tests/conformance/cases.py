@@ -183,8 +183,13 @@ class Case:
         return [(replace(question, number=number), self.k) for number in range(CANCELLED)]
 
     @property
+    def cancels(self) -> bool:
+        """Whether one more request joins the others and is cancelled."""
+        return self.together and self.way in ("batch", "overlapped")
+
+    @property
     def cancelled(self) -> Question:
-        """The request of a batch that ends in the middle."""
+        """What that request asks."""
         return Question(self.weights, self.dtype, "plain", CANCELLED)
 
 
@@ -217,7 +222,7 @@ def all_cases() -> list[Case]:
 def questions_of(cases: list[Case]) -> list[Question]:
     """All questions, each once."""
     questions = [question for case in cases for question, _ in case.questions]
-    questions += [case.cancelled for case in cases if case.way == "batch"]
+    questions += [case.cancelled for case in cases if case.cancels]
     return sorted(set(questions), key=str)
 
 
@@ -237,6 +242,9 @@ def _overlapped() -> Iterator[Case]:
             yield from (Case("overlapped", model, dtype, k) for dtype in DTYPES)
         yield Case("overlapped", "kernels", k=k)
         yield Case("overlapped", "experts", k=k)
+    yield from (Case("overlapped", "hybrid", k=k, together=True) for k in (0, 2))
+    yield Case("overlapped", "full", k=0, together=True)
+    yield Case("overlapped", "kernels", k=3, together=True)
 
 
 def _batches() -> Iterator[Case]:

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
 
-from cases import CANCELLED_AT, FIRST_TURN, STEPS, STRICT_ROWS, Case, Cut, Option, Question
+from cases import (
+    CANCELLED,
+    CANCELLED_AT,
+    FIRST_TURN,
+    STEPS,
+    STRICT_ROWS,
+    Case,
+    Cut,
+    Option,
+    Question,
+)
 from engines import Answer, answer, engine_of, request
 from loopback import LoopbackLink
 from readers import Reader, together
@@ -134,16 +144,22 @@ class Driver:
         self, served: TextEngine, case: Case, asked: Sequence[EngineRequest]
     ) -> list[Answer]:
         readers = [_Listener(each, begins=STEPS[i]) for i, each in enumerate(asked)]
-        cancelled = list[Reader]()
-        if case.way == "batch":
-            leaves = self._asked(case.cancelled, case.k)
-            cancelled = [Reader(leaves, begins=STEPS[len(readers)], ends=CANCELLED_AT)]
+        cancelled = self._cancelled(case)
         together(served, [*readers, *cancelled])
         for reader in cancelled:
-            given = tuple(reader.ids)
-            assert given and given == self.plain(case.cancelled).ids[: len(given)]
+            given, plain = reader.ids, self.plain(case.cancelled).ids
+            assert given, f"{case}: the cancelled request gave nothing"
+            expected = list(plain[: len(given)])
+            assert given == expected, f"{case}: cancelled after {given}, expected {expected}"
         assert served.live_requests == 0 and served.cache_bytes() == 0
         return [reader.answer for reader in readers]
+
+    def _cancelled(self, case: Case) -> list[Reader]:
+        """The request of a batch that is cancelled; none where the way has none."""
+        if not case.cancels:
+            return []
+        asked = self._asked(case.cancelled, case.k)
+        return [Reader(asked, begins=STEPS[CANCELLED], ends=CANCELLED_AT)]
 
 
 def reference(question: Question) -> Case:
