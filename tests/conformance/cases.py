@@ -322,8 +322,8 @@ def _options() -> Iterator[Case]:
     yield Case("resumed", "uneven", option="logprobs", stages=2, cut="middle")
     yield Case("prefix", "uneven", k=2, option="logprobs")
     yield Case("strict", "uneven", k=2, option="logprobs")
-    for option in ("seeded", "grammar"):
-        yield Case("strict", "hybrid", k=3, option=option)
+    yield from (Case("strict", "hybrid", k=k, option="seeded") for k in (0, 2, 3))
+    yield Case("strict", "hybrid", k=3, option="grammar")
 
 
 def _demo() -> Iterator[Case]:

@@ -89,7 +89,8 @@ def _fields(answer: Answer, expected: RecordedAnswer) -> Iterator[str]:
 def _rounds(got: Sequence[object], expected: Sequence[object]) -> Iterator[str]:
     for number, (a, b) in enumerate(zip(got, expected, strict=False)):
         if a != b:
-            yield f"round {number} is {a} (tokens, drafts, accepted), but {b} was recorded"
+            what = "(tokens, drafts, accepted, position)"
+            yield f"round {number} is {a} {what}, but {b} was recorded"
             return
     if len(got) != len(expected):
         yield f"{len(got)} rounds, but {len(expected)} were recorded"

@@ -48,8 +48,8 @@ class RecordedQuestion:
 class RecordedAnswer:
     """One answer in short. `start`: tokens of its question that an earlier attempt gave.
 
-    `digest` covers ids, text, the end and all statistics but those named above; `shared` has the
-    tokens of shared forwards and the mean number of requests in a forward.
+    `digest` covers ids, text, the rounds' positions, the end and all statistics but those named
+    above; `shared` has the tokens of shared forwards and the mean number of requests in a forward.
     """
 
     count: int
@@ -81,7 +81,7 @@ class RecordedAnswer:
 
 
 Trace = list[list[Any]]
-"""Of each round: its tokens, the number of drafts, the number that stood."""
+"""Of each round: its tokens, the number of drafts, the number that stood, the rows before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,7 @@ def canonical(answer: Answer) -> str:
         "text": answer.text,
         "reason": answer.done.reason,
         "stopped_by": answer.done.stopped_by,
+        "positions": [each.forward.position for each in answer.rounds],
         "scored": [entry.token for each in answer.rounds for entry in each.logprobs],
         "stats": stats,
     }
@@ -136,7 +137,10 @@ def canonical(answer: Answer) -> str:
 
 def trace(answer: Answer) -> Trace:
     """The rounds of an answer."""
-    return [[list(each.tokens), each.drafted, each.accepted] for each in answer.rounds]
+    return [
+        [list(each.tokens), each.drafted, each.accepted, each.forward.position]
+        for each in answer.rounds
+    ]
 
 
 def _short(row: RecordedAnswer) -> dict[str, Any]:

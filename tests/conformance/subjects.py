@@ -33,7 +33,7 @@ _MADE: Final[Mapping[Model, tuple[Family, Mapping[str, Any]]]] = MappingProxyTyp
         "window": (
             "llama",
             {
-                "sliding_window": 8,
+                "sliding_window": 16,
                 "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             },
         ),
