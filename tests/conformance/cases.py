@@ -157,6 +157,7 @@ class Case:
             and self.model not in ("demo", "experts")
             and self.stages < 3
             and self.cut in (None, "middle")
+            and (self.option == "plain" or self.model != "full")
         )
 
     @property
