@@ -6,8 +6,10 @@
 import importlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import mlx.core as mx
 from mlx import nn
@@ -28,6 +30,7 @@ _QWEN_35 = ("qwen3_5", "qwen3_5_moe")
 _HYBRID = (*_QWEN_35, "qwen3_next")
 _NEXTN = ("deepseek_v3", "glm4_moe")
 _FLOAT32 = ("A_log", "e_score_correction_bias")
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def make_checkpoint(
@@ -46,6 +49,7 @@ def make_checkpoint(
     tied: bool = False,
     shards: int = 1,
     seed: int = 0,
+    changes: Mapping[str, Any] = _NOTHING,
 ) -> Path:
     """Write a random checkpoint into `folder`, which is made, and return it.
 
@@ -57,11 +61,11 @@ def make_checkpoint(
     `raw=False` is mlx-lm's layout, with the head, if any, where a converter that keeps it puts it.
     There backbone and head may be quantised, with `bits` and `head_bits`, in groups of GROUP_SIZE.
     Qwen3 and Llama have one layout and no head. More `shards` than one come with an index. A
-    vocabulary of 4096 brings the demo's tokenizer with it.
+    vocabulary of 4096 brings the demo's tokenizer with it. `changes`: other fields of the config.
     """
     assert not (raw and (bits or head_bits)), "only mlx-lm's layout is quantised here"
     mx.random.seed(seed)
-    config = _config(family, dtype, layers, hidden, vocab, mtp=mtp, tied=tied)
+    config = _config(family, dtype, layers, hidden, vocab, changes, mtp=mtp, tied=tied)
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     weights = _random_parameters(model)
@@ -90,7 +94,15 @@ def make_checkpoint(
 
 
 def _config(
-    family: Family, dtype: str, layers: int, hidden: int, vocab: int, *, mtp: bool, tied: bool
+    family: Family,
+    dtype: str,
+    layers: int,
+    hidden: int,
+    vocab: int,
+    changes: Mapping[str, Any],
+    *,
+    mtp: bool,
+    tied: bool,
 ) -> dict[str, Any]:
     text: dict[str, Any] = {
         "model_type": family,
@@ -109,9 +121,9 @@ def _config(
     }
     eos = {"eos_token_id": 4095} if vocab == 4096 else {}
     if family in _NEXTN:
-        return text | eos | _nextn_fields(family, hidden, mtp=mtp)
+        return text | eos | _nextn_fields(family, hidden, mtp=mtp) | dict(changes)
     if family not in _HYBRID:
-        return text | eos
+        return text | eos | dict(changes)
     text |= {
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
@@ -135,8 +147,8 @@ def _config(
             "norm_topk_prob": True,
             "num_nextn_predict_layers": int(mtp),
         }
-        return text | eos
-    text |= {"model_type": f"{family}_text", "mtp_num_hidden_layers": int(mtp)}
+        return text | eos | dict(changes)
+    text |= {"model_type": f"{family}_text", "mtp_num_hidden_layers": int(mtp), **changes}
     return {"model_type": family, "tie_word_embeddings": tied, "text_config": text} | eos
 
 

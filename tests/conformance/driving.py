@@ -1,0 +1,229 @@
+"""Ways to have questions answered: all that the corpus uses of the product.
+
+A change of the engine's entry points changes this module and `subjects.py` alone. All here goes
+through `TextEngine`, `EngineRequest` and the events; over stages, through `StageWorker`s and the
+loopback link of the tests. Rounds that overlap are a choice of the engine on CUDA; `runs_ahead`
+makes the same choice on a CPU.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest.mock import patch
+
+from cases import (
+    CANCELLED,
+    CANCELLED_AT,
+    FIRST_TURN,
+    STEPS,
+    STRICT_ROWS,
+    Case,
+    Cut,
+    Option,
+    Question,
+)
+from engines import Answer, answer, engine_of, request
+from loopback import LoopbackLink
+from readers import Reader, together
+from subjects import loaded, room_of, spec_of
+
+from exo_node.mtp import parts
+from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.stage_prefixes import StagePrefixes
+from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.text.grammar import Gate
+from exo_node.shard.text.grammars import GrammarSpec
+
+Seeds = Callable[[Question], int]
+"""The seed of a question's prompt."""
+
+SEEDED: Final = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=11)
+PENALISED: Final = Sampling(
+    penalties=Penalties(repetition=1.3, presence=0.2, frequency=0.1, logit_bias=((7, 2.0),))
+)
+PATTERN: Final = r'\{"colour":"(red|green|blue)","words":"[a-z]{4,9}( [a-z]{2,9}){1,3}"\}'
+TOP: Final = 2
+
+
+@dataclass(slots=True)
+class _Listener(Reader):
+    """A request that is stepped beside others, with the text that it was given."""
+
+    text: str = ""
+
+    def take(self, event: object) -> None:
+        Reader.take(self, event)
+        if isinstance(event, Delta | Done):
+            self.text += event.text
+
+    @property
+    def answer(self) -> Answer:
+        assert self.fault is None and self.done is not None
+        return Answer(tuple(self.ids), self.text, tuple(self.rounds), self.done)
+
+
+class Driver:
+    """Answers cases. `seeds` picks the prompts."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        self._seeds = seeds
+        self._plain: dict[tuple[Question, int, int | None], Answer] = {}
+
+    def answers(self, case: Case) -> list[Answer]:
+        """What the case's questions are answered, in their order."""
+        with ExitStack() as stack:
+            for bound in ("LEAST_S", "MOST_S"):  # no clock decides who shares a forward
+                stack.enter_context(patch.object(parts, bound, math.inf))
+            return self._answers(case)
+
+    def _answers(self, case: Case) -> list[Answer]:
+        served = self._engine(case)
+        if case.way == "prefix":
+            question, _ = case.questions[0]
+            first = self._prompt(question)[:FIRST_TURN]
+            _ = answer(served, request(first, case.k, 6, ignore_end=True))
+        asked = [self._of_case(served, case, *each) for each in case.questions]
+        if case.together:
+            return self._together(served, case, asked)
+        return [answer(served, each) for each in asked]
+
+    def plain(self, question: Question, top_logprobs: int | None = None) -> Answer:
+        """The answer that decides the question's ids: of one request, with nothing before it."""
+        return self.alone(question, question.k, top_logprobs)
+
+    def alone(self, question: Question, k: int, top_logprobs: int | None = None) -> Answer:
+        """The answer of one request at a time, whose rounds wait for each other."""
+        key = question, k, top_logprobs
+        if key not in self._plain:
+            served = whole_engine(reference(question))
+            asked = self.request(served, question, k, top_logprobs=top_logprobs)
+            self._plain[key] = answer(served, asked)
+        return self._plain[key]
+
+    def request(
+        self, served: TextEngine, question: Question, k: int, **fields: Any
+    ) -> EngineRequest:
+        """The question as a request to this engine. `fields`: other fields of the request."""
+        return self._asked(question, k, **_fields(question.option, served), **fields)
+
+    def _engine(self, case: Case) -> TextEngine:
+        return whole_engine(case) if case.stages == 1 else staged_engine(case)
+
+    def _of_case(self, served: TextEngine, case: Case, question: Question, k: int) -> EngineRequest:
+        fields = dict[str, Any]()
+        if case.option == "logprobs":
+            fields["top_logprobs"] = TOP
+        if case.option == "stop":
+            fields["stop"] = (_middle(self.plain(question).text),)
+        if case.option == "last":
+            fields["stop"] = (_end(self.plain(question).text),)
+        if case.cut is not None:
+            fields |= {"attempt": 2, "replay": self._log(question, k, case.cut)}
+        return self.request(served, question, k, **fields)
+
+    def _asked(self, question: Question, k: int, **fields: Any) -> EngineRequest:
+        ends = question.model == "demo" or question.option == "grammar"
+        fields = {"drafting_reason": "" if k else "a test", "ignore_end": not ends} | fields
+        return request(self._prompt(question), k, question.tokens, **fields)
+
+    def _prompt(self, question: Question) -> list[int]:
+        return question.prompt(self._seeds(question))
+
+    def _log(self, question: Question, k: int, cut: Cut) -> Sequence[Round]:
+        """The rounds that an earlier attempt gave."""
+        rounds = self.alone(question, k).rounds
+        return rounds[: {"first": 1, "middle": len(rounds) // 2, "last": len(rounds) - 1}[cut]]
+
+    def _together(
+        self, served: TextEngine, case: Case, asked: Sequence[EngineRequest]
+    ) -> list[Answer]:
+        readers = [_Listener(each, begins=STEPS[i]) for i, each in enumerate(asked)]
+        cancelled = self._cancelled(case)
+        together(served, [*readers, *cancelled])
+        for reader in cancelled:
+            given, plain = reader.ids, self.plain(case.cancelled).ids
+            assert given, f"{case}: the cancelled request gave nothing"
+            expected = list(plain[: len(given)])
+            assert given == expected, f"{case}: cancelled after {given}, expected {expected}"
+        assert served.live_requests == 0 and served.cache_bytes() == 0
+        return [reader.answer for reader in readers]
+
+    def _cancelled(self, case: Case) -> list[Reader]:
+        """The request of a batch that is cancelled; none where the way has none."""
+        if not case.cancels:
+            return []
+        asked = self._asked(case.cancelled, case.k)
+        return [Reader(asked, begins=STEPS[CANCELLED], ends=CANCELLED_AT)]
+
+
+def reference(question: Question) -> Case:
+    """The way to decode that decides the question's ids."""
+    way = "strict" if question.strict else "alone"
+    return Case(way, question.model, question.dtype, question.k)
+
+
+def whole_engine(case: Case) -> TextEngine:
+    """An engine that holds the whole model, as the case's way needs it."""
+    (part,) = loaded(case.model, case.dtype)
+    wanted = spec_of(case.model, case.dtype)
+    if case.way == "strict":
+        wanted.fixed_rows = STRICT_ROWS
+    if case.way == "prefix":
+        (wanted.prefix_cache_bytes,) = room_of([part])
+    made = engine_of(part, wanted, runs_ahead=case.way == "overlapped")
+    if case.model != "uneven":
+        made.batch_identity = "bitwise"  # prompts are read together
+    return made
+
+
+def staged_engine(case: Case) -> TextEngine:
+    """The first stage's engine; the other stages run in this process."""
+    parts = loaded(case.model, case.dtype, case.stages)
+    rooms = room_of(parts) if case.way == "prefix" else [0] * len(parts)
+    workers = [
+        StageWorker(
+            part.model,
+            part.expected,
+            time.monotonic,
+            prefixes=StagePrefixes.of(part.model, room),
+        )
+        for part, room in zip(parts[1:], rooms[1:], strict=True)
+    ]
+    wanted = spec_of(case.model, case.dtype, case.stages)
+    wanted.prefix_cache_bytes = rooms[0]
+    return engine_of(parts[0], wanted, LoopbackLink(workers, [p.expected for p in parts[1:]]))
+
+
+def _fields(option: Option, served: TextEngine) -> dict[str, Any]:
+    """Fields of a request with this option."""
+    match option:
+        case "seeded":
+            return {"sampling": SEEDED}
+        case "penalised":
+            return {"sampling": PENALISED}
+        case "grammar":
+            grammar = GrammarSpec("regex", PATTERN, "response_format")
+            return {"grammar": served.grammars.compile(grammar, Gate())}
+        case _:
+            return {}
+
+
+def _middle(text: str) -> str:
+    """Some characters of a text that stand there once."""
+    half = len(text) // 2
+    return _once(text, (text[half : half + size] for size in range(4, half)))
+
+
+def _end(text: str) -> str:
+    """The last characters of a text, which stand there once."""
+    return _once(text, (text[-size:] for size in range(2, len(text))))
+
+
+def _once(text: str, parts: Iterable[str]) -> str:
+    return next(part for part in parts if text.count(part) == 1)
