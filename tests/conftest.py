@@ -47,8 +47,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
+hypothesis.settings.register_profile(
+    "unshrunk",
+    hypothesis.settings.get_profile("steady"),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("steady")
-"""The same examples in every run; `--hypothesis-profile=search` looks for others."""
+"""The same examples in every run; `--hypothesis-profile=search` looks for others, and `unshrunk`
+ends at the first that fails."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,6 +107,8 @@ SLOW_FILES = {
         "processes/test_node_telemetry",
     ),
     "models": (
+        "conformance/test_conformance_slow",
+        "conformance/test_conformance",
         "mtp/test_distribution",
         "shard/verify/test_verify",
         "shard/engine/test_batching",

@@ -13,6 +13,14 @@ from margins import GAPS
 from recorded import ANSWERS, TRACED, Corpus, names_of
 
 CASES = all_cases()
+IN_THE_CORE = ("hybrid", "kernels")
+"""The models whose quick cases `make test` has: recurrent layers with a draft head, whose state
+behind a verify is kept as a CPU's and as a GPU's kernels keep it."""
+
+
+def _quick(case: Case) -> object:
+    core = any(f"/{subject}/" in str(case) for subject in IN_THE_CORE)
+    return pytest.param(case, marks=[pytest.mark.smoke] if core else [], id=str(case))
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +28,7 @@ def comparison() -> Comparison:
     return Comparison(Corpus.read())
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.is_quick], ids=str)
+@pytest.mark.parametrize("case", [_quick(case) for case in CASES if case.is_quick])
 def test_an_answer_is_the_recorded_one_and_that_of_plain_decoding(
     case: Case, comparison: Comparison
 ) -> None:

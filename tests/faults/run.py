@@ -95,6 +95,7 @@ class Copy:
         return subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+                "--hypothesis-profile=unshrunk",
                 *(
                     "--no-header",
                     "--tb=no",
