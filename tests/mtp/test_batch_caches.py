@@ -11,7 +11,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
-from exo_node.mtp.batch_caches import BatchRotatingKVCache, BatchTapedCache, Positions, batched
+from exo_node.mtp.batch_caches import (
+    BatchQuantizedKVCache,
+    BatchRotatingKVCache,
+    BatchTapedCache,
+    Positions,
+    batched,
+)
 from exo_node.mtp.rollback import TapedCache
 
 SIZE = 8
@@ -91,6 +97,7 @@ def test_a_quantised_cache_that_leaves_takes_rows_in_groups_of_its_own_size(grou
         _ = cache.update_and_fetch(row(number), row(number + 7))
     positions = Positions([1, 1])
     (together,) = batched([[cache] for cache in copy.deepcopy(alone)], positions)
+    assert isinstance(together, BatchQuantizedKVCache)
     both = mx.concatenate([row(20), row(21)])
     _ = together.update_and_fetch(both, both)
     positions.moved([1, 1])

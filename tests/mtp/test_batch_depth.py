@@ -69,7 +69,7 @@ def test_costs_that_change_change_the_choice() -> None:
 
 @pytest.mark.parametrize("quicker", [0, 2])
 def test_a_neighbour_on_either_side_that_became_quicker_is_chosen(quicker: int) -> None:
-    """Nothing else tells of it: what rounds at the chosen K take stays the same."""
+    """Rounds at the chosen K take as long as before, so only a look can show it."""
     depth, wishes, seconds = BatchDepth(), [Wish(2, SURE)] * 8, [1.0, 1.0, 1.9]
     assert settled_in(depth, wishes, seconds.__getitem__, LOOK_EVERY) == 1
     seconds[quicker] = 0.3

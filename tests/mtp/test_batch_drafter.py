@@ -83,8 +83,8 @@ class Scene:
         made = self.head, FAMILY.embed, FAMILY.logits, Sampler(Sampling(), 0), 3
         return NativeDrafter(*made, overlap=True, patience=lambda: self.patience)
 
-    def lone(self, answer: Answer) -> NativeDrafter:
-        """A drafter of its own that has all of the answer's rows."""
+    def separate(self, answer: Answer) -> NativeDrafter:
+        """A drafter outside the batch that has observed all rows of the answer."""
         drafter = self._drafter()
         drafter.observe(mx.concatenate(answer.hidden, axis=1), as_row(answer.following))
         return drafter
@@ -179,7 +179,7 @@ def test_one_that_leaves_takes_its_rows_along_awake_or_not() -> None:
         scene.round(2)
 
 
-def test_one_that_moves_to_anothers_place_drafts_behind_its_own_rows() -> None:
+def test_a_request_that_moves_to_anothers_place_drafts_behind_its_own_rows() -> None:
     scene = Scene(8)
     scene.round(2)
     scene.batch.change(order_of([1, 2]), [])
@@ -187,7 +187,7 @@ def test_one_that_moves_to_anothers_place_drafts_behind_its_own_rows() -> None:
     places = [len(answer.following) for answer in scene.answers]
     samplers = [Sampler(Sampling(), 0) for _ in scene.answers]
     drafts = scene.batch.draft(3, [3, 3], samplers, places).tokens
-    alone = [scene.lone(answer).draft(3, 0).tokens for answer in scene.answers]
+    alone = [scene.separate(answer).draft(3, 0).tokens for answer in scene.answers]
     assert [as_ids(row) for row in drafts] == [as_ids(row) for row in alone]
     assert as_ids(alone[0]) != as_ids(alone[1])
 

@@ -108,7 +108,7 @@ def test_where_drafting_loses_it_parks_and_looks_ever_more_seldom() -> None:
 
 
 def test_a_look_ends_after_rounds_of_its_own_depth_only() -> None:
-    """Rounds that began before it are read during it."""
+    """Results of rounds that began before the look arrive during it."""
     policy = AdaptiveDepth(2, 1, Prior(), RoundCosts([1.0, 1.1, 5.0]))
     while (looked_at := policy.plan(100).k) == 1:
         policy.learn(1, 1, 100, 1.1)

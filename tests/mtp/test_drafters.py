@@ -233,7 +233,7 @@ def test_overlap_decides_only_whether_drafting_waits(monkeypatch: pytest.MonkeyP
 
 
 def test_a_head_that_is_handed_over_behind_drafts_holds_committed_rows_only() -> None:
-    """A round's drafts are under way where its answer leaves for a batch."""
+    """An answer may join a batch after the drafts of its next round were issued."""
     drafter, another = Watched(greedy(), 3), Watched(greedy(), 3)
     drafter.observe(hidden_at(0, 1), as_row([2]))
     drafts = as_ids(drafter.draft(3, 2).tokens)

@@ -84,7 +84,7 @@ def test_rates_are_over_the_prompt_and_over_the_tokens_after_the_first() -> None
 
 
 def test_the_prompts_rate_is_of_the_tokens_that_were_read() -> None:
-    """Rows from the prefix cache take no time."""
+    """Tokens from the prefix cache are not part of the rate."""
     got = collected([FIRST], cached=8)
     assert (got.cached_tokens, got.prompt_tps) == (8, 2 / 0.5)
 
