@@ -1,4 +1,4 @@
-"""A window in a batch holds, row by row and place by place, what it holds alone."""
+"""Caches in a batch hold, row by row and place by place, what they hold alone."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -9,9 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
-from exo_node.mtp.batch_caches import BatchRotatingKVCache, Positions, batched
+from exo_node.mtp.batch_caches import (
+    BatchQuantizedKVCache,
+    BatchRotatingKVCache,
+    BatchTapedCache,
+    Positions,
+    batched,
+)
+from exo_node.mtp.rollback import TapedCache
 
 SIZE = 8
 BEHIND = [(3,), (8,), (7, 1), (5, 1, 1, 1, 1), (20,), (20, 1, 1, 1), (30, 5)]
@@ -78,3 +85,39 @@ def test_a_window_takes_one_row_at_a_time() -> None:
     together = stepped(windows(), 1, SIZE)
     with pytest.raises(ValueError, match="one row at a time"):
         _ = together.update_and_fetch(*rows(2, 0))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_quantised_cache_that_leaves_takes_rows_in_groups_of_its_own_size(group: int) -> None:
+    def row(seed: int) -> mx.array:
+        return mx.random.normal((1, 2, 1, 64), key=mx.random.key(seed))
+
+    alone: list[Any] = [QuantizedKVCache(group, 4) for _ in range(2)]
+    for number, cache in enumerate(alone):
+        _ = cache.update_and_fetch(row(number), row(number + 7))
+    positions = Positions([1, 1])
+    (together,) = batched([[cache] for cache in copy.deepcopy(alone)], positions)
+    assert isinstance(together, BatchQuantizedKVCache)
+    both = mx.concatenate([row(20), row(21)])
+    _ = together.update_and_fetch(both, both)
+    positions.moved([1, 1])
+    for number, cache in enumerate(alone):
+        _ = cache.update_and_fetch(row(20 + number), row(20 + number))
+        left: Any = together.of(number)
+        wanted, got = (each.update_and_fetch(row(30), row(31)) for each in (cache, left))
+        for mine, theirs in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), strict=True):
+            assert mx.array_equal(mine, theirs).item()
+
+
+def test_a_recurrent_state_that_leaves_takes_back_its_own_last_row() -> None:
+    before = [mx.random.normal((3, 2, 4), key=mx.random.key(i)) for i in (0, 1)]
+    together = BatchTapedCache(TapedCache(2))
+    together.cache = [state + 1 for state in before]
+    together.record(1, lambda _: [*before])
+    for place in range(3):
+        left = together.of(place)
+        assert isinstance(left, TapedCache)
+        together.lend_tape(left, place)
+        left.rollback(1)
+        for mine, wanted in zip(left.cache, before, strict=True):
+            assert mine is not None and mx.array_equal(mine, wanted[place : place + 1]).item()

@@ -67,6 +67,15 @@ def test_costs_that_change_change_the_choice() -> None:
         assert max(set(late), key=late.count) == best
 
 
+@pytest.mark.parametrize("quicker", [0, 2])
+def test_a_neighbour_on_either_side_that_became_quicker_is_chosen(quicker: int) -> None:
+    """Rounds at the chosen K take as long as before, so only a look can show it."""
+    depth, wishes, seconds = BatchDepth(), [Wish(2, SURE)] * 8, [1.0, 1.0, 1.9]
+    assert settled_in(depth, wishes, seconds.__getitem__, LOOK_EVERY) == 1
+    seconds[quicker] = 0.3
+    assert settled_in(depth, wishes, seconds.__getitem__, 6 * LOOK_EVERY) == quicker
+
+
 def test_a_request_with_a_k_of_its_own_gets_it() -> None:
     wishes = [Wish(3, None), Wish(3, POOR), Wish(0, None)]
     assert set(settled(wishes, lambda k: 1 + 9 * k)) == {3}

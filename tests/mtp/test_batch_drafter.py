@@ -72,13 +72,22 @@ class Scene:
 
     def joining(self) -> Answer:
         """One that read a prompt alone, which its head did not."""
-        made = self.head, FAMILY.embed, FAMILY.logits, Sampler(Sampling(), 0), 3
-        answer = Answer(NativeDrafter(*made, overlap=True, patience=lambda: self.patience))
+        answer = Answer(self._drafter())
         for rows in (self.draw.randrange(1, 90), 1):
             hidden, tokens = answer.rows(self.draw, rows)
             answer.drafter.observe(hidden, tokens)
             answer.commits(hidden, tokens)
         return answer
+
+    def _drafter(self) -> NativeDrafter:
+        made = self.head, FAMILY.embed, FAMILY.logits, Sampler(Sampling(), 0), 3
+        return NativeDrafter(*made, overlap=True, patience=lambda: self.patience)
+
+    def separate(self, answer: Answer) -> NativeDrafter:
+        """A drafter outside the batch that has observed all rows of the answer."""
+        drafter = self._drafter()
+        drafter.observe(mx.concatenate(answer.hidden, axis=1), as_row(answer.following))
+        return drafter
 
     def round(self, k: int) -> None:
         """As `Batch` has them: k drafts, then a verify of which some rows are kept."""
@@ -168,6 +177,19 @@ def test_one_that_leaves_takes_its_rows_along_awake_or_not() -> None:
         scene.batch.change([0, 2], [])
         del scene.answers[1]
         scene.round(2)
+
+
+def test_a_request_that_moves_to_anothers_place_drafts_behind_its_own_rows() -> None:
+    scene = Scene(8)
+    scene.round(2)
+    scene.batch.change(order_of([1, 2]), [])
+    scene.answers = [scene.answers[2], scene.answers[1]]
+    places = [len(answer.following) for answer in scene.answers]
+    samplers = [Sampler(Sampling(), 0) for _ in scene.answers]
+    drafts = scene.batch.draft(3, [3, 3], samplers, places).tokens
+    alone = [scene.separate(answer).draft(3, 0).tokens for answer in scene.answers]
+    assert [as_ids(row) for row in drafts] == [as_ids(row) for row in alone]
+    assert as_ids(alone[0]) != as_ids(alone[1])
 
 
 def test_what_waits_is_bounded_and_read_in_passes_that_are_no_longer(

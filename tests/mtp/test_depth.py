@@ -8,6 +8,7 @@ import pytest
 from exo_node.mtp.costs import ENOUGH, RECENT, RoundCosts, bucket_of
 from exo_node.mtp.depth import (
     LONGEST_STRETCH,
+    LOOK_ROUNDS,
     AdaptiveDepth,
     FixedDepth,
     Plan,
@@ -104,6 +105,21 @@ def test_where_drafting_loses_it_parks_and_looks_ever_more_seldom() -> None:
     _, by_depth = machine.answer(policy, 2000)
     assert by_depth[0] > 0.97 * sum(by_depth)
     assert sum(by_depth[1:]) > 0
+
+
+def test_a_look_ends_after_rounds_of_its_own_depth_only() -> None:
+    """Results of rounds that began before the look arrive during it."""
+    policy = AdaptiveDepth(2, 1, Prior(), RoundCosts([1.0, 1.1, 5.0]))
+    while (looked_at := policy.plan(100).k) == 1:
+        policy.learn(1, 1, 100, 1.1)
+    assert looked_at == 2
+    for _ in range(LOOK_ROUNDS):
+        policy.learn(1, 1, 100, 1.1)
+        assert policy.plan(100).k == 2
+    for _ in range(LOOK_ROUNDS):
+        assert policy.plan(100).k == 2
+        policy.learn(2, 2, 100, 5.0)
+    assert policy.plan(100).k == 1
 
 
 def test_a_parked_drafter_returns_when_the_text_becomes_predictable() -> None:

@@ -232,6 +232,17 @@ def test_overlap_decides_only_whether_drafting_waits(monkeypatch: pytest.MonkeyP
     assert texts[0] == texts[1]
 
 
+def test_a_head_that_is_handed_over_behind_drafts_holds_committed_rows_only() -> None:
+    """An answer may join a batch after the drafts of its next round were issued."""
+    drafter, another = Watched(greedy(), 3), Watched(greedy(), 3)
+    drafter.observe(hidden_at(0, 1), as_row([2]))
+    drafts = as_ids(drafter.draft(3, 2).tokens)
+    state = drafter.hand_over()
+    assert state.rows == state.cache.offset == 1 and drafter.arrays() == []
+    another.take_up(state, ())
+    assert as_ids(another.draft(3, 2).tokens) == drafts
+
+
 def test_what_a_request_holds_is_listed() -> None:
     drafter = Watched(greedy(), 2)
     assert drafter.arrays() == []

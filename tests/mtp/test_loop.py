@@ -204,6 +204,23 @@ def test_a_round_logged_ahead_of_the_token_replays_without_overlap() -> None:
         assert rest.verifier.ids == whole.verifier.ids
 
 
+@pytest.mark.parametrize("parked", [False, True])
+def test_an_answer_whose_head_was_parked_in_a_batch_comes_back_without_it(parked: bool) -> None:
+    chooser, away = Sampler(Sampling(), 0), True
+    drafter = TableDrafter(DRAFTS["half"], chooser, 2)
+    parts = TableVerifier(TARGET), drafter, chooser, EndAt()
+    generation = Generation(Task(PROMPT, BUDGET, 256), *parts, leaves=lambda: away)
+    first = [step.tokens for step in generation.steps() if isinstance(step, Round)]
+    assert len(first) == 1 and generation.token is not None
+    away = False
+    if parked:
+        generation.answer.parked_at = len(PROMPT) + 1
+    generation.come_back(drafter, generation.token)
+    rounds = [step for step in generation.steps() if isinstance(step, Round)]
+    assert first[0] + tuple(id_ for r in rounds for id_ in r.tokens) == greedy_ids()
+    assert bool(drafter.asked) is any(r.drafted for r in rounds) is not parked
+
+
 @pytest.mark.parametrize("k", [0, 2])
 def test_waits_reach_the_driver_one_for_each_forward(k: int) -> None:
     told = drafted(k, waits=True, prefill_chunk=2)

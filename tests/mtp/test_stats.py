@@ -19,6 +19,7 @@ def collected(
     to_first: float = 0.5,
     each: float = 0.25,
     sampling: Sampling | None = None,
+    cached: int = 0,
 ) -> GenerationStats:
     """Stats of a 10-token prompt: the first round after `to_first` seconds, then one per `each`."""
     clock = Clock()
@@ -34,6 +35,7 @@ def collected(
         policy="fixed" if k else "none",
         k=k,
         reason="" if k else "because",
+        cached=cached,
     )
 
 
@@ -79,6 +81,12 @@ def test_rates_are_over_the_prompt_and_over_the_tokens_after_the_first() -> None
     assert got.time_to_first_token_s == 0.5
     assert got.prompt_tps == 10 / 0.5
     assert got.generation_tps == 8 / 0.75
+
+
+def test_the_prompts_rate_is_of_the_tokens_that_were_read() -> None:
+    """Tokens from the prefix cache are not part of the rate."""
+    got = collected([FIRST], cached=8)
+    assert (got.cached_tokens, got.prompt_tps) == (8, 2 / 0.5)
 
 
 def test_without_time_there_is_no_rate() -> None:

@@ -304,6 +304,13 @@ def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
     assert chosen.reason.startswith("slower over the model's layers")
 
 
+def test_kernels_that_run_are_named_once_and_refused_ones_not_at_all() -> None:
+    shapes = [("product", True), ("attention", True), ("product", True), ("traced", False)]
+    choices = [trial.Choice(kernel, "x", 1, used, "") for kernel, used in shapes]
+    assert kernel_choice.used(choices) == ("attention", "product")
+    assert kernel_choice.used(choices[3:]) == ()
+
+
 @pytest.mark.parametrize("rows", [2, 4, 16])
 def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) -> None:
     layer: Any = model.language_model.model.layers[3].self_attn

@@ -28,7 +28,10 @@ def close(got: mx.array, wanted: Any) -> bool:
     return bool(mx.allclose(got, mx.array(wanted), rtol=0, atol=ATOL).item())
 
 
-@pytest.mark.parametrize(("name", "fed"), CASES)
+@pytest.mark.parametrize(
+    ("name", "fed"),
+    [pytest.param(*case, marks=pytest.mark.smoke if case[0] in NEXTN else ()) for case in CASES],
+)
 def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: HiddenKind) -> None:
     it = opened(name, fed)
     for prompt, answer in zip(it.prompts, it.expected, strict=True):
@@ -97,7 +100,12 @@ def quantised_stage(name: Name, folder: Path) -> StageModel:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_next", *NEXTN, *(f"{n} 4 bits" for n in ("qwen3_next", *NEXTN))]
+    scope="module",
+    params=[
+        "qwen3_next",
+        pytest.param("deepseek_v3", marks=pytest.mark.smoke),
+        *("glm4_moe", "qwen3_next 4 bits", "deepseek_v3 4 bits", "glm4_moe 4 bits"),
+    ],
 )
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
     name, _, bits = request.param.partition(" ")
