@@ -239,9 +239,9 @@ def test_tokens_of_shared_steps_are_counted() -> None:
 def test_an_answer_counts_as_running_once_however_many_attempts_it_takes() -> None:
     metrics = Metrics(Totals(), Clock())
 
-    def flow() -> list[float | None]:
-        samples = sampled(metrics.render(STATE))
-        return [of_demo(samples, f"vllm:num_requests_{name}") for name in ("waiting", "running")]
+    def flow() -> list[float]:
+        samples, names = sampled(metrics.render(STATE)), ("waiting", "running")
+        return [of_demo(samples, f"vllm:num_requests_{name}") or 0 for name in names]
 
     with metrics.answer(DEMO) as meter:
         assert flow() == [1, 0]
