@@ -111,6 +111,7 @@ def test_a_load_that_gets_on_has_all_the_time_it_needs() -> None:
         assert watch.tick(1.0) == ""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("size", "patience"), [(0, 50), (100 * SLOWEST_BYTES_S, 150)])
 def test_a_load_that_stands_still_is_given_up_later_the_larger_it_is(
     size: int, patience: int

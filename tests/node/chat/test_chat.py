@@ -27,7 +27,7 @@ from exo_node.node.placements.placements import Placements
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.drafting import DraftPolicy
 from exo_node.placement.errors import InvalidRequest, ModelNotFound, PeerLost, StateLost
-from exo_node.placement.ids import ModelId, PlacementId, RequestId
+from exo_node.placement.ids import ModelId, NodeId, PlacementId, RequestId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.generator_wire import stats_to_wire
 
@@ -196,6 +196,39 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
+
+
+class NotedHead(OneHead):
+    """Keeps what it is asked, as it is when it is asked."""
+
+    def __init__(self, placements: Placements, facts: FakeFacts) -> None:
+        super().__init__(placements, facts)
+        self.asked: list[pb.AcquireRequest] = []
+
+    def acquire(
+        self, head: NodeId, asked: pb.AcquireRequest
+    ) -> AsyncGenerator[pb.AcquireEvent, None]:
+        self.asked.append(pb.AcquireRequest.FromString(asked.SerializeToString()))
+        return super().acquire(head, asked)
+
+
+@pytest.mark.parametrize("fault", [LOST, StateLost("rows from 0 on are lacking")])
+async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is_lost(
+    fault: PeerLost,
+) -> None:
+    facts, totals = FakeFacts(True), Totals()
+    attempts = Attempts(scripts=[([STARTED, spoken("a", 1)], fault), ([STARTED, ENDED], None)])
+    placements = Placements(FakeStages(), facts, LOCAL.placements)
+    head = NotedHead(placements, facts)
+    chat = ChatService(head, attempts, totals, Metrics(totals), LOCAL.chat)
+    async with aclosing(chat.stream(REQUEST)) as stream:
+        assert isinstance([event async for event in stream][-1], Finished)
+    [_, again] = head.asked
+    [record] = placements.records
+    assert again.resumes.why == fault.message
+    assert again.resumes.broken == (record.id if fault is LOST else "")
+    assert record.activity.requests == 0
+    await placements.close()
 
 
 def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everything() -> None:

@@ -236,6 +236,22 @@ def test_tokens_of_shared_steps_are_counted() -> None:
     assert of_demo(sampled(metrics.render(STATE)), "exo_node_batched_tokens_total") == 7
 
 
+def test_an_answer_counts_as_running_once_however_many_attempts_it_takes() -> None:
+    metrics = Metrics(Totals(), Clock())
+
+    def flow() -> list[float]:
+        samples, names = sampled(metrics.render(STATE)), ("waiting", "running")
+        return [of_demo(samples, f"vllm:num_requests_{name}") or 0 for name in names]
+
+    with metrics.answer(DEMO) as meter:
+        assert flow() == [1, 0]
+        for _ in range(3):
+            meter.running()
+            assert flow() == [0, 1]
+        meter.saw(finished(1))
+    assert flow() == [0, 0]
+
+
 def test_numbers_that_are_not_finite_are_counted() -> None:
     totals = Totals()
     metrics = Metrics(totals, Clock())

@@ -1,14 +1,17 @@
 """What was asked of a placement outlives the head that was asked."""
 
+from dataclasses import replace
+
 import pytest
 
 from exo_node.node.cluster.desired import DesiredPlacement, DesiredPlacements
+from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
 DEMO, OTHER = ModelId("demo"), ModelId("other")
-A, B = NodeId("a" * 20), NodeId("b" * 20)
+A, B, C = (NodeId(letter * 20) for letter in "abc")
 
 ASKED = [
     DesiredPlacement(),
@@ -35,6 +38,20 @@ def test_a_node_that_becomes_the_head_knows_what_the_old_one_was_asked(
     known = heard(head).of(DEMO)
     assert (known.options, known.spares) == (wish.options, wish.spares)
     assert known.flexible, "the old head is gone: as many nodes as before may not be there"
+
+
+@pytest.mark.parametrize(
+    "pinned", [PlanOptions(nodes=(A, B)), PlanOptions(layers=((A, 5), (B, 11)))]
+)
+@pytest.mark.parametrize("live", [(A, B, C), (A, C), (C,)])
+@pytest.mark.parametrize("flexible", [True, False])
+def test_pinned_nodes_are_kept_while_all_of_them_are_live(
+    pinned: PlanOptions, live: tuple[NodeId, ...], flexible: bool
+) -> None:
+    view = ClusterView(tuple(NodeFacts(node, node[0], 10**10, 1e11) for node in live))
+    kept = DesiredPlacement(pinned, flexible=flexible).within(view)
+    free = replace(pinned, nodes=(), layers=())
+    assert kept == (pinned if {A, B} <= {*live} or not flexible else free)
 
 
 def test_what_nobody_asked_for_is_left_to_the_planner() -> None:

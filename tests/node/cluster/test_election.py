@@ -15,7 +15,14 @@ from hypothesis.stateful import (
 )
 from simulated import Disk, Simulated, VolatileDisk
 
-from exo_node.node.cluster.election import Claimed, Election, HeadChanged, LeaderClaim, Tick
+from exo_node.node.cluster.election import (
+    Claimed,
+    Election,
+    HeadChanged,
+    HeadLost,
+    LeaderClaim,
+    Tick,
+)
 from exo_node.node.cluster.membership import Died
 from exo_node.node.machine.timing import LAN
 from exo_node.placement.ids import NodeId, Term
@@ -346,6 +353,19 @@ def test_a_term_is_stored_before_anybody_can_hear_of_it() -> None:
     foreign = Claimed(NodeId("a"), LeaderClaim(Term(20), NodeId("a"), followers=3))
     _ = election.apply(foreign, (NodeId("a"),), 1.0)
     assert (election.head, seen[-1]) == ("a", (20, 8))
+
+
+def test_a_head_that_was_stopped_beyond_its_lease_listens_before_it_leads_again() -> None:
+    node, other, timing = NodeId("a"), NodeId("b"), LAN.cluster
+    election = Election(node, Disk(), 0.0, timing, wait_s=0.0)
+    _ = election.apply(Tick(), (), 0.0)
+    assert election.head == node
+    woken = timing.lease_s + 1
+    assert election.apply(Tick(), (other,), woken) == (HeadLost(node, Term(1)),)
+    heard = woken + timing.waking_s / 2
+    assert election.apply(Tick(), (other,), heard) == ()
+    successor = Claimed(other, LeaderClaim(Term(2), other))
+    assert election.apply(successor, (other,), heard) == (HeadChanged(other, Term(2), node),)
 
 
 # ------------------------------------------------------------------------- any story

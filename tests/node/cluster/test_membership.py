@@ -236,6 +236,18 @@ SCENARIOS = {
         2.9 refused a      ->
         3.0 heard a        ->
         """,
+    "refusals before a heartbeat do not count after it": """
+        0.0 heard a        -> joined a
+        0.5 refused a      ->
+        0.8 refused a      ->
+        1.0 heard a        ->
+        2.1 tick           ->
+        2.4 tick           ->
+        2.6 tick           -> suspected a
+        3.4 tick           ->
+        4.4 tick           ->
+        4.6 tick           -> died a
+        """,
     "nor one that another node hears": """
         0.0 heard a/1      -> joined a
         0.0 heard b        -> joined b

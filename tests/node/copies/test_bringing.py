@@ -90,6 +90,20 @@ def test_a_stage_is_given_its_own_files_and_the_headers_of_the_others(tmp_path: 
     asyncio.run(run())
 
 
+def test_loads_of_one_model_at_the_same_time_copy_it_once(tmp_path: Path) -> None:
+    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    read = watch(one)
+
+    async def run() -> None:
+        async with giving(one) as source, taking(two, source) as bringing:
+            first, second = await asyncio.gather(*(bringing.bring(WHOLE, silent) for _ in range(2)))
+            assert first == second
+
+    asyncio.run(run())
+    assert len(read[0].reads) == len(set(read[0].reads)) > 0
+    assert two.told("copied") == [f"{MODEL} was copied from one"]
+
+
 def test_a_copy_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     read = watch(one)

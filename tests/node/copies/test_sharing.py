@@ -70,10 +70,12 @@ def test_a_hostile_request_is_refused(
         _ = shared.open(request_)
 
 
+@pytest.mark.parametrize("outside", ["..", f"models/{MODEL}-private"])
 def test_a_link_out_of_the_folder_is_not_given(
-    shared: SharedModels, folder: Path, tmp_path: Path
+    shared: SharedModels, folder: Path, tmp_path: Path, outside: str
 ) -> None:
-    secret = tmp_path / "secret.json"
+    secret = tmp_path / outside / "secret.json"
+    secret.parent.mkdir(exist_ok=True)
     _ = secret.write_text("{}")
     (folder / "added.json").symlink_to(secret)
     with pytest.raises(InvalidRequest, match=r"added\.json of .* is a link out"):

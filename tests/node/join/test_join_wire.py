@@ -11,6 +11,7 @@ from joiners import Impostor, Joiner, asks, joiner, run, until
 
 from exo_node.node.cluster.member_facts import MemberFacts
 from exo_node.node.join import joining
+from exo_node.node.join import rekey as join_rekey
 from exo_node.node.join import wire as join_wire
 from exo_node.node.join.approver import Approver
 from exo_node.node.join.asker import Asker
@@ -19,12 +20,14 @@ from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
 from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
 from exo_node.node.join.wire import JoinConnection, Refused
+from exo_node.node.machine.timing import JoinTiming
 from exo_node.node.trust import certificates
 from exo_node.node.trust.cluster_key import NEXT_FILE
 from exo_node.node.trust.keys import ClusterKey, parse_cluster_key
 from exo_node.placement.errors import (
     DigitsDiffer,
     ExoNodeError,
+    InvalidRequest,
     JoinRequestNotFound,
     PeerLost,
 )
@@ -171,6 +174,39 @@ def test_a_new_key_is_recorded_before_the_first_node_gets_it(
             old.company.addresses[other.id] = "127.0.0.1:9"
             _ = await rekeying._change([other])  # pyright: ignore[reportPrivateUsage]
             assert planned == [old.key_on_disk] and not (old.folder.data_dir / NEXT_FILE).exists()
+
+    run(scenario)
+
+
+def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is to be locked out has the old cluster key, and its own node key."""
+
+    async def scenario() -> None:
+        async with joiner("old", fresh=False) as old:
+            lost = Impostor()
+            lost.key = old.key
+            heard: list[pb.JoinRekey] = []
+
+            async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
+                while True:
+                    heard.append((await line.receive("rekey")).rekey)
+                    await line.send(pb.JoinFrame(stored=pb.JoinStored()))
+
+            async with lost.listening(attend) as address:
+
+                async def hint(control: str, timing: JoinTiming) -> certificates.JoinHint:
+                    return certificates.JoinHint("", int(address.split(":")[1]))
+
+                monkeypatch.setattr(join_rekey, "ask_for_hint", hint)
+                member = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
+                old.company.here = [member]
+                old.company.addresses[member.id] = "127.0.0.1:9"
+                refusal = f"nothing was changed.* is {lost.identity.node} and not {member.id}"
+                with pytest.raises(InvalidRequest, match=refusal):
+                    _ = await old.joining.rekeying.send([])
+            assert heard == [] and old.joined is None and old.key_on_disk == old.key
 
     run(scenario)
 

@@ -136,6 +136,16 @@ def test_turns_go_round_the_clients_and_within_one_in_its_order() -> None:
     assert "".join(order) == "baba"
 
 
+def test_requests_that_wait_take_no_turn_from_their_client() -> None:
+    turns = Turns(running=2, waiting=20, spare=0)
+    asked_for = [turns.enter(client=client) for client in "aaabbbb"]
+    for turn in asked_for:
+        turns.ask(turn)
+    assert [turn.client for turn in asked_for if turn.runs] == ["a", "a"]
+    turns.leave(asked_for[0])
+    assert asked_for[3].runs, "none of the four answers of 'b' runs, and one of 'a' does"
+
+
 def test_a_queue_that_one_client_fills_has_places_for_another() -> None:
     turns = Turns(running=1, waiting=1)
     for _ in range(2):
@@ -299,6 +309,28 @@ async def test_a_held_placement_is_claimed_again_at_the_next_head() -> None:
     assert heads.closed == 2
 
 
+async def test_a_renewed_claim_gives_up_its_place_when_its_answer_ends() -> None:
+    async with leading(FakeStages()) as (claims, placements):
+        record = await placements.place(DEMO, PlanOptions())
+        for _ in range(MAX_RUNNING + MAX_WAITING):
+            renewed = asked()
+            renewed.holding = record.id
+            events = claims.acquire(renewed)
+            _ = await placed(events)
+            await events.aclose()
+        assert (await placed(claims.acquire(asked()))).placement == record.id
+
+
+async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None:
+    heads = TwoHeads([])
+    claim = Claim(heads, REQUEST, LOCAL.chat)
+    _ = await acquired(claim)
+    _ = await acquired(claim, pb.Resumption(why="gone", attempt=2, broken="p"))
+    assert (len(heads.asked), heads.closed) == (2, 1)
+    await claim.close()
+    assert heads.closed == 2
+
+
 async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
     heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
     claim = Claim(heads, REQUEST, LOCAL.chat)
@@ -382,6 +414,17 @@ async def test_a_stage_that_was_lost_with_the_head_is_restored_by_the_next_one()
         while (adopted.endpoints[1].node, 1) not in stages.up or adopted.status != "ready":
             await asyncio.sleep(0)
     await new.close()
+
+
+async def test_a_placement_that_is_being_restored_is_handed_over_and_a_failed_one_is_not() -> None:
+    stages = Cluster()
+    placements = Placements(stages, stages, LOCAL.placements)
+    record = await placements.place(DEMO, PlanOptions())
+    record.load.lose("a stage is gone")
+    assert [each.placement for each in over_the_wire([record])] == [record.id]
+    record.load.fail("no node has room")
+    assert over_the_wire([record]) == []
+    await placements.close()
 
 
 @pytest.mark.parametrize("first", [1, 4])

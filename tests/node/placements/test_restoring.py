@@ -592,14 +592,18 @@ async def test_a_stage_that_no_other_node_can_hold_stays_where_it_is() -> None:
         assert (record.status, record.stages[0].node) == ("ready", node)
 
 
-async def test_a_spare_that_could_not_be_loaded_is_tried_again() -> None:
-    async with playing(replace(AT_ONCE, refill_every_s=0.0)) as (cluster, placements, _):
+@pytest.mark.parametrize(("nodes", "options"), [([A, B, C, D], THREE), ([A, D], ONE)])
+async def test_a_spare_that_could_not_be_loaded_is_tried_again(
+    nodes: list[NodeId], options: PlanOptions
+) -> None:
+    timing = replace(AT_ONCE, refill_every_s=0.0)
+    async with playing(timing, nodes=nodes) as (cluster, placements, _):
         cluster.broken = {D}
-        record = await placements.place(DEMO, THREE, spares=1)
+        record = await placements.place(DEMO, options, spares=1)
         await until(lambda: [spare.status for spare in record.spares] == ["failed"])
         cluster.broken = set()
         placements.tend()
-        await until(lambda: [s.status for s in record.spares] == ["ready"] * 3)
+        await until(lambda: [s.status for s in record.spares] == ["ready"] * len(record.stages))
         assert record.spares_missing == ""
         cluster.calls.clear()
         placements.tend()

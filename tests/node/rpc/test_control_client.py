@@ -10,7 +10,7 @@ import pytest
 
 from exo_node.node.placements.placements import Endpoint
 from exo_node.node.rpc import control_server
-from exo_node.node.rpc.channels import Channels, stream
+from exo_node.node.rpc.channels import CALL_TIMEOUT_S, Channels, stream
 from exo_node.node.runners.runner_client import RunnerClient
 from exo_node.node.trust.certificates import (
     node_credentials,
@@ -18,7 +18,7 @@ from exo_node.node.trust.certificates import (
     server_credentials,
 )
 from exo_node.node.trust.keys import load_or_create_cluster_key, load_or_create_identity
-from exo_node.placement.errors import PeerLost
+from exo_node.placement.errors import ExoNodeError, HeadGone, PeerLost, QueueFull
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
@@ -29,8 +29,11 @@ class _Silent(peer_pb2_grpc.RunnerServicer):
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
+        self.deadlines_s: list[float] = []
+        """The seconds that each ping had left when it came."""
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.RunnerState:
+        self.deadlines_s.append(context.time_remaining())
         self.heard.set()
         _ = await asyncio.Event().wait()
         raise AssertionError("unreachable")
@@ -105,6 +108,8 @@ async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_pat
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
     pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
     _ = await asyncio.wait_for(silent.heard.wait(), 30)
+    [deadline_s] = silent.deadlines_s
+    assert CALL_TIMEOUT_S < deadline_s <= 60, "a ping has the time that its caller gives it"
     await client.forget(endpoint)
     with pytest.raises(PeerLost):
         _ = await pinging
@@ -161,3 +166,39 @@ async def test_a_read_in_flight_ends_with_its_call_and_is_not_given_up() -> None
     _ = await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled() and not call.given_up
     await events.aclose()
+
+
+class _Failed:
+    """A server stream that ends with this status before its first message."""
+
+    def __init__(self, details: str, code: str = "") -> None:
+        self._fault = grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.aio.Metadata(),
+            grpc.aio.Metadata(("exo-code", code)) if code else grpc.aio.Metadata(),
+            details=details,
+        )
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        raise self._fault
+        yield 0
+
+    def cancel(self) -> None:
+        """It is over."""
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        (_Failed("Socket closed"), HeadGone),
+        (_Failed("failed to connect: Connection refused (111)"), HeadGone),
+        (_Failed("stage 1 is gone", "peer_lost"), PeerLost),
+        (_Failed("the queue is full", "queue_full"), QueueFull),
+    ],
+)
+async def test_a_head_whose_process_ended_is_a_lost_head_and_its_own_errors_stay(
+    call: _Failed, fault: type[ExoNodeError]
+) -> None:
+    with pytest.raises(fault) as raised:
+        _ = [message async for message in stream(call, "the head", lost=HeadGone)]
+    assert type(raised.value) is fault

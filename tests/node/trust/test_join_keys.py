@@ -50,6 +50,16 @@ def test_a_rekey_that_was_cut_off_is_finished_at_the_next_start(
     assert folder.finish_rekey() is None, "another key was taken meanwhile"
 
 
+def test_a_rekey_that_was_cut_off_is_not_finished_after_a_leave(tmp_path: Path) -> None:
+    folder = KeyFolder(tmp_path)
+    _ = folder.load()
+    folder.plan_rekey(OTHER)
+    _ = folder.leave()
+    own = folder.load()
+    assert folder.finish_rekey() is None
+    assert folder.load() == own != OTHER
+
+
 def test_a_key_that_was_put_there_is_not_fresh(tmp_path: Path) -> None:
     _ = (tmp_path / "cluster.key").write_text(OTHER.text)
     assert KeyFolder(tmp_path).load() == OTHER

@@ -91,10 +91,11 @@ def test_later_starts_read_the_same_key_and_two_nodes_have_two(tmp_path: Path) -
     assert load_or_create_cluster_key(tmp_path / "b") != first
 
 
-def test_a_key_file_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [0o640, 0o604, 0o620, 0o644])
+def test_a_key_file_that_others_could_read_is_closed_to_them(tmp_path: Path, bits: int) -> None:
     path = tmp_path / "cluster.key"
     path.write_text(KEY)
-    path.chmod(0o644)
+    path.chmod(bits)
     assert load_or_create_cluster_key(tmp_path) == CLUSTER
     assert mode(path) == 0o600
 
