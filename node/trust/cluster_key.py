@@ -100,8 +100,9 @@ class KeyFolder:
         left = (*self.left(), cluster_fingerprint(old))[-_MAX_LEFT:]
         try:
             aside = self._keep_aside(old)
-            self._found(left)
+            # First: a planned key that outlived the old one would bring the node back at its start.
             (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
+            self._found(left)
         except OSError as fault:
             raise self._unusable(fault) from fault
         return aside

@@ -60,6 +60,23 @@ def test_a_rekey_that_was_cut_off_is_not_finished_after_a_leave(tmp_path: Path) 
     assert folder.load() == own != OTHER
 
 
+def test_a_leave_that_is_cut_off_leaves_no_planned_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next start brought the node back into the cluster that it had left."""
+    folder = KeyFolder(tmp_path)
+    _ = folder.load()
+    folder.plan_rekey(OTHER)
+
+    def cut_off(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder, "_found", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        _ = folder.leave()
+    assert KeyFolder(tmp_path).finish_rekey() is None
+
+
 def test_a_key_that_was_put_there_is_not_fresh(tmp_path: Path) -> None:
     _ = (tmp_path / "cluster.key").write_text(OTHER.text)
     assert KeyFolder(tmp_path).load() == OTHER
