@@ -68,10 +68,10 @@ def test_a_leave_that_is_cut_off_leaves_no_planned_key(
     _ = folder.load()
     folder.plan_rekey(OTHER)
 
-    def cut_off(_: object) -> None:
+    def cut_off(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder, "_found", cut_off)
+    monkeypatch.setattr(KeyFolder, "_found", cut_off)
     with pytest.raises(KeyboardInterrupt):
         _ = folder.leave()
     assert KeyFolder(tmp_path).finish_rekey() is None
