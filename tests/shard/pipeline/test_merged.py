@@ -217,7 +217,7 @@ def test_nobody_goes_on_with_rows_of_a_forward_that_failed(monkeypatch: pytest.M
     assert not merged.arrays()
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.smoke)])
 def test_numbers_that_are_none_end_their_own_answer_only(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
