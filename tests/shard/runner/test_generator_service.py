@@ -54,8 +54,8 @@ def streamed(
     limits = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
     prompts: Any = _Prompts()
     service = GeneratorService(limits, engine, compute, prompts)
-    common = {"placement": limits.placement, "request": "r", "attempt": 1, "sampling": sampling()}
-    request = pb.GenerateRequest(**(common | fields))
+    fields = {"sampling": sampling()} | fields
+    request = pb.GenerateRequest(placement=limits.placement, request="r", attempt=1, **fields)
 
     async def run() -> list[pb.GenerateEvent]:
         context: Any = None

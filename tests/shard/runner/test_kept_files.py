@@ -43,7 +43,7 @@ class Load:
 
     def keep(self) -> None:
         """The prompt's first turn."""
-        cache = KVCache()
+        cache: Any = KVCache()
         _ = cache.update_and_fetch(mx.ones((1, 1, MIN_ROWS, 8)), mx.ones((1, 1, MIN_ROWS, 8)))
         disk = self._disk()
         disk.keep(PROMPT, ENDS, MIN_ROWS, [cache], None, frozenset({END}))
