@@ -65,6 +65,20 @@ def test_counts_are_right_when_a_stop_string_ends_the_answer(engine: TextEngine)
     assert 0 < stats.accepted_draft_tokens <= stats.proposed_draft_tokens
 
 
+def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine) -> None:
+    def bytes_of(k: int) -> int:
+        """In the middle of an answer."""
+        steps = engine.generate(request(SMALL_PROMPT, k, 60, ignore_end=True))
+        deltas = (event for event in steps if isinstance(event, Delta))
+        _ = [next(deltas) for _ in range(3)]
+        held = engine.cache_bytes()
+        steps.close()
+        return held
+
+    assert bytes_of(2) > bytes_of(0) > 0
+    assert engine.cache_bytes() == 0
+
+
 def test_an_error_of_cache_repair_ends_the_answer(engine: TextEngine) -> None:
     """exo#2110 logged them and went on with the stale cache; here they end the answer."""
     steps = engine.generate(request(SMALL_PROMPT, 2, 60, ignore_end=True))

@@ -73,6 +73,7 @@ def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stage
     assert key_of([1, 2], 0, 2, alice) != key_of([odd, 1, 2], 0, 3)
 
 
+@pytest.mark.smoke
 def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:
     """Caches, the head's, and the hidden states that it is yet to read: bit for bit."""
     warm, alone = engine(), engine()

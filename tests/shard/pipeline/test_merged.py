@@ -54,12 +54,18 @@ class Split:
 
     def __init__(self, bounds: Sequence[int], sender: StateSender | None = None, **changes: Any):
         parts = _loaded(tuple(bounds))
+        self._parts = parts
         self.workers = [
             StageWorker(part.model, part.expected, time.monotonic, sender) for part in parts[1:]
         ]
         self.link = LosingLink(self.workers, [part.expected for part in parts[1:]])
         wanted = small_spec(num_stages=len(parts), end_layer=bounds[1], **changes)
         self.engine: TextEngine = engine_of(parts[0], wanted, self.link)
+
+    def replace(self, number: int) -> None:
+        """By a runner that knows nothing."""
+        part = self._parts[number + 1]
+        self.workers[number] = StageWorker(part.model, part.expected, time.monotonic)
 
     @property
     def cache_bytes(self) -> int:
@@ -87,6 +93,11 @@ def readers_of(count: int, **changes: Any) -> list[Reader]:
     ]
 
 
+def few_tokens(count: int) -> list[Reader]:
+    """Requests that come at once and take a few turns."""
+    return [Reader(request(prompt(i), 0, 6, ignore_end=True)) for i in range(count)]
+
+
 def batches(reader: Reader) -> set[int]:
     return {r.forward.batch for r in reader.rounds}
 
@@ -109,6 +120,18 @@ def test_answers_that_travel_together_are_those_that_they_are_alone(bounds: Sequ
     assert done is not None and done.batch_identity == "bitwise"
     assert done.stats.batching_reason == "" and done.stats.batched_tokens
     assert split.engine.live_requests == 0 and split.cache_bytes == 0
+
+
+@pytest.mark.smoke
+def test_whoever_is_cancelled_as_a_group_sets_out_the_others_end() -> None:
+    """One of them computes the group's rows, and the others wait for it."""
+    for turn in (9, 10, 11):
+        split, readers = Split((0, 2, LAYERS)), few_tokens(4)
+        readers[0].ends = turn
+        together(split.engine, readers)
+        assert 0 < len(readers[0].ids) < 6
+        assert [len(reader.ids) for reader in readers[1:]] == [6] * 3
+        assert split.engine.live_requests == 0 and split.cache_bytes == 0
 
 
 def test_fewer_than_two_for_each_stage_are_not_merged() -> None:
@@ -173,6 +196,17 @@ def test_a_loss_on_the_way_back_costs_no_answer_and_no_row() -> None:
 
 
 @pytest.mark.smoke
+def test_a_lost_stage_is_sent_the_rows_that_were_computed_together() -> None:
+    split, readers = Split((0, 2, LAYERS)), few_tokens(4)
+    split.link.lost_at = 5
+    together(split.engine, readers)
+    lost = [reader for reader in readers if reader.fault is not None]
+    assert len(lost) == 2 and max(len(reader.ids) for reader in lost) > 2
+    split.replace(0)
+    follow(split, lost)
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", [RuntimeError("[malloc] out of memory"), ValueError("shapes")])
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_fault_of_a_merged_forward_ends_no_answer(
@@ -217,7 +251,7 @@ def test_nobody_goes_on_with_rows_of_a_forward_that_failed(monkeypatch: pytest.M
     assert not merged.arrays()
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.smoke)])
 def test_numbers_that_are_none_end_their_own_answer_only(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,21 +304,29 @@ def test_a_spare_is_offered_the_rows_of_its_request_out_of_a_group() -> None:
         assert mx.array_equal(got, wanted).item()
 
 
-def test_what_a_stage_computes_otherwise_together_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    split, readers = Split((0, 2, LAYERS)), readers_of(4)
+@pytest.mark.parametrize(
+    "bounds", [(0, 2, LAYERS), pytest.param((0, 1, 3, LAYERS), marks=pytest.mark.smoke)]
+)
+def test_what_a_stage_computes_otherwise_together_is_said(
+    bounds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the stages behind it do not."""
+    stages = len(bounds) - 1
+    split, readers = Split(bounds), few_tokens(2 * stages)
     split.workers[0].probe()
     merged = split.workers[0]._merged  # pyright: ignore[reportPrivateUsage]
     assert merged.same and not merged.refused and not merged.arrays()
     hidden = StageModel.hidden
 
     def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        return hidden(model, tokens, *rest) * (1 + 1e-6 * (tokens.shape[0] > 1))
+        differs = model.first == bounds[1] and tokens.shape[0] > 1
+        return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
     split.workers[0].probe()
     assert not merged.same
     together(split.engine, readers)
-    assert [r.done.batch_identity for r in readers if r.done] == ["near_tie"] * 4
+    assert [r.done.batch_identity for r in readers if r.done] == ["near_tie"] * len(readers)
 
 
 @pytest.mark.parametrize("changes", [{"batching": False}, {"fixed_rows": 4}])

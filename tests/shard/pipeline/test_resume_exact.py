@@ -227,6 +227,7 @@ def test_what_is_too_long_to_keep_is_rebuilt_on_every_stage(
     assert pipeline.rest(log, 3, request="long", rebuild_all=True) == expected[12:]
 
 
+@pytest.mark.smoke
 def test_what_nobody_takes_up_is_freed_after_its_lease(pipeline: Pipeline) -> None:
     engine = pipeline.engine
     pipeline.lose(2, 8)

@@ -279,6 +279,23 @@ def test_an_answer_that_does_not_come_is_a_lost_peer(
     on_a_ring(play)
 
 
+def test_an_answer_behind_what_is_rebuilt_has_a_prompts_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of another request, sent later, is late by the deadline of decoding."""
+    monkeypatch.setattr(links, "DECODE_DEADLINE_S", 0.05)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        assert ring.send(block("resumed", reply=pb.REPLY_NONE)) is None
+        resumed, other = asked(ring, block("resumed")), asked(ring, block("other"))
+        assert isinstance(await fault_of(other), PeerLost)
+        assert not resumed.done()
+        ring.answer(block("resumed"))
+        assert isinstance(await fault_of(asked(ring, block("resumed"))), PeerLost)
+
+    on_a_ring(play)
+
+
 class Cache:
     """Stands for what a request holds in memory."""
 

@@ -123,6 +123,7 @@ def test_a_later_attempt_frees_the_earlier_ones_state_and_fences_it(stage: Stage
 def test_an_earlier_attempts_late_release_leaves_the_later_one_alone(stage: Stage) -> None:
     _ = stage.forward(0, 5, attempt=2)
     stage.worker.release("r1", 1)
+    assert refused(lambda: stage.forward(0, 5)) == "attempt"
     assert stage.worker.live_requests == 1
     assert stage.forward(5, 1, attempt=2) is not None
 

@@ -1,7 +1,7 @@
-"""How the generator's service prepares a request: its stop strings and its tokens."""
+"""The generator's service: what it asks the engine for, and what it streams of an answer."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from families_text import codec_of
 
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.types import Forward, Penalties, Round, Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread
+from exo_node.shard.engine.events import Delta, EngineEvent, Retold
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.request_limits import RequestLimits
 from exo_node.shard.model.stage_limits import StageLimits
@@ -20,6 +23,7 @@ from exo_node.shard.runner.generator_service import GeneratorService
 CODEC = codec_of("qwen")
 IDS = CODEC.encode_text("<think>\n")
 CONTEXT = 64
+VOCABULARY = 5000
 
 
 class _Prompts:
@@ -37,31 +41,48 @@ class _Compute:
         return SimpleNamespace(cancel=lambda: None, read=lambda: None)
 
 
-def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
-    """What the engine is asked for, and the first event."""
-    asked: list[EngineRequest] = []
+def streamed(
+    generate: Callable[[EngineRequest], Any], compute: Any, **fields: Any
+) -> list[pb.GenerateEvent]:
+    """The events of one request, with a stand-in for the engine."""
     engine: Any = SimpleNamespace(
-        limits=RequestLimits(CONTEXT, 5000),
+        limits=RequestLimits(CONTEXT, VOCABULARY),
         answer_format=CODEC.answer_format,
         token_bytes=CODEC.token_bytes,
-        generate=asked.append,
+        generate=generate,
     )
-    limits = StageLimits("p", 0, "float32", 8, 8, CONTEXT, 5000)
-    compute: Any = _Compute()
+    limits = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
     prompts: Any = _Prompts()
     service = GeneratorService(limits, engine, compute, prompts)
-    sampling = pb.Sampling(temperature=Sampling().temperature, top_p=1)
-    request = pb.GenerateRequest(
-        placement=limits.placement, request="r", attempt=1, sampling=sampling, **fields
-    )
+    fields = {"sampling": sampling()} | fields
+    request = pb.GenerateRequest(placement=limits.placement, request="r", attempt=1, **fields)
 
-    async def run() -> pb.Started:
+    async def run() -> list[pb.GenerateEvent]:
         context: Any = None
-        events = [event async for event in service.Generate(request, context)]
-        return events[0].started
+        async with asyncio.timeout(30):
+            return [event async for event in service.Generate(request, context)]
 
-    started = asyncio.run(run())
-    return asked[0], started
+    return asyncio.run(run())
+
+
+def sampling(**fields: Any) -> pb.Sampling:
+    return pb.Sampling(temperature=Sampling().temperature, top_p=1, **fields)
+
+
+def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
+    """The request that the engine gets, and the first event."""
+    asked: list[EngineRequest] = []
+    events = streamed(asked.append, _Compute(), **fields)
+    return asked[0], events[0].started
+
+
+def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEvent]:
+    """The events behind the first, where the engine gives these on a real compute thread."""
+    compute = ComputeThread()
+    try:
+        return streamed(lambda _: iter(events), compute, **fields)[1:]
+    finally:
+        compute.close()
 
 
 CHAT = {"messages": pb.Messages(json="[]")}
@@ -108,5 +129,36 @@ def test_a_members_sampling_that_means_nothing_is_refused_by_its_field(
 ) -> None:
     sampling = replace(Sampling(), **{field: value})
     with pytest.raises(InvalidRequest, match=f"{field} must be") as caught:
-        _ = RequestLimits(CONTEXT, 5000).checked(sampling)
+        _ = RequestLimits(CONTEXT, VOCABULARY).checked(sampling)
     assert caught.value.param == field
+
+
+def test_a_bias_on_the_first_id_beyond_the_vocabulary_is_refused() -> None:
+    def biased(token: int) -> Sampling:
+        return Sampling(penalties=Penalties(logit_bias=((7, 1.0), (token, 1.0))))
+
+    limits = RequestLimits(CONTEXT, VOCABULARY)
+    assert limits.checked(biased(VOCABULARY - 1)) == biased(VOCABULARY - 1)
+    with pytest.raises(InvalidRequest, match=f"names token {VOCABULARY}") as caught:
+        _ = limits.checked(biased(VOCABULARY))
+    assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("number", [None, 0, 3])
+def test_a_zero_is_another_thing_than_a_field_that_is_absent(number: int | None) -> None:
+    asked, _ = generated(**CHAT, top_logprobs=number, sampling=sampling(seed=number))
+    assert (asked.top_logprobs, asked.sampling.seed) == (number, number)
+
+
+def test_an_answer_of_any_length_comes_whole_to_a_reader_that_keeps_reading() -> None:
+    count = 2 * OUTBOX_LIMIT + 1
+    events = computed((Prefilled(done, count) for done in range(count)), **CHAT)
+    assert [event.prefill.done for event in events] == list(range(count))
+
+
+def test_a_resumed_answer_goes_on_in_the_part_that_it_was_in() -> None:
+    """The prompt opens the reasoning, which the attempt before has closed."""
+    new = Delta(Round((5,), 0, 0, Forward(9, 1, 1)), " there")
+    retold, delta = computed([Retold(1, 1, "Hm.</think>\n\nHello"), new], **CHAT)
+    assert (retold.rebuilt.done, retold.rebuilt.total) == (1, 1)
+    assert (delta.delta.text, list(delta.delta.pieces)) == (" there", [])

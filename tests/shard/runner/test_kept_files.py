@@ -1,0 +1,84 @@
+"""Files that outlive a runner, and the loads of a model that may use them."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.prefix_disk import MIN_ROWS
+from exo_node.shard.runner.kept_files import prefix_disk_of
+
+END = 7
+PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
+ENDS = [MIN_ROWS, len(PROMPT)]
+
+
+class Load:
+    """One load after the other of a checkpoint with one file of weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = folder / "model.safetensors"
+        _ = self.weights.write_bytes(b"weights")
+        self._folder = folder
+
+    def _disk(self, **changes: Any) -> Any:
+        fields: dict[str, Any] = {
+            "path": str(self._folder),
+            "prefix_folder": str(self._folder / "prefixes"),
+            "prefix_disk_bytes": 1 << 20,
+            "prefix_cache_bytes": 1 << 20,
+            "dtype": "float32",
+            "prefill_chunk": 512,
+        }
+        model = SimpleNamespace(make_caches=lambda: [KVCache()])
+        loaded: Any = SimpleNamespace(model=model, fingerprint="headers", kernels=())
+        disk = prefix_disk_of(pb.StageSpec(**(fields | changes)), loaded)
+        assert disk is not None
+        return disk
+
+    def keep(self) -> None:
+        """The prompt's first turn."""
+        cache: Any = KVCache()
+        _ = cache.update_and_fetch(mx.ones((1, 1, MIN_ROWS, 8)), mx.ones((1, 1, MIN_ROWS, 8)))
+        disk = self._disk()
+        disk.keep(PROMPT, ENDS, MIN_ROWS, [cache], None, frozenset({END}))
+        disk.settle()
+
+    def finds(self, **changes: Any) -> bool:
+        """Whether a later load with these changes has it."""
+        return self._disk(**changes).find(PROMPT, ENDS, 0, drafts=False) is not None
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    made = Load(tmp_path)
+    made.keep()
+    return made
+
+
+def test_the_same_weights_find_the_prefix(load: Load) -> None:
+    assert load.finds()
+
+
+def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
+    """By others of the same size, name and headers, whose fingerprint is the same."""
+    stat = load.weights.stat()
+    _ = load.weights.write_bytes(b"changed")
+    os.utime(load.weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000_000))
+    assert not load.finds()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"kv_bits": 8}, {"prefill_chunk": 256}, {"fixed_rows": 4}],
+    ids=str,
+)
+def test_what_decides_a_prefixes_bits_decides_whether_it_is_found(
+    changes: dict[str, Any], load: Load
+) -> None:
+    assert not load.finds(**changes)
