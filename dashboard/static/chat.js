@@ -11,7 +11,8 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm
 const PARTS = { Thread: () => import("./thread.js"), Options: () => import("./options.js") };
 
 export function Chat({ data, talk, refresh }) {
-  const models = data.models?.data;
+  // Reading the conversations replaces the one that is shown, and what was typed with it.
+  const models = talk.ready ? data.models?.data : undefined;
   const placements = data.placements?.data ?? [];
   const { current } = talk;
   const { options } = current;

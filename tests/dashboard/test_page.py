@@ -52,17 +52,71 @@ def test_the_first_load_is_small_and_chooses_a_model_that_runs(seen: Visit) -> N
     seen.shot("first")
 
 
+FULL_STORE = """async () => {
+  const { LIMIT } = await import("/static/store.js");
+  const request = indexedDB.open("exo-node");
+  await new Promise((resolve) => (request.onsuccess = resolve));
+  const transaction = request.result.transaction("conversations", "readwrite");
+  for (let number = 0; number < LIMIT; number++) {
+    const title = ["Eldest", "Second"][number] ?? "Later";
+    const one = { id: `old-${number}`, title, created: number, updated: number };
+    transaction.objectStore("conversations").put({ ...one, options: {}, leaf: null, messages: [] });
+  }
+  await new Promise((resolve) => (transaction.oncomplete = resolve));
+  request.result.close();
+}"""
+
+
 @pytest.mark.smoke
-def test_a_conversation_outlives_the_page(seen: Visit) -> None:
+def test_a_conversation_outlives_the_page_and_in_a_full_store_the_oldest_makes_room(
+    seen: Visit,
+) -> None:
     page = seen.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    _ = page.evaluate(FULL_STORE)
     say(seen, "Who are you?")
     over(seen)
     expect(answers(seen)).to_contain_text("héllo")
     page.reload()
     expect(answers(seen)).to_contain_text("héllo")
-    expect(page.locator("#conversations")).to_contain_text("Who are you?")
+    listed = page.locator("#conversations li")
+    expect(listed.first).to_contain_text("Who are you?")
+    search = page.get_by_label("Search conversations")
+    search.fill("Second")
+    expect(listed).to_have_count(1)
+    search.fill("Eldest")
+    expect(listed).to_have_count(0)
 
 
+SLOW_STORE = """
+const open = IDBFactory.prototype.open;
+const opened = new Promise((resolve) => (globalThis.openStore = resolve));
+IDBFactory.prototype.open = function (...given) {
+  const request = open.apply(this, given);
+  return {
+    get result() { return request.result; },
+    set onupgradeneeded(act) { request.onupgradeneeded = act; },
+    set onsuccess(act) { request.onsuccess = () => opened.then(act); },
+    set onerror(act) { request.onerror = act; },
+  };
+};
+"""
+
+
+def test_nothing_can_be_typed_before_the_conversations_are_read(seen: Visit) -> None:
+    """Reading them replaces the conversation on the page, and with it an earlier message."""
+    seen.page.add_init_script(SLOW_STORE)
+    page = seen.go()
+    expect(page.get_by_role("link", name="1 node")).to_be_visible()
+    box = page.get_by_label("Message")
+    expect(box).to_be_disabled()
+    _ = page.evaluate("globalThis.openStore()")
+    expect(box).to_be_enabled()
+    say(seen, "Who are you?")
+    expect(answers(seen)).to_contain_text("héllo")
+
+
+@pytest.mark.smoke
 def test_editing_and_regenerating_add_branches(seen: Visit, node: Node) -> None:
     page = seen.go()
     say(seen, "First?")

@@ -144,6 +144,33 @@ def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) 
     assert seen.violations() == []
 
 
+@pytest.mark.smoke
+def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown(
+    seen: Visit, cluster: Cluster
+) -> None:
+    ran = {"model": "demo", "layers": [0, 16], "weight_bytes": 9, "status": "ready"}
+    cluster.nodes = [member(1), member(2, status="dead", stages=[ran])]
+    page = seen.go("#/cluster")
+    dead = page.locator(".topology .card.dead")
+    expect(dead.locator(".name")).to_have_text("mac-2")
+    expect(dead.locator(".what")).to_have_text("64 GB")
+    one, two = (stage(number, at, at + 8, 10**9) for number, at in ((1, 0), (2, 8)))
+    alone = {"best": planned(stage(1, 0, 16, 10**9))}
+    cluster.previews = {
+        "": {**alone, "runner_up": planned(two, one)},
+        one["node"]: alone,
+        two["node"]: alone,
+    }
+    page.get_by_role("navigation").get_by_role("link", name="Models").click()
+    page.get_by_role("button", name="Load demo").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("Next best").click()
+    with page.expect_request(lambda asked: asked.method == "POST") as asked:
+        dialog.get_by_role("button", name="Load", exact=True).click()
+    layers = [{"node": each["node"], "layers": 8} for each in (two, one)]
+    assert asked.value.post_data_json == {"model": "demo", "layers": layers}
+
+
 @pytest.mark.parametrize("look", [{}, PHONE, DARK], ids=["desk", "phone", "dark"])
 def test_one_to_sixteen_nodes_are_drawn_in_the_order_that_people_count(
     browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any

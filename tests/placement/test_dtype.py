@@ -75,6 +75,8 @@ OLD = "Apple M1 Pro"
         (EXPERTS, [mac("a")], "bfloat16", "^the checkpoint's own$"),
         (PLAIN, [mac("a"), cpu("b")], "bfloat16", "a has a GPU, and all stages"),
         (PLAIN, [mac("a", OLD), cpu("b")], "float16", "no bfloat16"),
+        (PLAIN, [mac("a"), mac("b", OLD)], "float16", "b has an Apple M1 Pro, .* no bfloat16"),
+        (PLAIN, [mac("a", OLD), mac("b")], "float16", "a has an Apple M1 Pro, .* no bfloat16"),
         (PLAIN, [cpu("a"), cpu("b")], "float32", "own products"),
         (PLAIN, [cpu("a"), cpu("b", float32_products="none")], "bfloat16", "b has no fast"),
         (EXPERTS, [mac("a"), cpu("b", float32_products="")], "float32", "b computes on a CPU"),

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import grpc
@@ -173,6 +173,34 @@ async def called(method: Callable[..., Any], request: Message, context: Context)
     details: Any = type("Details", (), {"method": "/x/Method"})()
     guarded: Any = await BoundNumbers().intercept_service(service, details)
     return await guarded.unary_unary(request, context)
+
+
+async def streamed(request: Message, context: Context) -> list[Message]:
+    """The answers of a method that sends its request back, twice, behind that check."""
+
+    async def echo(request: Message, _: Any) -> AsyncIterator[Message]:
+        for _ in range(2):
+            yield request
+
+    make: Any = grpc.unary_stream_rpc_method_handler
+    handler = make(echo)
+
+    async def service(_: Any) -> Any:
+        return handler
+
+    details: Any = type("Details", (), {"method": "/x/Method"})()
+    guarded: Any = await BoundNumbers().intercept_service(service, details)
+    return [answer async for answer in guarded.unary_stream(request, context)]
+
+
+def test_a_request_for_a_stream_is_checked_before_its_method_sees_it() -> None:
+    within, beyond = pb.View(node="a", incarnation=1), pb.View(node="a", incarnation=U64)
+    assert asyncio.run(streamed(within, Context())) == [within, within]
+    context = Context()
+    with pytest.raises(Refused):
+        _ = asyncio.run(streamed(beyond, context))
+    assert context.status == grpc.StatusCode.INVALID_ARGUMENT
+    assert context.told["exo-param"] == "incarnation"
 
 
 # ------------------------------------------------------------------------- any message

@@ -21,7 +21,15 @@ from exo_node.node.api.connection_limits import ConnectionLimits
 from exo_node.node.api.errors import fault_of
 from exo_node.node.api.server import HttpServer
 from exo_node.node.chat.requests import Started, TextDelta
-from exo_node.placement.errors import InvalidSettings, JoinRefused, QueueFull
+from exo_node.placement.errors import (
+    HeadGone,
+    InvalidSettings,
+    JoinRefused,
+    PeerLost,
+    PeerRefused,
+    QueueFull,
+    StateLost,
+)
 
 PAGE = b"<!doctype html><p>exo-node"
 LARGE = b"let a = 1;\n" * 200
@@ -464,3 +472,10 @@ def test_the_server_is_imported_without_what_is_slow_to_import() -> None:
 def test_a_refused_rekey_says_when_to_try_again() -> None:
     fault = fault_of(JoinRefused("others are away", param="without"))
     assert fault.status == 409 and dict(fault.headers)["Retry-After"] == "5"
+
+
+@pytest.mark.parametrize("lost", [PeerLost, PeerRefused, StateLost, HeadGone])
+def test_each_kind_of_lost_node_says_when_to_try_again(lost: type[PeerLost]) -> None:
+    fault = fault_of(lost("it is gone"))
+    assert (fault.status, fault.code) == (503, lost.code)
+    assert dict(fault.headers) == {"Retry-After": "2", "x-should-retry": "true"}

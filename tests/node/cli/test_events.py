@@ -210,7 +210,7 @@ def test_events_are_behind_the_key() -> None:
 
 
 @asynccontextmanager
-async def served(log: EventLog) -> AsyncGenerator[asyncio.StreamReader]:
+async def served(log: EventLog, query: str = "") -> AsyncGenerator[asyncio.StreamReader]:
     """The bytes of `GET /v1/events` from a server in this loop."""
     server = HttpServer(
         build_app(FakeChat(), FakeOperations(), static=no_files, timing=LOCAL.serving, events=log),
@@ -218,7 +218,8 @@ async def served(log: EventLog) -> AsyncGenerator[asyncio.StreamReader]:
     )
     await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(f"GET /v1/events HTTP/1.1\r\nHost: localhost:{server.port}\r\n\r\n".encode())
+    head = f"GET /v1/events{query} HTTP/1.1\r\nHost: localhost:{server.port}\r\n\r\n"
+    writer.write(head.encode())
     try:
         yield reader
     finally:
@@ -235,7 +236,19 @@ def test_a_stream_goes_on_with_what_happens_and_ends_with_the_log() -> None:
             _ = log.add("left", "n1 left")
             _ = await reader.readuntil(b"n1 left")
             log.close()  # as a node does that ends: its server need not wait for listeners
-            assert (await reader.read()).endswith(b"0\r\n\r\n")
+            _ = await reader.readuntil(b"\r\n0\r\n\r\n")
+
+    run(follow())
+
+
+def test_a_stream_begins_with_the_latest_events_that_its_limit_allows() -> None:
+    async def follow() -> None:
+        log = log_of(3)
+        async with served(log, "?limit=1") as reader:
+            past = await reader.readuntil(b"n3 joined")
+            assert b": past events: 1" in past
+            assert b"n2 joined" not in past
+            log.close()
 
     run(follow())
 

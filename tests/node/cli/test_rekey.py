@@ -1,0 +1,25 @@
+"""`exo-node rekey`, over a node that is made up."""
+
+from typing import Any
+
+import pytest
+from api_stub import as_json, serve_stub
+from typer.testing import CliRunner
+
+from exo_node.node.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("missed", "status", "problem"),
+    [([], 0, ""), (["desk"], 1, "some nodes have the old key still")],
+)
+def test_a_new_key_that_missed_a_node_is_a_failure(
+    missed: list[str], status: int, problem: str
+) -> None:
+    answer: dict[str, Any] = {"kept": ["attic"], "missed": missed}
+    with serve_stub() as stub:
+        stub.replies["/v1/join/rekey"] = as_json(answer)
+        done = CliRunner().invoke(app, ["rekey", "--yes", "--port", str(stub.port)])
+    assert done.exit_code == status, done.output
+    assert "attic restart with the new cluster key" in done.stderr
+    assert problem in done.stderr
