@@ -9,8 +9,9 @@ export const LIMIT = 500;
 /** Where the browser keeps nothing (private windows of some), what is said lasts for this page. */
 export async function openStore() {
   try {
-    const database = await opened();
-    return overDatabase(database);
+    const store = overDatabase(await opened());
+    await store.all(); // a database that opens and cannot be read must not disable the chat
+    return store;
   } catch {
     return inMemory();
   }
