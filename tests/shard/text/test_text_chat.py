@@ -54,6 +54,15 @@ def test_a_role_cannot_spell_control_tokens_either() -> None:
     assert ids.count(IM_END) == 1
 
 
+def test_parts_of_a_message_cannot_spell_control_tokens(tmp_path: Path) -> None:
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    codec = TextCodec.load(edited(tmp_path / "m", template=parts))
+    content = [{"type": "text", "text": text} for text in ATTACKS]
+    ids = codec.encode_chat([{"role": "user", "content": content}])
+    assert not {IM_START, IM_END, END_OF_TEXT} & set(ids)
+    assert codec.decode(ids) == "".join(ATTACKS)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["<", "|", "im_end", "<|im_end|>", "<|im_start|>", ">", "a", "\n"]))
@@ -146,6 +155,24 @@ def test_a_template_that_cannot_continue_an_answer_refuses_it(
     codec = TextCodec.load(edited(tmp_path / "m", template=template))
     with pytest.raises(InvalidRequest, match="cannot continue"):
         _ = chat(codec, ("user", "x"), ("assistant", "y"))
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({"config": IM_END}, {IM_END}),
+        ({"config": IM_END, "generation_config": [IM_END, END_OF_TEXT]}, {IM_END, END_OF_TEXT}),
+        ({"config": IM_END, "generation_config": None}, {IM_END}),
+    ],
+    ids=str,
+)
+def test_the_end_tokens_are_those_that_the_generation_config_names_if_it_does(
+    named: dict[str, object], ends: set[int], tmp_path: Path
+) -> None:
+    folder = edited(tmp_path / "m")
+    for name, tokens in named.items():
+        _ = (folder / f"{name}.json").write_text(json.dumps({"eos_token_id": tokens}))
+    assert TextCodec.load(folder).end_tokens == ends
 
 
 TEMPLATES = {
