@@ -183,7 +183,7 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("parameters", PARTS, ids=lambda parts: min(parts))
+@pytest.mark.parametrize("parameters", PARTS, ids=max)
 def test_a_call_in_json_has_the_arguments_that_parts_of_its_schema_declare(
     parameters: dict[str, Any],
 ) -> None:
