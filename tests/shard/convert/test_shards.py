@@ -10,6 +10,10 @@ from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.convert.convert import convert
 
 
+def ignore(_: int, __: int) -> None:
+    pass
+
+
 @pytest.mark.parametrize("shard_bytes", [20_000, 40_000, 1 << 30])
 def test_a_file_of_a_copy_is_full_before_the_next_one_begins(
     shard_bytes: int, tmp_path: Path
@@ -17,7 +21,7 @@ def test_a_file_of_a_copy_is_full_before_the_next_one_begins(
     source = read_checkpoint(make_checkpoint(tmp_path / "raw", "llama"))
     target = tmp_path / "4bit"
     target.mkdir()
-    convert(source, target, 4, lambda *_: None, shard_bytes=shard_bytes)
+    convert(source, target, 4, ignore, shard_bytes=shard_bytes)
     tensors = sorted(read_checkpoint(target).tensors.values(), key=lambda t: t.file)
     sizes = [
         [tensor.nbytes for tensor in group]

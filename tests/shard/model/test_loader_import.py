@@ -64,19 +64,19 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_never_lowered
     soft: int, hard: int, changes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mlx-lm's import sets 2048, and 4096 as the hard limit."""
-    made: list[tuple[int, int]] = []
+    new_limits: list[tuple[int, int]] = []
 
     def limits(_: int) -> tuple[int, int]:
         return soft, hard
 
     def change(_: int, to: tuple[int, int]) -> None:
-        made.append(to)
+        new_limits.append(to)
 
     monkeypatch.setattr(resource, "getrlimit", limits)
     monkeypatch.setattr(loader_import, "_SET", change)
     keep = loader_import._keeps_what_there_is  # pyright: ignore[reportPrivateUsage]
     keep(resource.RLIMIT_NOFILE, (2048, 4096))
-    assert made == changes
+    assert new_limits == changes
 
 
 def _told(program: str) -> tuple[dict[str, object], bool]:

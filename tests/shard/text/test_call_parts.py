@@ -50,16 +50,17 @@ def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
     edges: Any = {"content": [(DEEPSEEK[0], "call")], "call": [(DEEPSEEK[1], "content")]}
     form = AnswerFormat(edges, call_format="DeepSeek")
 
-    async def parse(_: str, *, is_beginning: bool = False) -> Sequence[Call]:
+    async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call]:
+        assert text
         return calls[:1] if is_beginning else calls
 
     async def run() -> tuple[str, list[Call]]:
-        pieces = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
-        found = await pieces.said("".join([DEEPSEEK[0], *written, DEEPSEEK[1]]))
-        found += await pieces.finish("", stopped=True)
-        whole = [piece.call for piece in found if piece.HasField("call")]
+        answer = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
+        pieces = await answer.said("".join([DEEPSEEK[0], *written, DEEPSEEK[1]]))
+        pieces += await answer.finish("", stopped=True)
+        whole = [piece.call for piece in pieces if piece.HasField("call")]
         return (
-            "".join(piece.call_part.arguments for piece in found),
+            "".join(piece.call_part.arguments for piece in pieces),
             [Call(call.name, call.arguments) for call in whole],
         )
 

@@ -21,7 +21,7 @@ class BusyUsage:
         self.cpu_s = 0.0
 
     def cpu_times(self) -> SimpleNamespace:
-        assert self.cpu_s < 100, "nobody ends the process"
+        assert self.cpu_s < 100, "the process is never ended"
         self.cpu_s += CPU_S_PER_LOOK
         return SimpleNamespace(user=self.cpu_s, system=0.0)
 

@@ -158,19 +158,20 @@ def test_a_template_that_cannot_continue_an_answer_refuses_it(
 
 
 @pytest.mark.parametrize(
-    ("named", "ends"),
+    ("eos_token_id", "ends"),
     [
         ([IM_END, END_OF_TEXT], {IM_END, END_OF_TEXT}),
         (None, {IM_END}),
     ],
 )
 def test_the_end_tokens_are_those_that_the_generation_config_names_if_it_does(
-    named: object, ends: set[int], tmp_path: Path
+    eos_token_id: object, ends: set[int], tmp_path: Path
 ) -> None:
     folder = edited(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": IM_END}
     _ = (folder / "config.json").write_text(json.dumps(config))
-    _ = (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    generation_config = json.dumps({"eos_token_id": eos_token_id})
+    _ = (folder / "generation_config.json").write_text(generation_config)
     assert TextCodec.load(folder).end_tokens == ends
 
 
