@@ -40,6 +40,8 @@ class FakeHub:
     ignore_ranges: bool = False
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     """What the listing claims in place of the truth."""
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """SHA-256 hashes that the listing claims in place of the true ones."""
     url: str = ""
 
     def fetched(self) -> set[str]:
@@ -57,7 +59,7 @@ class FakeHub:
         entry: dict[str, object] = {"type": "file", "path": name, "size": size}
         entry["oid"] = hashlib.sha1(data).hexdigest()
         if name.endswith((".safetensors", ".bin")):
-            digest = hashlib.sha256(data).hexdigest()
+            digest = self.digests.get(name, hashlib.sha256(data).hexdigest())
             entry["lfs"] = {"oid": digest, "size": size, "pointerSize": 130}
             entry["xetHash"] = digest  # the client would go to Xet storage for it
         return entry

@@ -214,6 +214,7 @@ def test_an_index_that_disagrees_is_refused(
         (b'{"model_file": "evil.py"}', r"names code to run \(model_file: 'evil.py'\)"),
         (b'{"num_hidden_layers": 1000000000}', "num_hidden_layers = 1000000000"),
         (b'{"text_config": {"hidden_size": -1}}', "hidden_size = -1"),
+        (b'{"vocab_size": 1000000000, "text_config": {}}', "vocab_size = 1000000000"),
         (b'{"vocab_size": Infinity}', "vocab_size = inf"),
         (b'{"intermediate_size": [64, 1e12]}', "intermediate_size"),
     ],

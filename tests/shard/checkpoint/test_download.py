@@ -170,6 +170,15 @@ def test_a_connection_that_keeps_breaking_is_given_up(
         get(hub, tmp_path / "cache")
 
 
+def test_a_connection_that_brings_enough_each_time_may_break_any_number_of_times(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(fetch, "_ENOUGH_BYTES", 10)
+    hub.cut_after = [10, 10, 10, 10]
+    assert (get(hub, tmp_path / "cache") / MODEL).read_bytes() == hub.files[MODEL]
+
+
 def leave_partial(hub: FakeHub, cache: Path, data: bytes) -> None:
     blobs = cache / "models--owner--tiny" / "blobs"
     blobs.mkdir(parents=True)
@@ -320,6 +329,16 @@ def test_a_repository_without_safetensors_is_refused(hub: FakeHub, tmp_path: Pat
     del hub.files[MODEL]
     with pytest.raises(DownloadFailed, match=r"GGUF and \.bin files are not read"):
         get(hub, tmp_path / "cache")
+
+
+def test_a_hash_that_ends_with_a_path_is_refused_and_nothing_is_fetched(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """Weights are stored under their hash, so it must not choose another folder."""
+    hub.digests[MODEL] = f"{'0' * 64}/../../{'0' * 64}"
+    with pytest.raises(DownloadFailed, match="malformed hash"):
+        get(hub, tmp_path / "cache")
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(

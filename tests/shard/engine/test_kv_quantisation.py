@@ -199,7 +199,9 @@ def test_stages_of_a_pipeline_quantise_theirs_and_give_the_same_ids(bounds: Sequ
     assert all(part.model.kv == KvQuantisation(4, 32) for part in parts)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.smoke), "deepseek_v3"]
+)
 def test_a_model_that_cannot_is_refused_with_what_to_change(name: str) -> None:
     model: Any = small(tiny_config(name))
     layers = len(model.layers)

@@ -1,10 +1,14 @@
 """mlx-lm's loader without transformers: what is imported then, and what still works."""
 
 import json
+import resource
 import subprocess
 import sys
 
+import pytest
 from engines import DEMO
+
+from exo_node.shard.model import loader_import
 
 CLASSES = """
 import importlib, json, pkgutil, sys
@@ -43,6 +47,36 @@ def test_every_model_class_of_mlx_lm_is_the_same_without_transformers() -> None:
 def test_what_is_left_out_is_imported_at_its_first_call_but_nothing_is_downloaded() -> None:
     lines = _output(LATER.format(folder=str(DEMO))).splitlines()
     assert lines == ["False False", "True True", "LoadFailed"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "changes"),
+    [
+        (1024, 65536, [(2048, 65536)]),
+        (1024, resource.RLIM_INFINITY, [(2048, resource.RLIM_INFINITY)]),
+        (256, 1024, [(1024, 1024)]),
+        (1024, 1024, []),
+        (65536, 65536, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_never_lowered(
+    soft: int, hard: int, changes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm's import sets 2048, and 4096 as the hard limit."""
+    new_limits: list[tuple[int, int]] = []
+
+    def limits(_: int) -> tuple[int, int]:
+        return soft, hard
+
+    def change(_: int, to: tuple[int, int]) -> None:
+        new_limits.append(to)
+
+    monkeypatch.setattr(resource, "getrlimit", limits)
+    monkeypatch.setattr(loader_import, "_SET", change)
+    keep = loader_import._keeps_what_there_is  # pyright: ignore[reportPrivateUsage]
+    keep(resource.RLIMIT_NOFILE, (2048, 4096))
+    assert new_limits == changes
 
 
 def _told(program: str) -> tuple[dict[str, object], bool]:

@@ -210,6 +210,26 @@ def test_a_stage_that_is_cut_wrongly_does_not_pass(
     stage_fault.cache_clear()
 
 
+@pytest.mark.smoke
+def test_borders_at_which_a_failed_stage_already_begins_and_ends_are_not_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A split there would be the refused one again."""
+
+    class DamagedMiddle(StageModel):
+        def __init__(self, model: Any, first: int, end: int) -> None:
+            super().__init__(model, first, end)
+            if first and end < self.num_layers:
+                wrong_entry(self)
+
+    config = json.dumps(tiny_config("gemma3_text"))
+    monkeypatch.setattr(self_check, "StageModel", DamagedMiddle)
+    stage_fault.cache_clear()
+    fault, borders = stage_fault(config, 1, 5)
+    stage_fault.cache_clear()
+    assert fault and borders == ()
+
+
 def test_layers_that_read_an_earlier_layers_cache_do_not_pass() -> None:
     """gemma3n's last layers have no keys and values of their own: a real class that fails."""
     text = {

@@ -121,6 +121,7 @@ UNENFORCED: list[tuple[Schema, str, Any]] = [
     ({"type": "integer"}, "five", "five"),
     ({"type": "object"}, "{'a': 1}", {"a": 1}),
     ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "array", "items": {"type": "string"}}, '["a\nb"]', ["a\nb"]),
     ({"type": "array", "items": optional({"type": "integer"})}, '["5", null]', [5, None]),
     ({"$ref": "http://x/y"}, "as it is", "as it is"),
 ]
@@ -155,6 +156,7 @@ def test_json_keeps_its_kinds_where_the_schema_allows_them() -> None:
         ({"type": "string", "maxLength": 2500}, "a" * 2500, "a" * 2501),
         ({"type": "string", "pattern": "^[a-z]+-\\d$"}, "ab-1", "ab-1\n"),
         ({"type": "string", "pattern": "a|b$"}, "xb", "bx"),
+        ({"type": "string", "pattern": "^[0-9]+\\$"}, "5$", "5"),
         ({"type": "string", "format": "date"}, "2024-02-29", "2023-02-29"),
         ({"type": "string", "format": "email"}, "a.b@c.de", "a.b"),
         ({"type": "string", "format": "ipv6"}, "fe80::1", "fe80::1::2"),

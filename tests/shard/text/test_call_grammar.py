@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,10 +93,16 @@ def after(kind: str, text: str, names: list[str] | None = None, parallel: bool =
     return behind(tokenizer(kind), text, names, parallel)
 
 
-def behind(made: Any, text: str, names: list[str] | None = None, parallel: bool = True) -> str:
+def behind(
+    made: Any,
+    text: str,
+    names: list[str] | None = None,
+    parallel: bool = True,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+) -> str:
     """Whether an answer may end behind `text`, may go on, or could never have come to it."""
     asked = json.dumps({"names": names, "parallel": parallel})
-    spec = GrammarSpec("lark", call_grammar(made, asked, TOOLS), "tool_choice")
+    spec = GrammarSpec("lark", call_grammar(made, asked, tools), "tool_choice")
     CODEC.grammars.check(spec)
     grammar: TokenGrammar = CODEC.grammars.compile(spec, Gate())
     grammar.take(CODEC.encode_text(text))
@@ -165,6 +172,25 @@ def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(made: str) 
     assert behind(unknown, call, names=["now"]) == "never"
     [found] = parse_calls(parser_of(unknown), call, TOOLS) or []
     assert json.loads(found.arguments) == {"city": "Ulm", "days": 3}
+
+
+DAYS: dict[str, Any] = {"properties": {"days": {"type": "integer"}}, "required": ["days"]}
+PARTS: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/days", "$defs": {"days": DAYS}},
+    {"allOf": [DAYS]},
+    {"anyOf": [DAYS]},
+    {"oneOf": [DAYS]},
+]
+
+
+@pytest.mark.parametrize("parameters", PARTS, ids=max)
+def test_a_call_in_json_has_the_arguments_that_parts_of_its_schema_declare(
+    parameters: dict[str, Any],
+) -> None:
+    made, declared = tokenizer(""), [tool("weather", parameters)]
+    for arguments, after_it in (('{"days": 3}', "ends"), ('{"days": "x"}', "never")):
+        call = f'{{"name": "weather", "arguments": {arguments}}}'
+        assert behind(made, call, tools=declared) == after_it
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "now"}', '{"name": 5, "arguments": {}}'])

@@ -166,6 +166,12 @@ def test_a_call_that_was_cut_off_is_content_and_nothing_is_lost(family: str, cut
     assert "Ulm" in answer.content
 
 
+def test_a_marker_that_begins_a_call_is_content_where_the_answer_ends_behind_it() -> None:
+    for stopped in (False, True):
+        answer = told("qwen", ["</think>\n\nI look.", "<tool_call>"], stopped=stopped)
+        assert (answer.content, answer.calls) == ("I look.<tool_call>", [])
+
+
 def test_an_undeclared_or_broken_call_is_content_with_its_markers() -> None:
     other = QWEN_CALL.replace("weather", "shell")
     broken = "<tool_call>\nnonsense\n</tool_call>"

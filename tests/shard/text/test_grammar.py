@@ -151,6 +151,16 @@ def test_a_call_of_a_tool_may_take_the_texts_place() -> None:
     assert call not in allowed(begun.masks([])[0])
 
 
+def test_an_answer_with_headers_may_end_before_its_content_only_if_it_may_call_a_tool() -> None:
+    """In this format the token that ends a call ends the answer."""
+    form = AnswerFormat(initial="header", opens=(SAID,), route=lambda _: "content")
+    for calls in (True, False):
+        gate = gate_of(form, [1], calls=calls)
+        assert gate is not None
+        (mask,) = compiled(gate=gate).masks([])
+        assert (mask is None or set(ENDS) <= allowed(mask)) == calls
+
+
 def test_gates_follow_from_the_format_and_the_prompt() -> None:
     thinks = AnswerFormat(starts=(THINK,), ends=(SAID,), opens=(SAID,), calls=(4002,))
     closed, opened = [1, THINK, 2, SAID, 3], [1, THINK, 2]

@@ -54,6 +54,15 @@ def test_a_role_cannot_spell_control_tokens_either() -> None:
     assert ids.count(IM_END) == 1
 
 
+def test_parts_of_a_message_cannot_spell_control_tokens(tmp_path: Path) -> None:
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    codec = TextCodec.load(edited(tmp_path / "m", template=parts))
+    content = [{"type": "text", "text": text} for text in ATTACKS]
+    ids = codec.encode_chat([{"role": "user", "content": content}])
+    assert not {IM_START, IM_END, END_OF_TEXT} & set(ids)
+    assert codec.decode(ids) == "".join(ATTACKS)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["<", "|", "im_end", "<|im_end|>", "<|im_start|>", ">", "a", "\n"]))
@@ -146,6 +155,24 @@ def test_a_template_that_cannot_continue_an_answer_refuses_it(
     codec = TextCodec.load(edited(tmp_path / "m", template=template))
     with pytest.raises(InvalidRequest, match="cannot continue"):
         _ = chat(codec, ("user", "x"), ("assistant", "y"))
+
+
+@pytest.mark.parametrize(
+    ("eos_token_id", "ends"),
+    [
+        ([IM_END, END_OF_TEXT], {IM_END, END_OF_TEXT}),
+        (None, {IM_END}),
+    ],
+)
+def test_the_end_tokens_are_those_that_the_generation_config_names_if_it_does(
+    eos_token_id: object, ends: set[int], tmp_path: Path
+) -> None:
+    folder = edited(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": IM_END}
+    _ = (folder / "config.json").write_text(json.dumps(config))
+    generation_config = json.dumps({"eos_token_id": eos_token_id})
+    _ = (folder / "generation_config.json").write_text(generation_config)
+    assert TextCodec.load(folder).end_tokens == ends
 
 
 TEMPLATES = {

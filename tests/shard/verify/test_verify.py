@@ -329,6 +329,7 @@ def test_answers_differ_first_at(a: tuple[int, ...], b: tuple[int, ...], at: int
     assert first_difference(a, b) == at
 
 
+@pytest.mark.smoke
 def test_surprise_is_small_for_the_right_distribution_and_large_for_another() -> None:
     p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
     rng = np.random.default_rng(0)

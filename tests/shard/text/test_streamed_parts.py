@@ -1,0 +1,67 @@
+"""Calls that a client gets in parts: where a value ends, and what follows the first call."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from exo_node.shard.runner.answer_pieces import AnswerPieces
+from exo_node.shard.text.answer_format import DEEPSEEK, DEEPSEEK_CALL
+from exo_node.shard.text.call_scanners import Part, scanner_for
+from exo_node.shard.text.channels import AnswerFormat
+from exo_node.shard.text.tool_calls import Call
+
+CALLS = {
+    "qwen3_coder": (
+        "<function=write>\n<parameter=path>\n{}\n</parameter>\n"
+        "<parameter=lines>\n3\n</parameter>\n</function>"
+    ),
+    "glm47": (
+        "write\n<arg_key>path</arg_key>\n<arg_value>{}</arg_value>\n"
+        "<arg_key>lines</arg_key>\n<arg_value>3</arg_value>\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("call_format", CALLS)
+@pytest.mark.parametrize("value", ["a.py", "a\n", "\n\na", "a </", "a\n</para", ""])
+def test_parts_of_a_value_hold_nothing_of_the_tags_around_it(call_format: str, value: str) -> None:
+    scanner = scanner_for(call_format, "")
+    assert scanner is not None
+    text = CALLS[call_format].format(value)
+    scans = [scan for character in text for scan in scanner.feed(character)]
+    scans += scanner.finish()
+    assert "".join(scan.text for scan in scans if isinstance(scan, Part)) == value + "3"
+    assert (scanner.tool, scanner.is_complete) == ("write", True)
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "write", "parameters": {"properties": {"path": {"type": "string"}}}},
+}
+
+
+def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
+    calls = [Call("write", json.dumps({"path": path})) for path in ("a", "b", "c")]
+    opening, separator, end = DEEPSEEK_CALL
+    written = [f"{opening}{call.name}{separator}{call.arguments}{end}" for call in calls]
+    edges: Any = {"content": [(DEEPSEEK[0], "call")], "call": [(DEEPSEEK[1], "content")]}
+    form = AnswerFormat(edges, call_format="DeepSeek")
+
+    async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call]:
+        assert text
+        return calls[:1] if is_beginning else calls
+
+    async def run() -> tuple[str, list[Call]]:
+        answer = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
+        pieces = await answer.said("".join([DEEPSEEK[0], *written, DEEPSEEK[1]]))
+        pieces += await answer.finish("", stopped=True)
+        whole = [piece.call for piece in pieces if piece.HasField("call")]
+        return (
+            "".join(piece.call_part.arguments for piece in pieces),
+            [Call(call.name, call.arguments) for call in whole],
+        )
+
+    assert asyncio.run(run()) == (calls[0].arguments, calls[1:])
