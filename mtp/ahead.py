@@ -7,7 +7,7 @@ batch of one (`batch_caches`), recurrent layers go on from the row that the devi
 answer turns out to have ended is dropped with the caches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -91,15 +91,12 @@ class Ahead:
         head: BatchHead,
         verifier: OwnVerifier,
         sampler: Sampler,
-        allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`verifier` and `sampler` are the answer's. `allowed` is asked before each round: whether
-        nobody wants its state, which is not known while rounds run."""
+        """`verifier` and `sampler` are the answer's."""
         self._target = target
         self._head = head
         self._verifier = verifier
         self._sampler = sampler
-        self._allowed = allowed
         self._drafter: NativeDrafter | None = None
         self._positions = AheadPositions(0)
         self._caches: list[BatchCache] = []
@@ -108,8 +105,8 @@ class Ahead:
 
     @property
     def may(self) -> bool:
-        """Whether rounds may be built ahead now, and the rows are few enough for it to pay."""
-        return self._verifier.position <= LONGEST and self._allowed()
+        """Whether the rows are few enough for rounds that are built ahead to pay."""
+        return self._verifier.position <= LONGEST
 
     @property
     def runs(self) -> bool:

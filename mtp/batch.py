@@ -8,7 +8,7 @@ computed yet computes one for all: nobody waits for another's turn.
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ from .batch_drafter import BatchDrafter, BatchHead, RowDrafts
 from .batch_slots import SOON, Change, order_of, padding_of
 from .batch_verdict import Judged, judge
 from .depth import AdaptiveDepth, DepthPolicy
-from .drafters import DrafterState, NativeDrafter
+from .drafters import NativeDrafter
 from .finite import DraftNotFinite, NotFinite
 from .logprobs import Scores
 from .rollback import cache_arrays
@@ -183,18 +183,6 @@ class Batch:
         held = self._held(self._members.index(member))
         self._remove(member)
         return held
-
-    def state_of(self, member: Member) -> tuple[Held, DrafterState | None]:
-        """Its state and its drafter's as they are, in views: the row of a plain token under way is
-        in them. As `leave`."""
-        if member in self._waiting:
-            return self._waiting[member], member.drafter.state if member.drafter else None
-        self._check()
-        index, flight = self._members.index(member), self._flight
-        drafter = self._drafter.state(index) if self._drafter is not None else None
-        if drafter is not None and flight is not None and flight.hidden is not None:
-            drafter = replace(drafter, ahead=flight.hidden[index : index + 1])
-        return self._viewed(index), drafter
 
     def rows_of(self, member: Member) -> tuple[list[Any], KVCache | None]:
         """By layer and of the draft head, what attention holds of it, in views; the last rows of

@@ -131,16 +131,6 @@ class BatchDrafter:
             drafter.take_up(self._caught_up().copied(index), ())
         self._drafters[index] = None
 
-    def state(self, index: int) -> DrafterState | None:
-        """One request's; views."""
-        drafter = self._drafters[index]
-        if drafter is None:
-            return None
-        if self._joint is not None:
-            return self._caught_up().state(index)
-        self.rest()
-        return drafter.state
-
     def cache(self, index: int) -> KVCache | None:
         """What the head has read of one request's rows; views. Nothing is computed."""
         drafter = self._drafters[index]

@@ -57,7 +57,7 @@ class Head(Protocol):
 class DrafterState:
     """What a `NativeDrafter` holds of an answer: another one goes on from it with the same bits.
 
-    Rows [0, rows) are in the cache, those of `pending` and `ahead` follow.
+    Rows [0, rows) are in the cache, those of `pending` follow.
     """
 
     cache: KVCache
@@ -67,8 +67,6 @@ class DrafterState:
     """The head's output at the last of them, where the next draft begins with it."""
     pending: mx.array | None  # (1, n, H)
     """The target's hidden of rows that the head is yet to read."""
-    ahead: mx.array | None = None  # (1, n, H)
-    """The same of rows whose next token was not known: the drafter was not told of them."""
 
     @property
     def observed(self) -> int:
@@ -119,9 +117,6 @@ class NativeDrafter:
             after = as_row(ids[state.rows + 1 : state.observed + 1])
             self._pending.append((state.pending, after[None]))
             self._pending_rows = after.shape[0]
-        if state.ahead is not None:
-            begin = state.observed + 1
-            self.observe(state.ahead, as_row(ids[begin : begin + rows_of(state.ahead)]))
 
     @property
     def state(self) -> DrafterState:

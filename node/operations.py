@@ -245,13 +245,7 @@ class NodeOperations:
 def _spare(spare: Spare) -> dict[str, Any]:
     pid = spare.endpoint.ready.pid if spare.endpoint else None
     told = {"stage": spare.stage, "node": spare.node, "status": spare.status, "pid": pid}
-    follows = spare.leader is not None and not spare.why_not
-    return {
-        **told,
-        "error": spare.error or None,
-        "follows": follows,
-        "follows_reason": spare.why_not or None,
-    }
+    return {**told, "error": spare.error or None}
 
 
 def preview_json(

@@ -30,7 +30,7 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("Heartbeat.term", "Heartbeat.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Heartbeat.life", "View.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Frame.attempt", "GenerateRequest.attempt"), (0, MAX_COUNTER)),
-    **dict.fromkeys(("ParkRequest.attempt", "StateCopy.attempt"), (0, MAX_COUNTER)),
+    "ParkRequest.attempt": (0, MAX_COUNTER),
     "Sampling.seed": (0, 2**64 - 1),
     "GenerateRequest.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there
 }

@@ -210,54 +210,6 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
 
 def add_StageServicer_to_server(servicer: StageServicer, server: _aio.Server) -> None: ...
 
-class StandbyStub:
-    """------------------------------------------------------------------- standby
-
-    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
-    little is left to be computed when it takes its place.
-    """
-
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Follow: _aio.UnaryUnaryMultiCallable[_peer_pb2.FollowRequest, _peer_pb2.FollowReply]
-    """To the runner at work: where the spare of its stage is."""
-    Keep: _aio.StreamUnaryMultiCallable[_peer_pb2.CopyPiece, _peer_pb2.KeepReply]
-    """To the spare: one StateCopy, cut into pieces."""
-    Hold: _aio.UnaryUnaryMultiCallable[_peer_pb2.HoldRequest, _peer_pb2.HoldReply]
-    """To the spare: the requests that live. What it keeps of others is dropped."""
-
-class StandbyServicer(metaclass=_abc_1.ABCMeta):
-    """------------------------------------------------------------------- standby
-
-    Every runner's. A spare is sent what the runner that it may follow holds of its requests, so that
-    little is left to be computed when it takes its place.
-    """
-
-    @_abc_1.abstractmethod
-    def Follow(
-        self,
-        request: _peer_pb2.FollowRequest,
-        context: _aio.ServicerContext[_peer_pb2.FollowRequest, _abc.Awaitable[_peer_pb2.FollowReply]],
-    ) -> _abc.Awaitable[_peer_pb2.FollowReply]:
-        """To the runner at work: where the spare of its stage is."""
-
-    @_abc_1.abstractmethod
-    def Keep(
-        self,
-        request_iterator: _abc.AsyncIterator[_peer_pb2.CopyPiece],
-        context: _aio.ServicerContext[_abc.AsyncIterator[_peer_pb2.CopyPiece], _abc.Awaitable[_peer_pb2.KeepReply]],
-    ) -> _abc.Awaitable[_peer_pb2.KeepReply]:
-        """To the spare: one StateCopy, cut into pieces."""
-
-    @_abc_1.abstractmethod
-    def Hold(
-        self,
-        request: _peer_pb2.HoldRequest,
-        context: _aio.ServicerContext[_peer_pb2.HoldRequest, _abc.Awaitable[_peer_pb2.HoldReply]],
-    ) -> _abc.Awaitable[_peer_pb2.HoldReply]:
-        """To the spare: the requests that live. What it keeps of others is dropped."""
-
-def add_StandbyServicer_to_server(servicer: StandbyServicer, server: _aio.Server) -> None: ...
-
 class RunnerStub:
     """-------------------------------------------------------------------- runner
 

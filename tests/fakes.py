@@ -269,9 +269,6 @@ class FakeStages:
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         pass
 
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        return ""
-
     async def forget(self, stage: Endpoint) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Three stages of a small model in this process, any of which may be lost, with spares or without.
+"""Three stages of a small model in this process, any of which may be lost.
 
 Every linear layer is perturbed by its number of rows, as kernels chosen by it would do: only the
 very forwards of before give the numbers of before.
@@ -24,10 +24,7 @@ from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.request_state import RequestState
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.state_sender import EVERY_S, StateSender
-from exo_node.shard.pipeline.state_store import StateStore
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 30
@@ -59,14 +56,12 @@ def _loaded(prefill_chunk: int) -> tuple[list[pb.StageSpec], list[Loaded]]:
 class Pipeline:
     """The generator's engine and the workers of two more stages.
 
-    `copied`: every stage has a spare, which is sent a copy behind every so many steps; 0: none has.
     `rooms`: bytes of each stage for prefixes.
     """
 
     def __init__(
         self,
         *,
-        copied: int = 0,
         prefill_chunk: int = CHUNK,
         tokens: int = TOKENS,
         rooms: Sequence[int] = (0, 0, 0),
@@ -74,23 +69,20 @@ class Pipeline:
         self._rooms = rooms
         self._specs, self._loaded = _loaded(prefill_chunk)
         self._tokens = tokens
-        self._copied = copied
         self.forwards: list[int] = []
         """The stage of each forward that a stage ran."""
         self.workers: list[StageWorker] = []
         expectations = [part.expected for part in self._loaded[1:]]
         self._link = LoopbackLink(self.workers, expectations)
-        self._copies: dict[int, StateStore] = {}
-        self.engine = self._engine(None)
-        self.workers.extend(self._worker(number, None) for number in (1, 2))
+        self.engine = self._engine()
+        self.workers.extend(self._worker(number) for number in (1, 2))
 
     def replace(self, number: int) -> None:
-        """By the stage's spare, or by a runner that knows nothing."""
-        copies = self._copies.pop(number, None)
+        """By a runner that knows nothing of the stage's requests."""
         if number:
-            self.workers[number - 1] = self._worker(number, copies)
+            self.workers[number - 1] = self._worker(number)
         else:
-            self.engine = self._engine(copies)
+            self.engine = self._engine()
 
     def lose(self, number: int, after: int) -> None:
         """From its forward number `after` on, the stage is gone."""
@@ -131,21 +123,18 @@ class Pipeline:
         asked = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
         return answer(self.engine, asked).rounds
 
-    def _engine(self, copies: StateStore | None) -> TextEngine:
+    def _engine(self) -> TextEngine:
         loaded, wanted = self._loaded[0], pb.StageSpec()
         wanted.CopyFrom(self._specs[0])
         wanted.prefix_cache_bytes = self._rooms[0]
-        copier = self._copier(0)
-        return engine_of(loaded, wanted, self._link, state_sender=copier, copies=copies)
+        return engine_of(loaded, wanted, self._link)
 
-    def _worker(self, number: int, copies: StateStore | None) -> StageWorker:
+    def _worker(self, number: int) -> StageWorker:
         part = self._loaded[number]
         worker = StageWorker(
             part.model,
             part.expected,
             time.monotonic,
-            self._copier(number),
-            copies,
             StagePrefixes.of(part.model, self._rooms[number]),
         )
         counted = worker._forward  # pyright: ignore[reportPrivateUsage]
@@ -156,28 +145,3 @@ class Pipeline:
 
         worker._forward = forward  # pyright: ignore[reportPrivateUsage]
         return worker
-
-    def _copier(self, number: int) -> StateSender | None:
-        """Of a stage's runner, with a spare that has nothing yet."""
-        if not self._copied:
-            return None
-        part = self._loaded[number]
-        copies = self._copies[number] = StateStore(part.model, part.expected, time.monotonic)
-
-        def send(copy: pb.StateCopy) -> None:
-            copies.keep(pb.StateCopy.FromString(copy.SerializeToString()))
-            copier.delivered(0.0)
-
-        class Paced(StateSender):
-            """Time goes by from one step to the next only."""
-
-            now = 0.0
-
-            def offer(self, request: str, attempt: int, state: RequestState) -> None:
-                self.now += pace
-                super().offer(request, attempt, state)
-
-        pace = EVERY_S / self._copied
-        copier = Paced(part.model, part.expected, lambda: copier.now, send, copies.hold)
-        copier.follow(following=True)
-        return copier

@@ -17,8 +17,6 @@ from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.model.load import Loaded
-from exo_node.shard.pipeline.state_sender import StateSender
-from exo_node.shard.pipeline.state_store import StateStore
 
 PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
 
@@ -28,16 +26,10 @@ def loaded() -> Loaded:
     return load_quietly(small_spec(native_mtp=True))
 
 
-def engine(
-    state_sender: StateSender | None = None,
-    copies: StateStore | None = None,
-    runs_ahead: bool | None = None,
-    **changes: Any,
-) -> TextEngine:
+def engine(runs_ahead: bool | None = None, **changes: Any) -> TextEngine:
     """`runs_ahead`: True as on a GPU, False as on a CPU, None as where the test runs."""
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
-    parts: dict[str, Any] = {"state_sender": state_sender, "copies": copies}
-    made = engine_of(loaded(), spec, runs_ahead=runs_ahead, **parts)
+    made = engine_of(loaded(), spec, runs_ahead=runs_ahead)
     made.batch_identity = "bitwise"  # as `probe` finds: prompts are read together, too
     return made
 

@@ -91,10 +91,8 @@ function Layout({ placement, known }) {
 function Spares({ placement, known }) {
   const spares = placement.spares ?? [];
   const told = spares.map(
-    ({ stage, node, status, follows_reason: why }) => {
-      const state = status === "ready" ? why && `no copies: ${why}` : status;
-      return `stage ${stage} on ${nameOf(known, node)}${state ? ` (${state})` : ""}`;
-    },
+    ({ stage, node, status }) =>
+      `stage ${stage} on ${nameOf(known, node)}${status === "ready" ? "" : ` (${status})`}`,
   );
   return html`
     ${told.length > 0 && html`<p class="muted small">Spares: ${told.join(", ")}</p>`}

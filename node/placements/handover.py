@@ -58,7 +58,7 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
     record.specs = [each.spec for each in held.stages]
     record.head_asked_for = record.specs[0].native_mtp
     record.endpoints = [near(Endpoint(NodeId(each.node), each.ready)) for each in held.stages]
-    record.spares = [_spare(each, record, near) for each in held.spares if each.stage < len(stages)]
+    record.spares = [_spare(each, near) for each in held.spares if each.stage < len(stages)]
     record.connections = held.connections
     record.chips = {NodeId(node): chip for node, chip in held.chips.items()}
     record.moved = held.moved
@@ -68,10 +68,9 @@ def record_of(held: pb.HeldPlacement, card: ModelCard, near: Near) -> LoadedPlac
     return record
 
 
-def _spare(held: pb.HeldSpare, record: LoadedPlacement, near: Near) -> Spare:
+def _spare(held: pb.HeldSpare, near: Near) -> Spare:
     node = NodeId(held.node)
-    leader = record.endpoints[held.stage] if held.follows else None
-    return Spare(held.stage, node, near(Endpoint(node, held.ready)), leader=leader)
+    return Spare(held.stage, node, near(Endpoint(node, held.ready)))
 
 
 def _held(record: LoadedPlacement) -> pb.HeldPlacement:
@@ -83,12 +82,7 @@ def _held(record: LoadedPlacement) -> pb.HeldPlacement:
             for spec, endpoint in zip(record.specs, record.endpoints, strict=True)
         ],
         spares=[
-            pb.HeldSpare(
-                stage=spare.stage,
-                node=spare.node,
-                ready=spare.endpoint.ready,
-                follows=spare.leader is not None and not spare.why_not,
-            )
+            pb.HeldSpare(stage=spare.stage, node=spare.node, ready=spare.endpoint.ready)
             for spare in record.spares
             if spare.endpoint is not None
         ],

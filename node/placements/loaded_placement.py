@@ -23,16 +23,12 @@ SpareStatus = Literal["loading", "ready", "failed"]
 
 @dataclass(slots=True)
 class Spare:
-    """A second runner of a stage that takes its place when it is lost; the first one follows it."""
+    """A second runner of a stage, loaded, that takes its place when it is lost."""
 
     stage: int
     node: NodeId
     endpoint: Endpoint | None = None
     error: str = ""
-    leader: Endpoint | None = None
-    """The stage's runner that was told to send it copies; None: none was."""
-    why_not: str = ""
-    """Why it is sent none all the same."""
 
     @property
     def status(self) -> SpareStatus:

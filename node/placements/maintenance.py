@@ -57,11 +57,7 @@ class Maintenance:
             held = sum(spare.status != "failed" for spare in record.spares)
             short = len(record.stages) * record.spares_wanted - held
             due = now - record.filled_at > self._timing.refill_every_s
-            if (
-                record.status == "ready"
-                and due
-                and (short or not self._recovery.all_follow(record))
-            ):
+            if record.status == "ready" and due and short:
                 self.fill(record)
 
     def move_off(self, records: Iterable[LoadedPlacement], node: NodeId) -> None:
@@ -115,7 +111,6 @@ class Maintenance:
 
     async def _fill(self, record: LoadedPlacement) -> None:
         await self._recovery.retire(record)
-        await self._recovery.follow(record)
         await self._caught_up(record)
         if record.status == "ready":
             await self._recovery.refill(record)

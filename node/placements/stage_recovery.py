@@ -92,31 +92,6 @@ class StageRecovery:
                 if not await self._add_spare(record, stage):
                     return
 
-    async def follow(self, record: LoadedPlacement) -> None:
-        """Has every stage send copies of what it holds to its spare, so that it can go on at once.
-
-        To the first spare of a stage: the one that takes its place. What fails is tried again.
-        """
-        for leader, spare in self._strangers(record):
-            assert spare.endpoint is not None
-            try:
-                spare.why_not = await self._stages.follow(leader, spare.endpoint, record.id)
-            except PeerLost as fault:
-                log.info("the spare of stage %d of %s: %s", spare.stage, record.id, fault.message)
-                continue
-            spare.leader = leader
-            if spare.why_not:
-                log.info("no copies of stage %d of %s: %s", spare.stage, record.id, spare.why_not)
-
-    def all_follow(self, record: LoadedPlacement) -> bool:
-        """Whether `follow` has nothing to do."""
-        return not self._strangers(record)
-
-    def _strangers(self, record: LoadedPlacement) -> list[tuple[Endpoint, Spare]]:
-        """Stages' runners and their spares that were not told of each other."""
-        firsts = ((e, self._ready_spare(record, i)) for i, e in enumerate(record.endpoints))
-        return [(e, spare) for e, spare in firsts if spare is not None and spare.leader is not e]
-
     async def ensure_spare(self, record: LoadedPlacement, stage: int) -> bool:
         """Whether the stage has a warm spare now; one is loaded where it had none."""
         return self._ready_spare(record, stage) is not None or await self._add_spare(record, stage)
@@ -216,7 +191,6 @@ class StageRecovery:
             spare.error = "its load was cancelled"
             raise
         spare.endpoint = Endpoint(node, ready)
-        await self.follow(record)
         return True
 
     async def unload(self, record: LoadedPlacement) -> None:

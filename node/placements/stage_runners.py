@@ -141,10 +141,6 @@ class ClusterStages:
         near = self._profiling.quickest(stage.node, following)
         await self._runners.connect(stage, near, placement)
 
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        near = self._profiling.quickest(stage.node, spare)
-        return await self._runners.follow(stage, near, placement)
-
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         way = self._cluster.exchange_s(stage.node)
         timeout = max(self._ping_s, PING_EXCHANGES * way)

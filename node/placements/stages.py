@@ -31,13 +31,6 @@ class Stages(Protocol):
         """Tells a stage's runner where the next one is. Raises PeerLost."""
         ...
 
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        """Has a stage's runner send its spare copies of what it holds; why it cannot, or "".
-
-        Raises PeerLost.
-        """
-        ...
-
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         """The runner's state, within a second. Raises PeerLost."""
         ...

@@ -1,4 +1,4 @@
-"""Calls to runners, on this node or another: connect, follow, ping, generate, park."""
+"""Calls to runners, on this node or another: connect, ping, generate, park."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -49,18 +49,6 @@ class RunnerClient:
         stub = peer_pb2_grpc.StageStub(self._channel(stage))
         call = stub.Connect(request, timeout=CALL_TIMEOUT_S)
         _ = await reply(call, f"the runner on {stage.node}")
-
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        """See `stages.Stages`. Raises PeerLost."""
-        request = pb.FollowRequest(
-            placement=placement,
-            host=spare.ready.host,
-            port=spare.ready.port,
-            name=runner_name(spare.node),
-        )
-        stub = peer_pb2_grpc.StandbyStub(self._channel(stage))
-        call = stub.Follow(request, timeout=CALL_TIMEOUT_S)
-        return (await reply(call, f"the runner on {stage.node}")).why_not
 
     async def ping(
         self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float

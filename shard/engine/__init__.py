@@ -1,7 +1,7 @@
 """One answer, from token ids to text and stats.
 
 admission.py: which requests may hold rows in the caches at once
-attempts.py: an attempt, here whole or over stages; what it leaves for the next one and a spare
+attempts.py: an attempt, here whole or over stages; what it leaves for the next one
 batching.py: which answers are decoded together
 cache_parts.py: parts of a request's caches, kept apart from it
 compute.py: the one thread that owns MLX

@@ -1,19 +1,13 @@
-"""One attempt at an answer, what it leaves for the next one, and what a spare is sent of it."""
+"""One attempt at an answer, and what it leaves for the next one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ...mtp.batch import Member
 from ...mtp.drafters import NativeDrafter
 from ...mtp.loop import Generation
-from ...mtp.rollback import cache_arrays
 from ...mtp.seams import Drafter
 from ...mtp.steps import Steps
-from ..pipeline.merged import offer_merged
-from ..pipeline.request_state import RequestState, digest_of
-from ..pipeline.state_sender import StateSender
 from ..pipeline.verifier import PipelineVerifier
 from .batching import Batching, Seat
 from .local import LocalVerifier
@@ -23,12 +17,10 @@ from .spans import Claim, Holding
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The state of an attempt that was lost, for the one that follows.
-
-    None of a whole model: its spare has a copy.
-    """
+    """The generator's state of a pipeline's attempt that was lost, for the one that follows."""
 
     verifier: PipelineVerifier | None
+    """None: a shared forward failed, and nobody knows the state."""
     attempt: int
     since: float
 
@@ -68,10 +60,6 @@ class PipelineAttempt:
         """What it holds in memory here."""
         return self.verifier.arrays() + self.drafter.arrays()
 
-    def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
-        """Its state, for the spare of this stage."""
-        offer_merged(sender, request.request, request.attempt, self.verifier.state)
-
 
 @dataclass(frozen=True, slots=True)
 class WholeAttempt:
@@ -92,7 +80,7 @@ class WholeAttempt:
 
     @property
     def kept(self) -> None:
-        """Nothing: the spare has a copy."""
+        """Nothing: the next attempt reads the prompt again."""
 
     def take_up(self, request: EngineRequest) -> None:
         """No other stage holds anything of it."""
@@ -132,43 +120,6 @@ class WholeAttempt:
             ahead.drop()
         if isinstance(self.drafter, NativeDrafter):
             self.drafter.drop()
-
-    def offer(self, sender: StateSender, request: EngineRequest, ids: Sequence[int]) -> None:
-        """Its state, for the spare, where it can be copied now.
-
-        In a batch it may be a round ahead of `ids`: a spare keeps the copy before as well.
-        """
-        if not sender.due(request.request) or (state := self._state(ids)) is None:
-            return
-        sender.offer(request.request, request.attempt, state)
-        own = self.verifier.state  # the next copy begins behind this one
-        own.lowest, own.copied = state.lowest, state.copied
-
-    def _state(self, ids: Sequence[int]) -> RequestState | None:
-        """The forward under way is waited for first: that is the answer's own work."""
-        if self.seat is not None and self.seat.member is not None:
-            return self._state_in_batch(ids, self.seat.member)
-        if self.generation.runs_ahead:
-            return None  # it stops doing so for the sake of copies
-        drafter, state = self.generation.settle(), self.verifier.state
-        native = isinstance(drafter, NativeDrafter)
-        state.drafter = self.verifier.with_ahead(drafter.state) if native else None
-        state.ids = digest_of(ids[: state.position])
-        return state
-
-    def _state_in_batch(self, ids: Sequence[int], member: Member) -> RequestState | None:
-        if (found := self.batching.held(member)) is None:
-            return None
-        held, drafter = found
-        # What the batch has under way is waited for here, and is not counted as time of the copy:
-        # copies may take a small share only, and would become rare.
-        drafted = [] if drafter is None else cache_arrays([drafter.cache])
-        mx.eval(cache_arrays(held.caches), drafted)
-        # A state of its own: views would keep the batch's arrays for as long as the answer lasts.
-        state = replace(self.verifier.state, caches=held.caches, position=held.position)
-        ahead = (token for each in member.rounds for token in each.tokens)
-        state.drafter, state.ids = drafter, digest_of([*ids, *ahead][: held.position])
-        return state
 
 
 Attempt = PipelineAttempt | WholeAttempt

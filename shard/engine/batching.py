@@ -10,7 +10,7 @@ from ...mtp.ahead import Ahead
 from ...mtp.batch import Batch, Held, Member
 from ...mtp.batch_caches import can_batch
 from ...mtp.depth import DepthPolicy
-from ...mtp.drafters import PENDING_ROWS, RESTING_ROWS, DrafterState, NativeDrafter
+from ...mtp.drafters import PENDING_ROWS, RESTING_ROWS, NativeDrafter
 from ...mtp.loop import Generation
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafter, StopCondition, Wait, as_ids, as_row
@@ -176,14 +176,6 @@ class Batching:
         seat.verifier.take_over(held.caches, held.position)
         seat.generation.come_back(seat.drafter, as_row([seat.member.token]))
         seat.member = None
-
-    def held(self, member: Member) -> tuple[Held, DrafterState | None] | None:
-        """Its state and its drafter's, in views, at most a round ahead of what it handed out; None
-        at its end."""
-        assert self._batch is not None
-        if member.over or len(member.rounds) > 1:  # one that ended may be gone from the batch
-            return None
-        return self._batch.state_of(member)
 
     @property
     def broken(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an answer may go on from: an earlier attempt, a spare's copy of one, or a prefix."""
+"""What an answer may go on from: an earlier attempt or a prefix."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,8 +14,6 @@ from ..model.stage_model import StageModel
 from ..pipeline.meeting import Meeting
 from ..pipeline.pacing import Pacing
 from ..pipeline.request_state import RequestState
-from ..pipeline.state_sender import StateSender
-from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link, PipelineVerifier
 from .attempts import Attempt, Kept, WholeAttempt
 from .local import LocalVerifier, Target
@@ -48,8 +46,6 @@ class Earlier:
         *,
         link: Link | None,
         meeting: Meeting | None,
-        sender: StateSender | None,
-        copies: StateStore | None,
         disk: PrefixDisk | None,
         parts: Parts,
         clock: Callable[[], float],
@@ -60,8 +56,6 @@ class Earlier:
         self._turn_ends = turn_ends
         self._link = link
         self._meeting = meeting
-        self._sender = sender
-        self._copies = copies
         self._clock = clock
         self._pacing = None if link is None else Pacing(options.stages)
         self._kept: dict[str, Kept] = {}
@@ -87,9 +81,6 @@ class Earlier:
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
             return self._piped(request, self._link, kept, live_bytes, claim)
-        if (taken := self._copied(request)) is not None:
-            verifier = self._local(taken.caches, taken.position, prompts)
-            return Beginning(verifier, taken.drafter)
         if (found := self.prefix_of(request, live_bytes, claim)) is not None:
             verifier = self._local(found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
@@ -100,17 +91,17 @@ class Earlier:
     ) -> LocalVerifier:
         return LocalVerifier(self._target, caches, position, prompts, self._parts)
 
-    def keep(self, request: EngineRequest, verifier: PipelineVerifier | None, live: int) -> None:
-        """For the attempt that follows; `verifier`: see `Kept`. `live`: see `leave`."""
+    def keep(self, request: EngineRequest, verifier: PipelineVerifier, live: int) -> None:
+        """For the attempt that follows. `live`: see `leave`."""
         if self._link is not None:
             self._link.park(request.request, request.attempt)
-        if verifier is not None:
-            try:
-                verifier.pause()
-            except StateLost:  # the next attempt begins anew
-                self.leave(verifier, live, sound=False)
-                verifier = None
-        self._kept[request.request] = Kept(verifier, request.attempt, self._clock())
+        held: PipelineVerifier | None = verifier
+        try:
+            verifier.pause()
+        except StateLost:  # the next attempt begins anew
+            self.leave(verifier, live, sound=False)
+            held = None
+        self._kept[request.request] = Kept(held, request.attempt, self._clock())
 
     def leave(self, verifier: PipelineVerifier, live: int, *, sound: bool = True) -> None:
         """What it holds is over. `live`: bytes of all requests in progress, its own among them;
@@ -123,8 +114,6 @@ class Earlier:
         """The answer is over."""
         if self._link is not None:
             self._link.release(request, attempt)
-        if self._sender is not None:
-            self._sender.release(request)
 
     def expire(self, lease_s: float, live_bytes: Callable[[], int]) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
@@ -137,15 +126,14 @@ class Earlier:
             self.release(name, kept.attempt)
         if ended:
             mx.clear_cache()
-        return ended + (self._copies.expire(lease_s) if self._copies else [])
+        return ended
 
     @property
     def bytes(self) -> int:
-        """Of attempts and copies; prefixes go where requests need the room."""
+        """Of lost attempts; prefixes go where requests need the room."""
         kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
-        copied = self._copies.bytes if self._copies else 0
         merged = self._meeting.arrays() if self._meeting else []
-        return copied + sum(array.nbytes for array in (*kept, *merged))
+        return sum(array.nbytes for array in (*kept, *merged))
 
     def prefix_of(
         self, request: EngineRequest, live_bytes: Callable[[], int], claim: Claim | None = None
@@ -211,17 +199,6 @@ class Earlier:
             caches = self._stage.own_caches(attempt.verifier.state.caches)
         self.prefixes.shrink(live_bytes() + growth_of(caches, rows))
 
-    def _copied(self, request: EngineRequest) -> RequestState | None:
-        """What this runner, a whole model's spare, was sent of an earlier attempt."""
-        if self._copies is None or request.attempt == 1 or request.rebuild_all:
-            return None
-        # Behind the prompt's last row nobody would know its first token.
-        rows = request.committed if request.replay else len(request.prompt) - 1
-        state = self._copies.take(request.request, request.attempt, rows, request.ids)
-        if state is None or not request.ends_a_forward(state.position, self._ends(request)):
-            return None
-        return None if request.k and state.drafter is None else state
-
     def _piped(
         self,
         request: EngineRequest,
@@ -235,7 +212,7 @@ class Earlier:
             found = self.prefix_of(request, live_bytes, claim)
             cached = 0 if found is None else found.position
             return Beginning(self._verifier(request, link, found, cached), None, cached)
-        held = kept.verifier if kept else self._from_copy(request, link)
+        held = kept.verifier if kept else None
         taken = self._taken_up(request, link, held)
         if held is not None and taken is not held:
             self.leave(held, live_bytes() + sum(array.nbytes for array in held.arrays()))
@@ -252,15 +229,6 @@ class Earlier:
         ):
             return verifier
         return self._verifier(request, link)
-
-    def _from_copy(self, request: EngineRequest, link: Link) -> PipelineVerifier | None:
-        """What this runner, a pipeline's spare, was sent of an earlier attempt."""
-        name, attempt = request.request, request.attempt
-        copies = self._copies if request.keeps else None
-        state = copies.take(name, attempt, request.committed) if copies else None
-        if state is None:
-            return None
-        return self._verifier(request, link, state)
 
     def _verifier(
         self,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ...mtp.ahead import AHEAD_BY, Ahead
 from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_prompts import PromptBatch, PromptsBroken
-from ...mtp.drafters import PENDING_ROWS
 from ...mtp.family import family_of
 from ...mtp.finite import DraftNotFinite, NotFinite
 from ...mtp.first_choices import choose_first
@@ -27,8 +26,6 @@ from ..model.tensors import DTYPES
 from ..pipeline.meeting import Meeting
 from ..pipeline.merged import Merged
 from ..pipeline.request_state import RequestState
-from ..pipeline.state_sender import StateSender
-from ..pipeline.state_store import StateStore
 from ..pipeline.verifier import Link
 from .admission import Admission
 from .attempts import Attempt
@@ -75,8 +72,6 @@ class TextEngine:
         link: Link | None = None,
         clock: Callable[[], float] = time.perf_counter,
         profile: Profile | None = None,
-        state_sender: StateSender | None = None,
-        copies: StateStore | None = None,
         kernels: tuple[str, ...] = (),
         prefix_disk: PrefixDisk | None = None,
         runs_ahead: bool | None = None,
@@ -84,8 +79,6 @@ class TextEngine:
         """`link` leads to the other stages; None when this stage is the whole model.
 
         `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
-        `state_sender`: what a spare of this stage is sent.
-        `copies`: what this one, a spare, was sent.
         `kernels`: those of our own under the model, for the stats.
         `prefix_disk`: where prefixes outlive this engine.
         `runs_ahead`: whether rounds are built while others run; None: where `kernels` make it pay,
@@ -97,7 +90,6 @@ class TextEngine:
         self._kernels = kernels
         self._clock = clock
         self._alone = link is None
-        self._state_sender = state_sender
         self._fixed_rows = options.fixed_rows if link is None else 0
         self._profile = profile or Profile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
@@ -115,7 +107,7 @@ class TextEngine:
         self._meeting = self._new_meeting(link)
         self._prompts = self._new_prompts()
         turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
-        self._earlier = self._new_earlier(turn_ends, link, copies, prefix_disk)
+        self._earlier = self._new_earlier(turn_ends, link, prefix_disk)
         fit = set(kernels) >= AHEAD_BY if runs_ahead is None else runs_ahead
         self._runs_ahead = fit and options.async_draft_eval
         self._live = self._new_live(turn_ends)
@@ -133,27 +125,17 @@ class TextEngine:
             turn_ends,
             self._codec.special_tokens,
             self._clock,
-            self._patience,
+            lambda: self._batching.patience,
             self._new_ahead if self._runs_ahead else None,
         )
 
-    def _patience(self) -> int:
-        sender = self._state_sender
-        # What waits is sent to a spare with each copy.
-        return PENDING_ROWS if sender is not None and sender.following else self._batching.patience
-
     def _new_ahead(self, verifier: LocalVerifier, sampler: Sampler) -> Ahead:
-        head, sender = self.drafting.batch_head(), self._state_sender
+        head = self.drafting.batch_head()
         assert head is not None
-        wanted = (lambda: True) if sender is None else (lambda: not sender.following)
-        return Ahead(self._target, head, verifier, sampler, wanted)
+        return Ahead(self._target, head, verifier, sampler)
 
     def _new_earlier(
-        self,
-        turn_ends: frozenset[int],
-        link: Link | None,
-        copies: StateStore | None,
-        disk: PrefixDisk | None,
+        self, turn_ends: frozenset[int], link: Link | None, disk: PrefixDisk | None
     ) -> Earlier:
         return Earlier(
             self._stage,
@@ -162,8 +144,6 @@ class TextEngine:
             turn_ends,
             link=link,
             meeting=self._meeting,
-            sender=self._state_sender,
-            copies=copies,
             disk=disk,
             parts=self._parts,
             clock=self._clock,
@@ -276,9 +256,8 @@ class TextEngine:
         lost, sound = False, False
         try:
             attempt.take_up(request)
-            reason = yield from self._copied(
-                request, attempt, _with_text(attempt.steps(), stats, text)
-            )
+            steps = _with_text(attempt.steps(), stats, text)
+            reason = yield from self._with_prefixes(request, attempt, steps)
             self.drafting.park(attempt.generation.answer.parked_at)
             final = stats.finish(
                 prompt_tokens=len(request.prompt),
@@ -325,30 +304,27 @@ class TextEngine:
             if request.adaptive:
                 self._profile.save()
 
-    def _copied(
+    def _with_prefixes(
         self,
         request: EngineRequest,
         attempt: Attempt,
         events: Generator[Wait | EngineEvent, None, FinishReason],
     ) -> Generator[Wait | EngineEvent, None, FinishReason]:
-        """The events; where the rows fit what was handed out, a spare is sent them."""
-        ids = request.ids
-        due = len(ids)
+        """Passes events on; keeps prefixes of the prompt, and makes room for the answer."""
+        rows = due = len(request.ids)
         while True:
             try:
                 event = next(events)
             except StopIteration as end:
                 return end.value
             if isinstance(event, Delta):
-                ids += event.round.tokens
-                if len(ids) >= due:
+                rows += len(event.round.tokens)
+                if rows >= due:
                     self._earlier.goes_on(attempt, MORE, self.cache_bytes)
-                    due = len(ids) + MORE // 2
+                    due = rows + MORE // 2
             elif isinstance(event, Prefilled):
                 self._earlier.keep_prefix(request, attempt, event.done, self.cache_bytes)
             yield event
-            if self._state_sender is not None and not isinstance(event, Wait):
-                attempt.offer(self._state_sender, request, ids)
 
     def _measured(self) -> Measured:
         # Strict mode has forwards of one size, which `identity` says nothing of.
@@ -369,7 +345,7 @@ class TextEngine:
         return len(self._live)
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests on this stage, copies included."""
+        """Bytes of KV and recurrent state of all live requests on this stage."""
         return self._live.bytes
 
     def park(self, request: str, attempt: int) -> None:

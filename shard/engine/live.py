@@ -85,7 +85,7 @@ class LiveAttempts:
 
     @property
     def bytes(self) -> int:
-        """Of KV and recurrent state, kept attempts and copies included."""
+        """Of KV and recurrent state, kept attempts included."""
         live = [array for attempt in self._live.values() for array in attempt.arrays()]
         together = self._batching.arrays()
         return self._earlier.bytes + sum(array.nbytes for array in (*live, *together))
@@ -220,7 +220,7 @@ class LiveAttempts:
         live = self.bytes
         if attempt.kept is not None:
             live += sum(array.nbytes for array in attempt.kept.arrays())
-        if kept:
+        if kept and attempt.kept is not None:
             self._earlier.keep(request, attempt.kept, live)
         else:
             if attempt.kept is not None:

@@ -1,14 +1,12 @@
 """The verifier of a placement of one stage: the whole model in this process."""
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
 
 from ...mtp.batch_prompts import PromptBatch
-from ...mtp.drafters import DrafterState
 from ...mtp.family import Family
 from ...mtp.parts import Parts
 from ...mtp.rollback import cache_arrays, can_roll_back
@@ -90,7 +88,7 @@ class LocalVerifier:
         prompts: PromptBatch | None = None,
         parts: Parts | None = None,
     ) -> None:
-        """`caches` are the answer's alone and end with it; a copy's hold `position` rows.
+        """`caches` are the answer's alone and end with it; they hold `position` rows.
 
         `prompts`: where forwards over its prompt meet those of others; None: nowhere.
         `parts`: how those that meet nobody let others pass; None: they do not.
@@ -100,9 +98,6 @@ class LocalVerifier:
         self._target = target
         self._caches = caches
         self.state = RequestState(list(caches), position)
-        self._hidden: mx.array | None = None
-        self._hidden_ends = 0
-        """The last forward's, and the row that it ended at."""
         self.takes_back = can_roll_back(caches)
 
     @property
@@ -117,7 +112,7 @@ class LocalVerifier:
     def take_over(self, caches: Sequence[Any], position: int) -> None:
         """Goes on behind `position` rows."""
         self._caches, self.state.caches = caches, list(caches)
-        self.state.position, self.state.last_rows, self._hidden = position, 0, None
+        self.state.position, self.state.last_rows = position, 0
 
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
         if self._prompts is not None and want != "all":
@@ -127,19 +122,10 @@ class LocalVerifier:
             if self._parts is not None and want != "all":
                 yield from self._parts.computed([self._caches])
         self.state.wrote((tokens.shape[0],))
-        self._hidden, self._hidden_ends = block.hidden, self.position
         return block
 
     def rollback(self, rows: int) -> None:
         self.state.go_back(self._caches, self.position - rows)
-
-    def with_ahead(self, drafter: DrafterState) -> DrafterState:
-        """The drafter's state with the hidden of the rows here that it was not told of."""
-        lacks = self.position - drafter.observed
-        if not lacks or self._hidden is None:
-            return drafter
-        end = self._hidden.shape[1] - (self._hidden_ends - self.position)
-        return replace(drafter, ahead=self._hidden[:, end - lacks : end])
 
     def arrays(self) -> list[mx.array]:
         return cache_arrays(self._caches)

@@ -171,7 +171,7 @@ def _described(
     if drafter is not None:
         cache = _layer(drafter.cache, drafter.rows, f"{_DRAFTER}.cache.", tensors)
         described["drafter"] = {"rows": drafter.rows, "cache": cache}
-        hiddens = {"read": drafter.read, "pending": drafter.pending, "ahead": drafter.ahead}
+        hiddens = {"read": drafter.read, "pending": drafter.pending}
         tensors |= {f"{_DRAFTER}.{n}": each for n, each in hiddens.items() if each is not None}
     bfloat16 = [name for name, each in tensors.items() if each.dtype == mx.bfloat16]
     for name in tensors:
@@ -235,7 +235,7 @@ def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
     if (drafter := described["drafter"]) is None:
         return Prefix(filled, rows, None)
     cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
-    hiddens = (tensors.get(f"{_DRAFTER}.{name}") for name in ("read", "pending", "ahead"))
+    hiddens = (tensors.get(f"{_DRAFTER}.{name}") for name in ("read", "pending"))
     return Prefix(filled, rows, DrafterState(cache, drafter["rows"], *hiddens))
 
 

@@ -1,6 +1,5 @@
-"""Stages that exchange tensors: frames, streams, replay, copies for spares.
+"""Stages that exchange tensors: frames, streams, replay.
 
-copy_turns.py: which of several requests is copied next
 frames.py: tensor frames: cut, checked, joined
 meeting.py: where rows of several requests set out together
 merged.py: forwards that several requests of a stage share
@@ -11,8 +10,6 @@ request_state.py: what a stage holds of a request
 seen_attempts.py: which attempts are over
 stage.py: what a stage does with a frame: sessions, forwards, leases
 stage_queue.py: what waits for a stage's compute thread, and in which order
-state_sender.py: copies of a stage's state: what is sent, and when
-state_store.py: copies of a stage's state: what its spare keeps
 streams.py: gRPC streams between runners
 verifier.py: the Verifier of a model in stages
 """

@@ -23,7 +23,6 @@ from ...placement.errors import StateLost
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import to_bytes
 from .request_state import RequestState
-from .state_sender import StateSender
 
 log = logging.getLogger(__name__)
 
@@ -232,16 +231,6 @@ class Merged:
 
     def _prune(self) -> None:
         self._groups = [group for group in self._groups if group.live]
-
-
-def offer_merged(sender: StateSender, request: str, attempt: int, state: RequestState) -> None:
-    """To the spare; of one whose rows are in a group views, which are only made where it is due."""
-    if state.group is None:
-        sender.offer(request, attempt, state)
-    elif sender.due(request):
-        view = state.view()
-        sender.offer(request, attempt, view)
-        state.lowest = view.lowest
 
 
 def _are(members: Sequence[object], states: Sequence[object]) -> bool:

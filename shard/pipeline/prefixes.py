@@ -41,7 +41,7 @@ class PromptRead:
     def add(self, begin: int, tokens: Sequence[int], border: "pb.Border.ValueType") -> None:
         """One forward was run over the rows from `begin` on.
 
-        Nothing is noted where those before it are not known, as in a state that was copied.
+        Nothing is noted where those before it are not known.
         """
         if begin != len(self.ids):
             return

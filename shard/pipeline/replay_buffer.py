@@ -31,10 +31,6 @@ class ReplayBuffer:
         self.begins = 0
         """The first row that is here; those before it were too much to keep."""
 
-    @property
-    def bytes(self) -> int:
-        return self._bytes
-
     def add(self, block: HiddenBlock) -> None:
         with self._lock:
             self._blocks.append(block)

@@ -1,9 +1,7 @@
 """What a stage holds of one request, the generator's stage or another: caches and trail."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from ...mtp.drafters import DrafterState
@@ -28,14 +26,9 @@ class RequestState:
     replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
     answer: HiddenBlock | None = None
     """On the last stage: the row behind the prompt, as it was sent back."""
-    lowest: int = 0
-    """The fewest rows that it had since it was last copied."""
     drafter: DrafterState | None = None
-    """Of a whole model that drafts, as it is copied or was."""
-    copied: int = 0
-    """Rows of the drafter's cache that were copied."""
-    ids: bytes = b""
-    """Of a whole model as it is copied: `digest_of` the ids of its rows."""
+    """The drafter's state behind a kept prefix. Set only where the whole model is here and drafts.
+    """
     read: PromptRead = field(default_factory=PromptRead)
     """Of a pipeline's stage: the prompt, as far as forwards here read it."""
     claim: PrefixClaim | None = None
@@ -70,11 +63,5 @@ class RequestState:
             self.claim = None
         rollback(own, self.position - position)
         self.position, self.last_rows = position, 0
-        self.lowest = min(self.lowest, position)
         self.replay_buffer.roll_back(position)
         self.read.roll_back(position)
-
-
-def digest_of(ids: Sequence[int]) -> bytes:
-    """Equal where the ids are."""
-    return blake2b(array("Q", ids).tobytes(), digest_size=16).digest()

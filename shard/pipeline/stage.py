@@ -19,13 +19,11 @@ from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, from_bytes, to_bytes
 from .frames import HiddenBlock
-from .merged import SHARED, Merged, offer_merged
+from .merged import SHARED, Merged
 from .prefixes import Prefixes
 from .replay_buffer import TRAIL_BYTES
 from .request_state import RequestState
 from .seen_attempts import SeenAttempts
-from .state_sender import StateSender
-from .state_store import StateStore
 
 MAX_WAITING: Final = 4096
 """Blocks that may wait for rows before them, of at most TRAIL_BYTES; a generator that asks for
@@ -70,19 +68,12 @@ class StageWorker:
         model: StageModel,
         expected: StageLimits,
         clock: Callable[[], float],
-        state_sender: StateSender | None = None,
-        copies: StateStore | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        """`state_sender`: what a spare is sent; `copies`: what this one, a spare, was sent.
-
-        `prefixes`: what is kept of prompts here; None: nothing.
-        """
+        """`prefixes`: what is kept of prompts here; None: nothing."""
         self._model = model
         self._expected = expected
         self._clock = clock
-        self._state_sender = state_sender
-        self._copies = copies
         self._prefixes = prefixes
         self._merged = Merged(model, DTYPES[expected.dtype])
         self._sessions: dict[str, Session] = {}
@@ -93,11 +84,10 @@ class StageWorker:
         return len(self._sessions)
 
     def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests, and of copies of others'."""
+        """Bytes of KV and recurrent state of all live requests."""
         own = (self._own(s.state) for s in self._sessions.values())
         held = sum(array.nbytes for caches in own for array in cache_arrays(caches))
-        held += sum(array.nbytes for array in self._merged.arrays())
-        return held + (self._copies.bytes if self._copies else 0)
+        return held + sum(array.nbytes for array in self._merged.arrays())
 
     @property
     def prefix_cache_bytes(self) -> int:
@@ -163,8 +153,6 @@ class StageWorker:
         out = replace(block, data=data, near_tie=near_tie)
         if not self._is_last:
             session.state.replay_buffer.add(out)
-        if self._state_sender is not None:
-            offer_merged(self._state_sender, block.request, session.attempt, session.state)
         return [out]
 
     def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
@@ -213,8 +201,6 @@ class StageWorker:
             if block.rebuilds:
                 sends = state.replay_buffer.unsent(session.attempt)
         self._keep_prefix(block, state)
-        if self._state_sender is not None:
-            self._state_sender.offer(block.request, session.attempt, state)
         return sends
 
     def _keep_prefix(self, block: HiddenBlock, state: RequestState) -> None:
@@ -285,13 +271,10 @@ class StageWorker:
         if attempt <= self._attempts.latest(request):
             return None
         session = self._sessions.get(request)
-        if session is not None:
-            state = session.state
-            state.alone()
-        elif (
-            self._copies is None or (state := self._copies.take(request, attempt, position)) is None
-        ):
+        if session is None:
             return None
+        state = session.state
+        state.alone()
         if state.position > position:
             if not state.can_go_back(self._own(state), position):
                 return None
@@ -319,8 +302,6 @@ class StageWorker:
         session = self._sessions.get(request)
         if session is not None and session.attempt <= attempt:
             self._drop(request)
-            if self._state_sender is not None:
-                self._state_sender.release(request)
             mx.clear_cache()
 
     def renew(self, request: str, attempt: int) -> None:
@@ -337,7 +318,7 @@ class StageWorker:
             attempt = self._sessions[name].attempt
             self.release(name, attempt)
             self._attempts.expire(name, attempt)
-        return ended + (self._copies.expire(lease_s) if self._copies else [])
+        return ended
 
     def _session(self, request: str, attempt: int, *, opens: bool) -> Session:
         session = self._sessions.get(request)

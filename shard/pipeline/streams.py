@@ -127,7 +127,7 @@ class Ring:
         self._chunks: dict[tuple[tuple[str, int], int], Future[None]] = {}
         """Those under way, by request and position."""
         self._rebuilds_s: dict[tuple[str, int], float] = {}
-        """What stages may need of an attempt's rows before they compute its next chunk."""
+        """What stages may need for an attempt's rows before they compute what is behind them."""
         self._lost: str | None = None
         self._renewal: asyncio.TimerHandle | None = None
 
@@ -149,7 +149,7 @@ class Ring:
         else:
             answer = self._waiting[key] = Future()
         quick = block.reply == pb.REPLY_ALL and key not in self._behind
-        deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
+        deadline = DECODE_DEADLINE_S if quick else self._slow_deadline_s([key])
         _ = self._loop.call_soon_threadsafe(self._dispatch, [key], frames, deadline)
         return answer
 
@@ -185,7 +185,7 @@ class Ring:
         keys = [(block.request, block.attempt) for block in going]
         frames = cut_all(going, self._placement, 1, self._dtype, self._hidden_size)
         quick = self._behind.isdisjoint(keys)
-        deadline = DECODE_DEADLINE_S if quick else PREFILL_DEADLINE_S
+        deadline = DECODE_DEADLINE_S if quick else self._slow_deadline_s(keys)
         _ = self._loop.call_soon_threadsafe(self._dispatch, keys, frames, deadline)
         return sent
 
@@ -217,8 +217,13 @@ class Ring:
             adopt.tokens.extend(prefix.ids)
             adopt.schedule.extend(prefix.schedule)
         frame = self._frame(key, adopt=adopt)
-        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], PREFILL_DEADLINE_S)
+        deadline = self._slow_deadline_s([key])
+        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], deadline)
         return future
+
+    def _slow_deadline_s(self, keys: Sequence[tuple[str, int]]) -> float:
+        """Of an answer behind chunks of prompts, and behind rows that a stage reads again."""
+        return PREFILL_DEADLINE_S + max(self._rebuilds_s.get(key, 0.0) for key in keys)
 
     def relay(self, request: str, attempt: int) -> None:
         _ = self._loop.call_soon_threadsafe(self._send_missing, (request, attempt))
@@ -329,7 +334,7 @@ class Ring:
         self._dispatch([key], frames, PREFILL_DEADLINE_S)
         future = self._chunks.get((key, position))
         if future is not None:
-            deadline_s = PREFILL_DEADLINE_S + self._rebuilds_s.get(key, 0.0)
+            deadline_s = self._slow_deadline_s([key])
             handle = self._loop.call_later(deadline_s, self._late_chunk, key, position, deadline_s)
             future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(handle.cancel))
 

@@ -118,7 +118,7 @@ class PipelineVerifier:
         background: bool = False,
         border: Border | None = None,
     ) -> None:
-        """`state`: what a spare was sent of an earlier attempt, see `take_up`; or a kept prefix.
+        """`state`: a kept prefix; None: no rows yet.
 
         `meeting`: where its rows meet those of other requests; None: nowhere.
         `pacing`: how its prompt's chunks follow each other; None: at once. `background`: behind

@@ -10,6 +10,5 @@ refusal.py: calls that end with an error of the tree
 ring_service.py: the Stage service of a generator: answers that come round
 runner_service.py: the gRPC service of any runner
 stage_service.py: what both Stage services do
-standby_service.py: the gRPC service by which a spare follows a stage
 worker_service.py: the Stage service of all other stages
 """

@@ -47,8 +47,6 @@ from ..model.load import Loaded, bytes_read, load
 from ..model.stage_model import MODEL_FAULTS, said
 from ..model.tensors import DTYPES
 from ..pipeline.stage import StageWorker
-from ..pipeline.state_sender import StateSender
-from ..pipeline.state_store import StateStore
 from ..pipeline.streams import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
@@ -57,7 +55,6 @@ from .next_stage import NextStage
 from .ring_service import RingService
 from .runner_service import RunnerService
 from .stage_service import StageService
-from .standby_service import StandbyService, StateReplicator
 from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -175,9 +172,8 @@ class Runner:
             self._start.authority, self._start.private_key, self._start.certificate
         )
         following = NextStage(credentials)
-        follower = StateReplicator(loaded.model, loaded.expected, self._compute, credentials)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
-        watch = await self._serve(server, loaded, following, follower)
+        watch = await self._serve(server, loaded, following)
         service = RunnerService(self._spec, self._current_state)
         peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
         addresses = self._listen(server)
@@ -192,7 +188,6 @@ class Runner:
         reporter = asyncio.create_task(self._report_state(watch, keep_compiled))
         _ = await self._stop.wait()
         reporter.cancel()
-        await follower.close()
         await following.close()
         if self._stage is not None:
             self._stage.end()  # gRPC would cancel them, with a traceback in the log
@@ -200,20 +195,12 @@ class Runner:
         await self._prompts.close()
 
     async def _serve(
-        self,
-        server: grpc.aio.Server,
-        loaded: Loaded,
-        following: NextStage,
-        follower: StateReplicator,
+        self, server: grpc.aio.Server, loaded: Loaded, following: NextStage
     ) -> TextEngine | StageWorker:
         spec, expected = self._spec, loaded.expected
-        copies = StateStore(loaded.model, expected, time.monotonic)
-        standby = StandbyService(expected, follower, copies)
-        peer_pb2_grpc.add_StandbyServicer_to_server(standby, server)
         if spec.stage:
-            sender = follower.state_sender
             prefixes = StagePrefixes.of(loaded.model, spec.prefix_cache_bytes)
-            worker = StageWorker(loaded.model, expected, time.monotonic, sender, copies, prefixes)
+            worker = StageWorker(loaded.model, expected, time.monotonic, prefixes)
             if spec.batching:
                 await asyncio.wrap_future(self._compute.submit(worker.probe))
             self._stage = WorkerService(spec, expected, following, self._compute, worker)
@@ -224,16 +211,12 @@ class Runner:
             ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
             self._stage = RingService(spec, expected, following, ring)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
-        engine = await asyncio.wrap_future(
-            self._compute.submit(lambda: self._engine(loaded, ring, follower.state_sender, copies))
-        )
+        engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
         generator = GeneratorService(expected, engine, self._compute, self._prompts)
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine
 
-    def _engine(
-        self, loaded: Loaded, ring: Ring | None, state_sender: StateSender, copies: StateStore
-    ) -> TextEngine:
+    def _engine(self, loaded: Loaded, ring: Ring | None) -> TextEngine:
         assert loaded.codec is not None
         engine = TextEngine(
             loaded.codec,
@@ -243,8 +226,6 @@ class Runner:
             head=loaded.head,
             link=ring,
             profile=profile_of(self._spec, loaded),
-            state_sender=state_sender,
-            copies=copies,
             kernels=used(loaded.kernels),
             prefix_disk=prefix_disk_of(self._spec, loaded),
         )

@@ -19,8 +19,8 @@ Left out, and why:
   (`tests/mtp/test_distribution.py`).
 - Adaptive depths and heads that rest: a clock decides about them.
 - Cancelled answers: one of each batch is cancelled, and only what it gave before is compared.
-- Losses of one stage while others keep their state, copies for spares and prefixes on disk: a
-  resume here has the log alone, as every resume of the new engine will.
+- Losses of one stage while others keep their state, and prefixes on disk: a resume here has the log
+  alone, as every resume of the new engine will.
 - bfloat16, the mixed options, 3 stages and the demo appear where float32, single options, 2 stages
   and tiny models leave a doubt, not at every K.
 """

@@ -116,7 +116,6 @@ def tell(
     sampler: Sampler | None = None,
     depth: DepthPolicy | None = None,
     leaves: Callable[[], bool] = lambda: False,
-    allowed: Callable[[], bool] = lambda: True,
 ) -> Told:
     """Runs the real loop on a tiny hybrid model until it ends or leaves."""
     model, family = subject()
@@ -128,7 +127,7 @@ def tell(
         head = head or Bigrams(plain())
         drafter = NativeDrafter(head, family.embed, head.logits, chooser, k, overlap=True)
         made = BatchHead(head, family.embed, head.logits)
-        rounds_ahead = Ahead(target, made, verifier, chooser, allowed) if ahead else None
+        rounds_ahead = Ahead(target, made, verifier, chooser) if ahead else None
     parts = Task(PROMPT, max_tokens, 512), verifier, drafter, chooser, ending or EndAt(), depth
     generation = Generation(*parts, lambda: 0.0, leaves, ahead=rounds_ahead)
     told = Told([], None, generation, verifier, drafter)
@@ -195,16 +194,6 @@ def test_it_leaves_between_rounds_and_what_is_left_fits_the_answer(after: int) -
     go_on(told)
     assert told.ids == plain()
     assert told.rounds == tell(2, **long()).rounds
-
-
-def test_while_somebody_wants_its_state_rounds_wait_for_each_other() -> None:
-    """A spare's copies."""
-    wanted = False
-    told = tell(2, ahead=True, allowed=lambda: not wanted, **long())
-    assert told.ran_ahead[-1]
-    wanted = True
-    told = tell(2, ahead=True, allowed=lambda: not wanted, **long())
-    assert told.ids == plain() and not any(told.ran_ahead)
 
 
 def test_a_head_that_breaks_is_parked_and_the_answer_goes_on() -> None:

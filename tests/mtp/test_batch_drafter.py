@@ -204,15 +204,3 @@ def test_what_waits_is_bounded_and_read_in_passes_that_are_no_longer(
         assert rows <= 3 * (120 + 2 * PENDING_ROWS)
     assert scene.head.passes and max(scene.head.passes) <= 50
     scene.round(1)
-
-
-def test_a_copy_for_a_spare_has_all_rows_and_disturbs_nothing() -> None:
-    scene = Scene(7)
-    plain_rounds(scene, 4)
-    for index, answer in enumerate(scene.answers):
-        state = scene.batch.state(index)
-        assert state is not None and (state.rows, state.observed) == (0, len(answer.following))
-    assert scene.head.passes == []
-    scene.round(2)
-    state = scene.batch.state(0)
-    assert state is not None and state.rows == state.observed == len(scene.answers[0].following)

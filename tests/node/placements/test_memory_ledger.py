@@ -76,9 +76,6 @@ class Machines:
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         pass
 
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        return ""
-
     def near(self, stage: Endpoint) -> Endpoint:
         return stage
 

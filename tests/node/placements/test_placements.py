@@ -50,9 +50,6 @@ class _Stages:
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         raise AssertionError("one stage has no neighbour")
 
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        raise AssertionError("one stage has no spare here")
-
     async def forget(self, stage: Endpoint) -> None:
         pass
 

@@ -71,8 +71,6 @@ class Cluster:
     leaving: set[NodeId] = field(default_factory=set[NodeId])
     """Nodes that answer and take nothing new."""
     connected: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
-    followed: list[tuple[NodeId, NodeId]] = field(default_factory=list[tuple[NodeId, NodeId]])
-    why_not: str = ""
     calls: list[str] = field(default_factory=list[str])
     forgotten: list[NodeId] = field(default_factory=list[NodeId])
 
@@ -107,12 +105,6 @@ class Cluster:
         if (stage.node, number) not in self.up:
             raise PeerLost(f"{stage.node} does not answer")
         return pb.RunnerState()
-
-    async def follow(self, stage: Endpoint, spare: Endpoint, placement: PlacementId) -> str:
-        self.followed.append((stage.node, spare.node))
-        if (spare.node, spare.ready.port) not in self.up:
-            raise PeerLost(f"{spare.node} does not answer")
-        return self.why_not
 
     async def forget(self, stage: Endpoint) -> None:
         self.forgotten.append(stage.node)
@@ -610,64 +602,16 @@ async def test_a_spare_that_could_not_be_loaded_is_tried_again(
         assert cluster.calls == [], "nothing is missing"
 
 
-# ---------------------------------------------------------------------------- spares that follow
-
-
-def pairs(record: LoadedPlacement) -> list[tuple[NodeId, NodeId]]:
-    """Of each stage's node and its first spare's."""
-    firsts = {spare.stage: spare.node for spare in reversed(record.spares)}
-    return [(stage.node, firsts[i]) for i, stage in enumerate(record.stages)]
-
-
-async def test_every_stage_sends_its_first_spare_copies() -> None:
+async def test_a_second_loss_finds_the_second_spare() -> None:
     async with playing() as (cluster, placements, _):
         record = await placements.place(DEMO, THREE, spares=2)
         await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
-        await until(lambda: len(cluster.followed) == 3)
-        assert sorted(cluster.followed) == sorted(pairs(record))
-
-
-async def test_the_spare_of_a_stage_that_was_replaced_is_told_of_the_new_one() -> None:
-    async with playing() as (cluster, placements, _):
-        record = await placements.place(DEMO, THREE, spares=2)
-        await until(lambda: [s.status for s in record.spares] == ["ready"] * 6)
-        await until(lambda: len(cluster.followed) == 3)
-        cluster.followed.clear()
-        second = next(s.node for s in record.spares[::-1] if s.stage == 1)
-        _ = cluster.lose(record, 1)
-        placements.lost(record.id, 1, "it is gone")
-        _ = await placements.ensure(DEMO)
-        await until(lambda: bool(cluster.followed))
-        assert cluster.followed[0] == (record.stages[1].node, second)
-
-
-async def test_a_stage_that_cannot_be_copied_is_told_once_and_says_why() -> None:
-    async with playing() as (cluster, placements, _):
-        cluster.why_not = "caches of kind X cannot be copied"
-        record = await with_spares(placements)
-        await until(lambda: all(spare.why_not for spare in record.spares))
-        placements.tend()
-        await asyncio.sleep(0)
-        assert len(cluster.followed) == 3
-
-
-async def test_a_spare_that_could_not_be_told_is_told_again() -> None:
-    async with playing(replace(AT_ONCE, refill_every_s=0.0)) as (cluster, placements, _):
-        record = await with_spares(placements)
-        await until(lambda: all(spare.leader for spare in record.spares))
-        record.spares[1].leader = None
-        placements.tend()
-        await until(lambda: record.spares[1].leader is record.endpoints[1])
-        assert len(cluster.followed) == 4
-
-
-async def test_the_spare_of_a_model_on_one_node_follows_too() -> None:
-    async with playing() as (cluster, placements, _):
-        record = await placements.place(DEMO, PlanOptions(max_nodes=1), spares=1)
-        await until(lambda: [s.status for s in record.spares] == ["ready"])
-        [spare] = record.spares
-        await until(lambda: spare.leader is record.endpoints[0])
-        assert cluster.followed == [(record.endpoints[0].node, spare.node)]
+        first, second = (spare.node for spare in record.spares if spare.stage == 1)
+        for node in (first, second):
+            _ = cluster.lose(record, 1)
+            placements.lost(record.id, 1, "it is gone")
+            assert await placements.ensure(DEMO) is record
+            assert record.stages[1].node == node
 
 
 # ------------------------------------------------------------------------------ another head

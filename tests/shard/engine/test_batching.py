@@ -2,34 +2,26 @@
 
 import math
 import random
-import time
 from collections import deque
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from budget import seeds
 from engines import answer, request
 from models import DEMO
-from readers import Reader, alone, engine, loaded, prompt, together
+from readers import Reader, alone, engine, prompt, together
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp import parts
 from exo_node.mtp.batch import Batch, Member
 from exo_node.mtp.batch_prompts import PromptBatch
-from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Penalties, Round, Sampling
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import Run, Turns
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.local import FamilyTarget
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.model.stage_model import StageModel
-from exo_node.shard.pipeline.request_state import RequestState
-from exo_node.shard.pipeline.state_sender import StateSender
-from exo_node.shard.pipeline.state_store import StateStore
 from exo_node.shard.text.codec import TextCodec
 
 GREEDY = Sampling()
@@ -42,22 +34,6 @@ def prompts_have_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is in a batch when depends on turns alone, on a busy machine too."""
     for least in ("LEAST_S", "MOST_S"):
         monkeypatch.setattr(parts, least, math.inf)
-
-
-class AlwaysDue(StateSender):
-    """Takes every state that fits its rows; sends nothing."""
-
-    def __init__(self, copied: list[tuple[str, int]]) -> None:
-        self._copied_rows = copied
-
-    def due(self, request: str) -> bool:
-        return True
-
-    def offer(self, request: str, attempt: int, state: RequestState) -> None:
-        self._copied_rows.append((request, state.position))
-
-    def release(self, request: str) -> None:
-        pass
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
@@ -82,49 +58,6 @@ def test_sixteen_with_different_lengths_drafts_samplers_and_ends_are_their_solo_
         assert reader.done.text == wanted.done.text
     assert max(r.forward.batch for each in readers for r in each.rounds) >= 12
     assert served.live_requests == 0 and served.cache_bytes() == 0
-
-
-def test_a_spare_that_is_sent_every_round_costs_no_answer_its_end() -> None:
-    """One is asked for behind the last round as well, when the others go on without it."""
-    copied: list[tuple[str, int]] = []
-    sender = AlwaysDue(copied)
-    readers = [Reader(request(prompt(i), i % 4, 9 + 4 * i, ignore_end=True)) for i in range(5)]
-    together(engine(state_sender=sender), readers)
-    for reader in readers:
-        assert reader.fault is None and tuple(reader.ids) == alone(reader.asked).ids
-        assert sum(name == reader.asked.request for name, _ in copied) >= 2
-
-
-def test_answers_of_a_batch_go_on_from_their_copies_and_no_row_is_sent_twice() -> None:
-    store = StateStore(loaded().model, loaded().expected, time.monotonic)
-    sent: list[pb.StateCopy] = []
-
-    def send(copy: pb.StateCopy) -> None:
-        sent.append(copy)
-        store.keep(pb.StateCopy.FromString(copy.SerializeToString()))
-        sender.delivered(0.0)
-
-    now = 0.0
-    sender = StateSender(loaded().model, loaded().expected, lambda: now, send, store.hold)
-    sender.follow(following=True)
-    readers = [Reader(request(prompt(i), (2, 0, 3)[i], 90, ignore_end=True)) for i in range(3)]
-    served = engine(state_sender=sender)
-    running = [(reader, served.generate(reader.asked)) for reader in readers]
-    for _ in range(30):
-        now += 1.0
-        for reader, events in running:
-            event = next(events)
-            if not isinstance(event, Wait):
-                reader.take(event)
-    for reader, _ in running:
-        copies = [copy for copy in sent if copy.request == reader.asked.request]
-        assert len(copies) > 3 and max(r.forward.batch for r in reader.rounds) == 3
-        assert all(after.begin == copy.position for copy, after in pairwise(copies))
-        again = replace(reader.asked, attempt=2, replay=tuple(reader.rounds))
-        resumed = answer(engine(copies=store), again)
-        assert tuple(reader.ids) + resumed.ids == alone(reader.asked).ids
-    for _, events in running:
-        events.close()
 
 
 @pytest.mark.smoke

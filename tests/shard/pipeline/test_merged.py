@@ -28,7 +28,6 @@ from exo_node.shard.pipeline.frames import HiddenBlock, cut_all, parts_of
 from exo_node.shard.pipeline.merged import Merged
 from exo_node.shard.pipeline.request_state import RequestState
 from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.state_sender import StateSender
 
 SEEDED = Sampling(temperature=0.8, seed=4)
 
@@ -52,11 +51,11 @@ class LosingLink(LoopbackLink):
 class Split:
     """The small model in stages, in this process."""
 
-    def __init__(self, bounds: Sequence[int], sender: StateSender | None = None, **changes: Any):
+    def __init__(self, bounds: Sequence[int], **changes: Any):
         parts = _loaded(tuple(bounds))
         self._parts = parts
         self.workers = [
-            StageWorker(part.model, part.expected, time.monotonic, sender) for part in parts[1:]
+            StageWorker(part.model, part.expected, time.monotonic) for part in parts[1:]
         ]
         self.link = LosingLink(self.workers, [part.expected for part in parts[1:]])
         wanted = small_spec(num_stages=len(parts), end_layer=bounds[1], **changes)
@@ -273,35 +272,6 @@ def test_numbers_that_are_none_end_their_own_answer_only(
         if reader.fault is None:
             assert tuple(reader.ids) == alone(reader.asked).ids
     assert split.cache_bytes == 0
-
-
-class Copies(StateSender):
-    """Takes every state that is offered, as the spare would hold it."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, list[mx.array]] = {}
-
-    def due(self, request: str) -> bool:
-        return True
-
-    def offer(self, request: str, attempt: int, state: RequestState) -> None:
-        keys = next(c.keys for c in state.caches if hasattr(c, "keys") and c.keys is not None)
-        self.rows[request] = [mx.array(keys[:, :, : state.position])]
-        state.lowest = state.position
-
-    def release(self, request: str) -> None:
-        pass
-
-
-def test_a_spare_is_offered_the_rows_of_its_request_out_of_a_group() -> None:
-    copied, solo = Copies(), Copies()
-    readers = readers_of(4)
-    together(Split((0, 2, LAYERS), copied).engine, readers)
-    for reader in readers:
-        assert max(batches(reader)) == 2
-        together(Split((0, 2, LAYERS), solo).engine, [Reader(reader.asked)])
-        (got,), (wanted,) = (each.rows[reader.asked.request] for each in (copied, solo))
-        assert mx.array_equal(got, wanted).item()
 
 
 @pytest.mark.parametrize(

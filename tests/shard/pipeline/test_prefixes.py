@@ -33,8 +33,8 @@ NOTHING = (1, 1, 1)
 """Room for no prefix; prompts are read by the same forwards."""
 
 
-def pipeline(*rooms: int, copied: int = 0) -> Pipeline:
-    return Pipeline(prefill_chunk=CHUNK, tokens=TOKENS, rooms=rooms or (ROOM,) * 3, copied=copied)
+def pipeline(*rooms: int) -> Pipeline:
+    return Pipeline(prefill_chunk=CHUNK, tokens=TOKENS, rooms=rooms or (ROOM,) * 3)
 
 
 @functools.cache
@@ -259,7 +259,7 @@ class Trace:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self._rooms = [self._draw.choice(ROOMS[1:]), *self._draw.choices(ROOMS, k=2)]
-        self._warm = pipeline(*self._rooms, copied=self._draw.choice((0, 2)))
+        self._warm = pipeline(*self._rooms)
         self._names = (f"t{seed}-{number}" for number in itertools.count())
         self._prompts = [FIRST, SECOND, OTHER]
         self.hits = 0

@@ -14,6 +14,7 @@ from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline import streams as links
 from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.streams import Ring
 
 HIDDEN = 4
@@ -292,6 +293,34 @@ def test_an_answer_behind_what_is_rebuilt_has_a_prompts_deadline(
         assert not resumed.done()
         ring.answer(block("resumed"))
         assert isinstance(await fault_of(asked(ring, block("resumed"))), PeerLost)
+
+    on_a_ring(play)
+
+
+def test_the_first_answer_behind_rows_that_are_read_again_may_take_as_long_as_those(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A minute for each 512 of them, or a long prompt would be given up as lost once more."""
+    given: list[float] = []
+    dispatch = Ring._dispatch  # pyright: ignore[reportPrivateUsage]
+
+    def noted(ring: Ring, keys: Any, frames: list[pb.Frame], deadline_s: float) -> None:
+        given.append(deadline_s)
+        dispatch(ring, keys, frames, deadline_s)
+
+    monkeypatch.setattr(Ring, "_dispatch", noted)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        _ = ring.adopt("r1", 2, 3 * links.MOST_ROWS, ReplayBuffer(), answer=True)
+        await settled()
+        ring.answer(block(attempt=2))
+        _ = ring.adopt("r2", 2, 3 * links.MOST_ROWS, ReplayBuffer(), answer=False)
+        for _ in range(2):
+            _ = ring.send(block("r2", 2))
+            await settled()
+            ring.answer(block("r2", 2))
+        reading = 4 * links.PREFILL_DEADLINE_S
+        assert given == [reading, reading, reading, links.DECODE_DEADLINE_S]
 
     on_a_ring(play)
 

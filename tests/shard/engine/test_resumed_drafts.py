@@ -1,0 +1,121 @@
+"""A runner of a whole model that takes over an answer goes on with the same tokens and drafts.
+
+A small checkpoint with its head, both perturbed by their rows: only the very forwards of before
+give the numbers of before.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from engines import ORACLE, answer, engine_of, load_quietly, request
+from shims import by_rows, perturb
+from small import small_spec
+
+from exo_node.mtp.depth import Plan
+from exo_node.mtp.types import Round, Sampling
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.model.load import Loaded
+
+PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
+LONG = (PROMPT * 30)[:330]
+CHUNK = 16
+TOKENS = 28
+GREEDY = Sampling()
+SEEDED = Sampling(temperature=1.0, seed=5)
+
+
+@functools.cache
+def _loaded() -> Loaded:
+    loaded = load_quietly(small_spec(native_mtp=True, prefill_chunk=CHUNK))
+    assert perturb(loaded.model.model, by_rows, size=0.1) > 10
+    head: Any = loaded.head
+    assert perturb(head, by_rows, size=0.1) > 4
+    return loaded
+
+
+class Stretches:
+    """Drafts two tokens a round, or none for a while, as the position says."""
+
+    def plan(self, position: int) -> Plan:
+        inside = position % 16
+        return Plan(2, 1) if inside < 8 else Plan(0, 16 - inside)
+
+    def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
+        del k, accepted, position, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    k: int
+    stretches: bool = False
+    rows: int = 0
+    sampling: Sampling = GREEDY
+
+
+MODES = {
+    "plain, seeded": Mode(0, sampling=SEEDED),
+    "drafting, seeded": Mode(2, sampling=SEEDED),
+    "at times": Mode(2, stretches=True),
+    "strict": Mode(2, rows=4),
+    "strict, at times": Mode(2, stretches=True, rows=4),
+}
+
+
+def runner(mode: Mode, **changes: Any) -> TextEngine:
+    """One that holds nothing of any request."""
+    wanted = small_spec(native_mtp=True, prefill_chunk=CHUNK, fixed_rows=mode.rows, **changes)
+    made = engine_of(_loaded(), wanted)
+    if mode.stretches:
+
+        def stretches(request: EngineRequest) -> Stretches:
+            del request
+            return Stretches()
+
+        made.drafting.depth = stretches
+    return made
+
+
+def asked(mode: Mode, prompt: Sequence[int] = PROMPT) -> EngineRequest:
+    return request(prompt, mode.k, TOKENS, ignore_end=True, top_logprobs=0, sampling=mode.sampling)
+
+
+@functools.cache
+def undisturbed(mode: Mode) -> tuple[Round, ...]:
+    return answer(runner(mode), asked(mode)).rounds
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("name", MODES)
+def test_it_repeats_the_recorded_rounds_and_drafts_as_before(name: str, share: float) -> None:
+    mode = MODES[name]
+    expected = undisturbed(mode)
+    cut = 1 + int(share * len(expected))
+    again = replace(asked(mode), attempt=2, replay=expected[:cut])
+    assert answer(runner(mode), again).rounds == expected[cut:]
+
+
+def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
+    mode = Mode(2)
+    expected = answer(runner(mode, prefix_cache_bytes=1 << 24), asked(mode, LONG)).rounds
+    warm = runner(mode, prefix_cache_bytes=1 << 24)
+    _ = answer(warm, asked(mode, [*LONG[:320], 5, 6]))
+    rest = answer(warm, replace(asked(mode, LONG), attempt=2, replay=expected[:9]))
+    assert rest.rounds == expected[9:]
+    assert rest.stats.cached_tokens > 0
+
+
+def test_of_an_answer_that_goes_on_elsewhere_nothing_is_held() -> None:
+    served, wanted = runner(Mode(2)), asked(Mode(2))
+    events = served.generate(wanted)
+    while not isinstance(next(events), Delta):
+        pass
+    assert served.cache_bytes() > 0
+    served.park(wanted.request, wanted.attempt)
+    events.close()
+    assert served.cache_bytes() == 0
+    assert served.expire(0.0) == []
