@@ -132,6 +132,8 @@ SLOW_FILES = {
         "shard/engine/test_device_state",
         "shard/pipeline/test_merged",
         "shard/pipeline/test_resume_exact",
+        "shard/engine/test_batching_faults",
+        "shard/engine/test_prefix_disk",
         "shard/text/test_call_stream",
         "shard/engine/test_kv_quantisation",
         "shard/engine/test_rebuild_together",

@@ -72,7 +72,6 @@ def struck(
     return nodes.struck(attempted)
 
 
-@pytest.mark.smoke
 def test_an_answer_goes_on_when_a_node_dies_with_its_runners(
     lab: Laboratory, story: Question
 ) -> None:

@@ -263,7 +263,9 @@ def test_synchronous_draft_evaluation_gives_the_same_ids_and_a_kill_takes_the_ru
     eventually(lambda: not alive(pid), 180)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sign", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSTOP]
+)
 def test_an_answer_with_mtp_whose_runner_is_lost_goes_on_with_the_same_ids(
     demo: Node, sign: signal.Signals
 ) -> None:

@@ -55,6 +55,7 @@ def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
 FAULTS = (RuntimeError("[malloc] out of memory"), ValueError("[concatenate] shapes differ"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", FAULTS, ids=["RuntimeError", "ValueError"])
 def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
     monkeypatch: pytest.MonkeyPatch, fault: Exception

@@ -47,6 +47,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_restart_goes_on_behind_the_first_turn(k: int, tmp_path: Path) -> None:
     assert asked(opened(tmp_path), FIRST, k) == 0
@@ -55,6 +56,7 @@ def test_a_restart_goes_on_behind_the_first_turn(k: int, tmp_path: Path) -> None
     assert only.stat().st_mode & 0o777 == 0o600 and only.parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.smoke
 def test_a_file_is_found_by_who_asked_its_prompt_alone(tmp_path: Path) -> None:
     def cached(salt: bytes) -> int:
         disk = opened(tmp_path)
@@ -123,6 +125,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_file_that_changed_is_deleted(
     spoil: Callable[[bytes], bytes],
@@ -221,6 +224,7 @@ def test_a_full_disk_costs_no_answer_and_is_told_once(
     assert caplog.text.count("No space left") == 1 and files(tmp_path) == []
 
 
+@pytest.mark.smoke
 def test_a_file_that_another_runner_deleted_is_written_again_and_no_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

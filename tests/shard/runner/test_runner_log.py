@@ -9,10 +9,10 @@ from exo_node.shard.runner.main import RunnerLog
 
 def test_each_line_of_a_traceback_is_known_for_the_runners_own() -> None:
     """The node limits other lines: the last one, which names the fault, was left out."""
+    record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "it failed", None, None)
     try:
         [].index(7)  # pyright: ignore[reportUnknownMemberType]
     except ValueError as fault:
-        record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "it failed", None, None)
         record.exc_info = (ValueError, fault, fault.__traceback__)
     lines = RunnerLog("%(levelname)s:%(name)s:%(message)s").format(record).splitlines()
     matches = [re.fullmatch(_LINE, line) for line in lines]
