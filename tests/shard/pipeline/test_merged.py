@@ -226,6 +226,7 @@ def test_a_fault_of_a_merged_forward_ends_no_answer(
     follow(split, lost, rebuild_all=True)
 
 
+@pytest.mark.smoke
 def test_nobody_goes_on_with_rows_of_a_forward_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _loaded((0, 2, LAYERS))[0].model
     states = [RequestState(model.make_caches()) for _ in range(3)]
