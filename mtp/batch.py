@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from .answer import Answer, check_finite, round_of
 from .batch_caches import (
     BatchCache,
-    BatchKVCache,
-    BatchQuantizedKVCache,
     Positions,
     batched,
     can_change,
@@ -65,9 +62,6 @@ class Member:
     """Why it ended, with the last of `rounds`."""
     fault: NotFinite | DraftNotFinite | None = None
     """In place of a round behind the last of `rounds`."""
-    leaving: Callable[[], None] | None = None
-    """Called once, before its rows go for good: they can be read then. Not where nobody knows what
-    they are."""
 
     @property
     def over(self) -> bool:
@@ -146,12 +140,7 @@ class Batch:
         self._waiting[member] = held
 
     def drop(self, member: Member) -> None:
-        """It ended, or was cancelled."""
-        if not self._broken:
-            _tell(member)
-        self._remove(member)
-
-    def _remove(self, member: Member) -> None:
+        """It is no member any more."""
         if self._waiting.pop(member, None) is None and member in self._members:
             self._gone.add(member)
         if all(each in self._gone for each in self._members):
@@ -181,23 +170,8 @@ class Batch:
         self._check()
         assert self._flight is None and not member.rounds
         held = self._held(self._members.index(member))
-        self._remove(member)
+        self.drop(member)
         return held
-
-    def rows_of(self, member: Member) -> tuple[list[Any], KVCache | None]:
-        """By layer and of the draft head, what attention holds of it, in views; the last rows of
-        each may be none. Nothing is computed. Not where it is `broken`."""
-        if (held := self._waiting.get(member)) is not None:
-            return held.caches, member.drafter.cache if member.drafter else None
-        index = self._members.index(member)
-        rows = (BatchKVCache, BatchQuantizedKVCache)
-        caches = [c.of(index) if isinstance(c, rows) else None for c in self._caches]
-        return caches, self._drafter.cache(index) if self._drafter else None
-
-    @property
-    def broken(self) -> bool:
-        """Whether nobody knows what its members' rows are."""
-        return self._broken
 
     @property
     def size(self) -> int:
@@ -262,9 +236,6 @@ class Batch:
 
     def _reform(self) -> None:
         """The batch without those that ended or do not take their rounds, with who waits."""
-        for member in self._members:
-            if member.over and member not in self._gone:
-                _tell(member)
         slow, stays = dict[Member, Held](), list[int]()
         for index, member in enumerate(self._members):
             if member in self._gone or member.over:
@@ -481,9 +452,3 @@ class Batch:
 
     def _last_tokens(self) -> mx.array:
         return as_row([member.token for member in self._members])
-
-
-def _tell(member: Member) -> None:
-    told, member.leaving = member.leaving, None
-    if told is not None:
-        told()

@@ -131,13 +131,6 @@ class BatchDrafter:
             drafter.take_up(self._caught_up().copied(index), ())
         self._drafters[index] = None
 
-    def cache(self, index: int) -> KVCache | None:
-        """What the head has read of one request's rows; views. Nothing is computed."""
-        drafter = self._drafters[index]
-        if drafter is None or self._joint is None:
-            return drafter.cache if drafter else None
-        return self._joint.cache.of(index)
-
     def arrays(self) -> list[mx.array]:
         joint = self._joint.arrays() if self._joint else []
         lone = [array for drafter in self._drafters if drafter for array in drafter.arrays()]

@@ -9,7 +9,6 @@ from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import Node
-from exo_node.shard.engine.spans import Span
 from exo_node.shard.pipeline.stage import StageWorker
 
 
@@ -27,20 +26,6 @@ def kept_by(worker: StageWorker) -> PrefixCache:
     return prefixes._kept
 
 
-def lent(engine: TextEngine) -> list[Span]:
-    return lent_of(kept(engine))
-
-
-def lent_of(cache: PrefixCache) -> list[Span]:
-    return [span for node in nodes(cache) for span in node.spans if not span.here]
-
-
-def lend_all(engine: TextEngine) -> int:
-    """As where there is no room at all; how many spans are lent."""
-    kept(engine)._lend(0)  # pyright: ignore[reportPrivateUsage]
-    return len(lent(engine))
-
-
 def held_bytes(engine: TextEngine) -> int:
     """Of kept prefixes and requests in progress; asserts that the tree is in order."""
     return counted(kept(engine)) + engine.cache_bytes()
@@ -56,12 +41,10 @@ def counted(cache: PrefixCache) -> int:
 
 def _arrays(node: Node) -> Iterator[mx.array]:
     for span in node.spans:
-        parts = [rows for rows in span.layers if rows is not None]
-        assert span.here or (span.owners and span.bytes == 0)
-        for rows in parts:
-            assert bool(rows.arrays) == span.here
-            assert not rows.arrays or rows.count == span.end - span.begin
-            yield from rows.arrays
+        for rows in span.layers:
+            if rows is not None:
+                assert rows.count == span.end - span.begin
+                yield from rows.arrays
     for state in node.states or ():
         yield from cache_arrays([state.cache])
     if node.drafter is not None:

@@ -19,6 +19,6 @@ prefix_tree.py: the nodes of the prefix cache
 probing.py: what is measured before the first request
 request.py: what the engine is asked
 request_limits.py: what a request may ask of a model
-spans.py: rows of kept prompts, here or with requests in progress
+spans.py: rows of kept prompts, and the bytes that caches take for theirs
 stage_prefixes.py: what a pipeline's stage keeps of prompts
 """

@@ -1,6 +1,8 @@
 """One attempt at an answer, and what it leaves for the next one."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,7 +14,6 @@ from ..pipeline.verifier import PipelineVerifier
 from .batching import Batching, Seat
 from .local import LocalVerifier
 from .request import EngineRequest
-from .spans import Claim, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,6 @@ class PipelineAttempt:
     alone_because: str
     cached: int = 0
     """Rows of the prompt that this stage's prefix cache had."""
-    claim: None = None
-    """What it has of kept prefixes is its state's."""
 
     @property
     def kept(self) -> PipelineVerifier:
@@ -75,8 +74,6 @@ class WholeAttempt:
     """Why it is never decoded with others."""
     cached: int = 0
     """Rows of the prompt that a prefix cache had."""
-    claim: Claim = field(default_factory=Claim)
-    """What it has of kept prefixes."""
 
     @property
     def kept(self) -> None:
@@ -89,23 +86,15 @@ class WholeAttempt:
         return self.generation.steps() if self.seat is None else self.batching.steps(self.seat)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether its rows are its own; a batch's go with that."""
-        return self.seat is None or self.seat.member is None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anybody knows what its caches hold."""
-        return self.is_alone or not self.batching.broken
-
-    def holding(self) -> Holding:
-        """Where its rows are now; where they are known."""
+    def own_caches(self) -> Sequence[Any]:
+        """By layer and of the draft head; none while a batch has its rows."""
         if self.seat is not None and self.seat.member is not None:
-            return Holding(*self.batching.rows_of(self.seat.member))
+            return ()
         if (ahead := self.generation.ahead) is not None:
-            return Holding(*ahead.rows())
+            caches, head = ahead.rows()
+            return [*caches, head]
         cache = self.drafter.cache if isinstance(self.drafter, NativeDrafter) else None
-        return Holding(self.verifier.state.caches, cache)
+        return [*self.verifier.state.caches, cache]
 
     def arrays(self) -> list[mx.array]:
         """What it holds by itself; a batch's arrays are counted there."""

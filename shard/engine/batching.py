@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 
@@ -35,8 +35,6 @@ class Seat:
     drafter: Drafter
     depth: DepthPolicy
     member: Member | None = None
-    leaving: Callable[[], None] | None = None
-    """See `Member`."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -153,7 +151,6 @@ class Batching:
         position = seat.verifier.position
         held = Held(seat.verifier.hand_over(), position)
         seat.member = member = Member(generation.answer, seat.depth, drafter, token)
-        member.leaving = seat.leaving
         batch.settle()
         batch.join(member, held)
         yield Wait.a_turn()  # others take what was landed, and may join before the next round
@@ -176,15 +173,6 @@ class Batching:
         seat.verifier.take_over(held.caches, held.position)
         seat.generation.come_back(seat.drafter, as_row([seat.member.token]))
         seat.member = None
-
-    @property
-    def broken(self) -> bool:
-        return self._batch is not None and self._batch.broken
-
-    def rows_of(self, member: Member) -> tuple[list[Any], Any]:
-        """See `Batch.rows_of`."""
-        assert self._batch is not None
-        return self._batch.rows_of(member)
 
     def arrays(self) -> list[mx.array]:
         return [] if self._batch is None else self._batch.arrays()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +17,7 @@ RowCache = KVCache | QuantizedKVCache
 class Rows:
     """Keys and values of one layer, each (1, heads, rows, size).
 
-    Quantised ones are three arrays each: the numbers, their scales and their biases. None where
-    others hold the rows.
+    Quantised ones are three arrays each: the numbers, their scales and their biases.
     """
 
     arrays: tuple[mx.array, ...]
@@ -64,60 +63,30 @@ def row_bytes(cache: RowCache) -> int:
 
 def rows_of(cache: RowCache, begin: int, end: int) -> Rows:
     """A copy of the rows [begin, end)."""
-    seen = viewed(cache, begin, end)
-    return replace(seen, arrays=tuple(mx.contiguous(array) for array in seen.arrays))
-
-
-def viewed(cache: RowCache, begin: int, end: int) -> Rows:
-    """The rows [begin, end) as they lie in the cache, which must not be written to meanwhile."""
-    held = state_arrays(cache)
-    return replace(form_of(cache), arrays=tuple(array[..., begin:end, :] for array in held))
-
-
-def form_of(cache: RowCache) -> Rows:
-    """What is to be known of rows that stay in the cache."""
     form = (cache.group_size, cache.bits) if isinstance(cache, QuantizedKVCache) else None
+    copies = (mx.contiguous(array[..., begin:end, :]) for array in state_arrays(cache))
+    return Rows(tuple(copies), room_of(cache), form)
+
+
+def room_of(cache: RowCache) -> int:
+    """Rows that the cache has room for."""
     held = state_arrays(cache)
-    return Rows((), held[0].shape[2] if held else 0, form)
-
-
-def taken(cache: RowCache, parts: Sequence[tuple[int, int]]) -> list[tuple[mx.array, ...]]:
-    """Copies of the rows [begin, end) of each of `parts`. The cache loses its own meanwhile, its
-    keys before its values are copied: what both hold at once is half of its rows."""
-    copies = [list[mx.array]() for _ in parts]
-    for half in ("keys", "values"):
-        own = getattr(cache, half)
-        held: list[mx.array] = [own] if isinstance(own, mx.array) else list(own)
-        del own
-        for copied, (begin, end) in zip(copies, parts, strict=True):
-            copied += [mx.contiguous(array[..., begin:end, :]) for array in held]
-        mx.eval(copies)
-        setattr(cache, half, None)
-        held.clear()
-        mx.clear_cache()
-    return [tuple(copied) for copied in copies]
+    return held[0].shape[2] if held else 0
 
 
 def state_of(cache: object) -> State:
     return State(_twin(cache))
 
 
-def joined(parts: list[Rows]) -> RowCache:
-    """A cache of the rows of all parts, with the room of the last; evaluated.
-
-    Empties `parts`: rows that nobody else holds go as they are joined.
-    """
-    form, room = parts[-1].quantised, parts[-1].room
+def joined(parts: Sequence[Rows]) -> RowCache:
+    """A cache of copies of the rows of all parts, with the room of the last; evaluated."""
+    form = parts[-1].quantised
     cache = KVCache() if form is None else QuantizedKVCache(*form)
     cache.offset = sum(part.count for part in parts)
-    rest = max(0, room - cache.offset)
-    columns = [list(arrays) for arrays in zip(*(p.arrays for p in parts), strict=True)]
-    parts.clear()
-    held = list[mx.array]()
-    for column in columns:
-        held.append(_with_room(column, rest))
-        column.clear()
-        mx.eval(held[-1])
+    rest = max(0, parts[-1].room - cache.offset)
+    columns = zip(*(part.arrays for part in parts), strict=True)
+    held = [_with_room(column, rest) for column in columns]
+    mx.eval(held)
     half = len(held) // 2
     if form is None:
         cache.keys, cache.values = held

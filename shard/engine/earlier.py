@@ -8,6 +8,7 @@ import mlx.core as mx
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.parts import Parts
+from ...mtp.rollback import cache_arrays
 from ...mtp.schedule import prefill_ends
 from ...placement.errors import StateLost
 from ..model.stage_model import StageModel
@@ -18,10 +19,10 @@ from ..pipeline.verifier import Link, PipelineVerifier
 from .attempts import Attempt, Kept, WholeAttempt
 from .local import LocalVerifier, Target
 from .options import EngineOptions
-from .prefix_cache import PrefixCache
+from .prefix_cache import Prefix, PrefixCache
 from .prefix_disk import PrefixDisk
 from .request import EngineRequest
-from .spans import Claim, growth_of
+from .spans import growth_of
 from .stage_prefixes import Borders, StagePrefixes
 
 
@@ -72,16 +73,15 @@ class Earlier:
         request: EngineRequest,
         live_bytes: Callable[[], int],
         prompts: PromptBatch | None,
-        claim: Claim,
     ) -> Beginning:
         """The verifier that holds most of what is still good, an empty one where nothing is.
 
-        `prompts`: see `LocalVerifier`. `claim`: the attempt's.
+        `prompts`: see `LocalVerifier`.
         """
         kept = self._kept.pop(request.request, None)
         if self._link is not None:
-            return self._piped(request, self._link, kept, live_bytes, claim)
-        if (found := self.prefix_of(request, live_bytes, claim)) is not None:
+            return self._piped(request, self._link, kept, live_bytes)
+        if (found := self.prefix_of(request, live_bytes)) is not None:
             verifier = self._local(found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
         return Beginning(self._local(self._stage.make_caches(), 0, prompts))
@@ -91,38 +91,31 @@ class Earlier:
     ) -> LocalVerifier:
         return LocalVerifier(self._target, caches, position, prompts, self._parts)
 
-    def keep(self, request: EngineRequest, verifier: PipelineVerifier, live: int) -> None:
-        """For the attempt that follows. `live`: see `leave`."""
+    def keep(self, request: EngineRequest, verifier: PipelineVerifier) -> None:
+        """For the attempt that follows."""
         if self._link is not None:
             self._link.park(request.request, request.attempt)
         held: PipelineVerifier | None = verifier
         try:
             verifier.pause()
         except StateLost:  # the next attempt begins anew
-            self.leave(verifier, live, sound=False)
+            verifier.leave()
             held = None
         self._kept[request.request] = Kept(held, request.attempt, self._clock())
-
-    def leave(self, verifier: PipelineVerifier, live: int, *, sound: bool = True) -> None:
-        """What it holds is over. `live`: bytes of all requests in progress, its own among them;
-        not `sound`: nobody knows what its caches hold."""
-        if self._staged is not None:
-            self._staged.end(verifier.state, live, sound=sound)
-        verifier.leave()
 
     def release(self, request: str, attempt: int) -> None:
         """The answer is over."""
         if self._link is not None:
             self._link.release(request, attempt)
 
-    def expire(self, lease_s: float, live_bytes: Callable[[], int]) -> list[str]:
+    def expire(self, lease_s: float) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
         limit = self._clock() - lease_s
         ended = [name for name, kept in self._kept.items() if kept.since < limit]
         for name in ended:
-            live, kept = live_bytes(), self._kept.pop(name)
+            kept = self._kept.pop(name)
             if kept.verifier is not None:
-                self.leave(kept.verifier, live)
+                kept.verifier.leave()
             self.release(name, kept.attempt)
         if ended:
             mx.clear_cache()
@@ -136,56 +129,65 @@ class Earlier:
         return sum(array.nbytes for array in (*kept, *merged))
 
     def prefix_of(
-        self, request: EngineRequest, live_bytes: Callable[[], int], claim: Claim | None = None
+        self, request: EngineRequest, live_bytes: Callable[[], int]
     ) -> RequestState | None:
-        """What earlier requests left of this prompt's beginning; `claim`: see `PrefixCache`."""
+        """A copy of what earlier requests left of this prompt's beginning."""
         if not self.prefixes.enabled:
             return None
         self.prefixes.shrink(live_bytes())
-        if self._staged is not None:
-            ends = self._ends(request)[:-1]  # the last forward's logits are wanted
-            name, attempt, live = request.request, request.attempt, live_bytes()
-            salt = request.cache_salt
-            return self._staged.found(name, attempt, request.prompt, ends, live, claim, salt)
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
-        salt = request.cache_salt
-        if self._disk is not None:
-            beyond = self.prefixes.known(prompt, ends, salt, drafts=drafts)
-            if stored := self._disk.find(prompt, ends, beyond, salt, drafts=drafts):
-                rows, caches = stored.position, stored.caches
-                kept = prompt, ends, rows, caches, stored.drafter, self._turn_ends
-                self.prefixes.keep(*kept, salt=salt)
-                del stored, caches, kept
-                self.prefixes.shrink(live_bytes())
-        live = live_bytes()
-        found = self.prefixes.find(prompt, ends, drafts=drafts, claim=claim, live=live, salt=salt)
+        salt, live = request.cache_salt, live_bytes()
+        if self._staged is not None:
+            name, attempt = request.request, request.attempt
+            # The last forward's logits are wanted.
+            return self._staged.find(name, attempt, prompt, ends[:-1], live, salt)
+        found = self._stored(request, ends, live)
+        if found is None:
+            found = self.prefixes.find(prompt, ends, drafts=drafts, live=live, salt=salt)
         if found is None:
             return None
         return RequestState(found.caches, position=found.position, drafter=found.drafter)
 
+    def _stored(self, request: EngineRequest, ends: Sequence[int], live: int) -> Prefix | None:
+        """What the disk has of its prompt, where that is more than memory has, which keeps a copy
+        from now on."""
+        if self._disk is None:
+            return None
+        prompt, salt, drafts = request.prompt, request.cache_salt, request.k > 0
+        beyond = self.prefixes.known(prompt, ends, salt, drafts=drafts)
+        stored = self._disk.find(prompt, ends, beyond, salt, drafts=drafts)
+        if stored is not None:
+            rows, caches, drafter = stored.position, stored.caches, stored.drafter
+            drafted = [] if drafter is None else [drafter.cache]
+            live += sum(array.nbytes for array in cache_arrays([*caches, *drafted]))
+            kept = prompt, ends, rows, caches, drafter, self._turn_ends
+            self.prefixes.keep(*kept, live, salt)
+            self.prefixes.shrink(live)
+        return stored
+
     def keep_prefix(
         self, request: EngineRequest, attempt: Attempt, rows: int, live_bytes: Callable[[], int]
     ) -> None:
-        """The first `rows` rows of its prompt were read."""
-        if not self.prefixes.enabled or not attempt.cached < rows < len(request.prompt):
+        """The first `rows` rows of its prompt were read: a copy is kept where it has room beside
+        all that is to be read."""
+        rest = len(request.prompt) - rows
+        if not self.prefixes.enabled or not attempt.cached < rows or not rest:
             return
         if self._staged is not None:
             state = attempt.verifier.state
             if state.read.border == state.position == rows:
-                self._staged.keep(state, live_bytes())
+                self._staged.keep(state, live_bytes(), rest)
             self.prefixes.shrink(live_bytes())
             return
         drafter, ends = attempt.generation.settle(), self._ends(request)
         state = drafter.state if isinstance(drafter, NativeDrafter) else None
-        caches, claim = attempt.verifier.state.caches, attempt.claim
-        assert claim is not None, "a stage's is its state's"
+        caches = attempt.verifier.state.caches
         kept = request.prompt, ends, rows, caches, state, self._turn_ends
-        following = next(end for end in ends if end > rows) - rows
-        grows = growth_of([*caches, *([state.cache] if state else [])], following)
-        self.prefixes.keep(*kept, claim, live_bytes() + grows, request.cache_salt)
+        live = live_bytes() + growth_of([*caches, *([state.cache] if state else [])], rest)
+        self.prefixes.keep(*kept, live, request.cache_salt)
         if self._disk is not None:
             self._disk.keep(*kept, request.cache_salt)
-        self.prefixes.shrink(live_bytes() + grows)
+        self.prefixes.shrink(live)
 
     def goes_on(self, attempt: Attempt, rows: int, live_bytes: Callable[[], int]) -> None:
         """An answer is to have `rows` rows more."""
@@ -193,8 +195,7 @@ class Earlier:
             return
         caches: Sequence[object] = ()
         if isinstance(attempt, WholeAttempt):
-            held, drafter = attempt.holding() if attempt.is_alone else ((), None)
-            caches = [*held, drafter]
+            caches = attempt.own_caches
         elif attempt.verifier.state.group is None:
             caches = self._stage.own_caches(attempt.verifier.state.caches)
         self.prefixes.shrink(live_bytes() + growth_of(caches, rows))
@@ -205,17 +206,16 @@ class Earlier:
         link: Link,
         kept: Kept | None,
         live_bytes: Callable[[], int],
-        claim: Claim,
     ) -> Beginning:
         if request.attempt == 1 and kept is None:
             # A later attempt goes on with what stages hold of it, or reads all of its prompt.
-            found = self.prefix_of(request, live_bytes, claim)
+            found = self.prefix_of(request, live_bytes)
             cached = 0 if found is None else found.position
             return Beginning(self._verifier(request, link, found, cached), None, cached)
         held = kept.verifier if kept else None
         taken = self._taken_up(request, link, held)
         if held is not None and taken is not held:
-            self.leave(held, live_bytes() + sum(array.nbytes for array in held.arrays()))
+            held.leave()
         return Beginning(taken)
 
     def _taken_up(

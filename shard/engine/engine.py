@@ -253,7 +253,7 @@ class TextEngine:
         stops = request.stop_strings()
         text = self._codec.stream(stops, ignore_end=request.ignore_end, continues=request.continues)
         attempt = self._live.begin(request, text, self._measured())
-        lost, sound = False, False
+        lost = False
         try:
             attempt.take_up(request)
             steps = _with_text(attempt.steps(), stats, text)
@@ -276,11 +276,7 @@ class TextEngine:
                 self.batch_identity = "bitwise" if self._meeting.same else "near_tie"
             batched = self.batch_identity if final.batched_tokens else "off"
             rest = text.finish()
-            sound = True
             yield Done(reason, rest, final, identity, batched, text.stopped_by)
-        except GeneratorExit:  # cancelled: what is under way can be computed
-            sound = True
-            raise
         except PeerLost:
             lost = True
             raise
@@ -300,7 +296,7 @@ class TextEngine:
             # Its entry node has all that it was told: the next attempt computes it alone.
             raise StateLost(str(fault)) from fault
         finally:
-            self._live.end(request, lost=lost, sound=sound)
+            self._live.end(request, lost=lost)
             if request.adaptive:
                 self._profile.save()
 
@@ -354,7 +350,7 @@ class TextEngine:
 
     def expire(self, lease_s: float) -> list[str]:
         """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
-        return self._earlier.expire(lease_s, self.cache_bytes)
+        return self._earlier.expire(lease_s)
 
     @property
     def prefix_cache_bytes(self) -> int:

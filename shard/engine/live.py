@@ -23,7 +23,6 @@ from .drafting import Drafting
 from .earlier import Earlier
 from .local import LocalVerifier
 from .request import EngineRequest
-from .spans import Claim
 
 ANEW: Final = "begun anew after a fault, it shares no forward that may fail again"
 
@@ -113,25 +112,15 @@ class LiveAttempts:
             request.prompt,
             request.grammar,
         )
-        claim = Claim()
-        try:
-            attempt = self._begun(request, ending, measured, sampler, claim)
-        except BaseException:
-            self._earlier.prefixes.end(claim, self.bytes, 0, sound=False)
-            raise
+        attempt = self._begun(request, ending, measured, sampler)
         self._live[request.request, request.attempt] = attempt
         return attempt
 
     def _begun(
-        self,
-        request: EngineRequest,
-        ending: StopCondition,
-        measured: Measured,
-        sampler: Sampler,
-        claim: Claim,
+        self, request: EngineRequest, ending: StopCondition, measured: Measured, sampler: Sampler
     ) -> Attempt:
         prompts = None if request.anew else measured.prompts
-        begun = self._earlier.begin(request, lambda: self.bytes, prompts, claim)
+        begun = self._earlier.begin(request, lambda: self.bytes, prompts)
         verifier, state, cached = begun
         patience = self._patience if request.adaptive else None
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval, patience)
@@ -151,7 +140,7 @@ class LiveAttempts:
             case PipelineVerifier():
                 return self._piped(request, verifier, parts, cached)
             case LocalVerifier():
-                return self._whole(request, verifier, parts, cached, measured.fixed_rows, claim)
+                return self._whole(request, verifier, parts, cached, measured.fixed_rows)
 
     def _piped(
         self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts, cached: int
@@ -169,7 +158,6 @@ class LiveAttempts:
         parts: _Parts,
         cached: int,
         fixed_rows: int,
-        claim: Claim,
     ) -> WholeAttempt:
         task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
         depth = self._drafting.depth(request)
@@ -183,15 +171,7 @@ class LiveAttempts:
             seat = self._batching.seat(*made, self._ahead_of(request, verifier, drafter, sampler))
             generation = seat.generation
         made = generation, verifier, drafter, self._batching, seat, alone, cached
-        attempt = WholeAttempt(*made, claim)
-        claim.holding, claim.is_known = attempt.holding, lambda: attempt.is_known
-        if seat is not None:
-            seat.leaving = lambda: self._settle(claim, 0, sound=True)
-        return attempt
-
-    def _settle(self, claim: Claim, own: int, *, sound: bool) -> None:
-        """What only this attempt has of its prompt is kept; `own`: see `PrefixCache.end`."""
-        self._earlier.prefixes.end(claim, self.bytes + own, own, sound=sound)
+        return WholeAttempt(*made)
 
     def _ahead_of(
         self, request: EngineRequest, verifier: LocalVerifier, drafter: Drafter, sampler: Sampler
@@ -203,28 +183,19 @@ class LiveAttempts:
             return None
         return self._ahead(verifier, sampler)
 
-    def end(self, request: EngineRequest, *, lost: bool, sound: bool) -> None:
-        """Frees the answer's state, or keeps it where another attempt follows.
-
-        Not `sound`: it failed, and nobody knows what its caches hold.
-        """
+    def end(self, request: EngineRequest, *, lost: bool) -> None:
+        """Frees the answer's state, or keeps it where another attempt follows."""
         key = (request.request, request.attempt)
         attempt = self._live.pop(key)
         if isinstance(attempt, WholeAttempt):
-            sound = sound and attempt.is_alone
-            own = sum(array.nbytes for array in attempt.arrays())
-            self._settle(attempt.claim, own, sound=sound)
             attempt.drop()
         kept = lost or key in self._parked
         self._parked.discard(key)
-        live = self.bytes
-        if attempt.kept is not None:
-            live += sum(array.nbytes for array in attempt.kept.arrays())
         if kept and attempt.kept is not None:
-            self._earlier.keep(request, attempt.kept, live)
+            self._earlier.keep(request, attempt.kept)
         else:
             if attempt.kept is not None:
-                self._earlier.leave(attempt.kept, live, sound=sound)
+                attempt.kept.leave()
             self._earlier.release(*key)
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()

@@ -33,16 +33,16 @@ class DrafterPart:
     """False: `read` and `pending` were dropped."""
 
     @classmethod
-    def of(cls, drafter: DrafterState, above: "Node", *, copied: bool) -> "DrafterPart":
-        """`above`: the nearest node before that has a drafter's state, or the root."""
+    def of(cls, drafter: DrafterState, above: "Node | None") -> "DrafterPart":
+        """`above`: the nearest node before that has a drafter's state."""
         begin, rested = 0, False
-        if above.drafter is not None:
+        if above is not None and above.drafter is not None:
             begin = above.drafter.end
             rested = above.drafter.whole and begin == drafter.rows < above.end
         end, span, pending = drafter.rows, None, drafter.pending
         if end > begin:
-            span = Span.of([drafter.cache], begin, end, copied=copied)
-        first = above.end if rested else end
+            span = Span.of([drafter.cache], begin, end)
+        first = above.end if above is not None and rested else end
         if pending is not None and first > end:
             pending = mx.contiguous(pending[:, first - end :])
         return cls(begin, span, end, drafter.read, pending, first)
@@ -93,9 +93,13 @@ class Node:
         return self._hidden_bytes * (not self.is_pending_below) + self._recurrent_bytes
 
     @property
+    def row_bytes(self) -> int:
+        """What stays as long as the node does."""
+        return sum(span.bytes for span in self.spans) + len(self.sent)
+
+    @property
     def bytes(self) -> int:
-        rows = sum(span.bytes for span in self.spans)
-        return self._hidden_bytes + self._recurrent_bytes + rows + len(self.sent)
+        return self._hidden_bytes + self._recurrent_bytes + self.row_bytes
 
     @property
     def is_pending_below(self) -> bool:
@@ -141,11 +145,6 @@ class Node:
             yield from cache_arrays([state.cache])
         if self.drafter is not None and self.drafter.pending is not None:
             yield self.drafter.pending
-
-    def drop_drafter(self) -> None:
-        if self.drafter is not None and self.drafter.span is not None:
-            self.drafter.span.discard()
-        self.drafter = None
 
     def goes_on(self, *, drafts: bool) -> bool:
         has_drafter = self.drafter is not None and self.drafter.whole

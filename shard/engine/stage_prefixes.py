@@ -2,27 +2,15 @@
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
-from ...mtp.rollback import cache_arrays
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
 from ..pipeline.frames import HiddenBlock
 from ..pipeline.request_state import RequestState
 from .prefix_cache import Prefix, PrefixCache, is_worth
 from .prefix_tree import Salt
-from .spans import Claim, Holding, growth_of
-
-
-class StageClaim:
-    """What a request in progress has of a stage's kept prefixes."""
-
-    def __init__(self, kept: PrefixCache, claim: Claim) -> None:
-        self._kept = kept
-        self.claim: Final = claim
-
-    def lose(self) -> None:
-        self._kept.end(self.claim, 0, 0, sound=False)
+from .spans import growth_of
 
 
 class StagePrefixes:
@@ -45,24 +33,17 @@ class StagePrefixes:
         return self._kept.bytes
 
     def find(
-        self, request: str, attempt: int, ids: Sequence[int], ends: Sequence[int], live: int
-    ) -> RequestState | None:
-        return self.found(request, attempt, ids, ends, live, Claim())
-
-    def found(
         self,
         request: str,
         attempt: int,
         ids: Sequence[int],
         ends: Sequence[int],
         live: int,
-        claim: Claim | None,
         salt: Salt = b"",
     ) -> RequestState | None:
-        """As `find`; `claim`: the request's. None: its rows are copies, and `end` has nothing to
-        do. `salt`: the request's."""
+        """`salt`: the request's; see `PromptRead.salt`."""
         all_ends = [*ends, len(ids) + 1]
-        found = self._kept.find(ids, all_ends, drafts=False, claim=claim, live=live, salt=salt)
+        found = self._kept.find(ids, all_ends, drafts=False, live=live, salt=salt)
         if found is None:
             return None
         caches = self._model.make_caches()
@@ -71,65 +52,30 @@ class StagePrefixes:
         taken = {id(mine): cache for mine, cache in zip(own, found.caches, strict=True)}
         state = RequestState([taken.get(id(cache), cache) for cache in caches], found.position)
         self._read_again(state, request, attempt, ids, found)
-        if claim is not None:
-            self._claimed(state, claim)
         return state
 
-    def keep(self, state: RequestState, live: int) -> None:
+    def keep(self, state: RequestState, live: int, following: int = 0) -> None:
+        """`following`: rows of the prompt behind those; 0: unknown, as many as the last forward."""
         read = state.read
         if len(read.ids) != state.position:
             return  # begun by a copy: not all of its ids are known
         state.alone()
-        claim = self._claim_of(state) or self._claimed(state, Claim())
         sent = {
             (block.position, block.position + block.rows): block.data
             for block in state.replay_buffer.after(0)
             if not block.schedule
         }
         own = self._model.own_caches(state.caches)
-        live += growth_of(own, state.last_rows)  # of the next forward, if it has as many
-        self._kept.put(
-            read.ids,
-            read.ends,
-            own,
-            None,
-            read.first_turn,
-            sent,
-            claim=claim,
-            live=live,
-            salt=read.salt,
-        )
+        live += growth_of(own, following or state.last_rows)
+        made = read.ids, read.ends, own, None, read.first_turn, sent
+        self._kept.put(*made, live=live, salt=read.salt)
         self._kept.shrink(live)
-
-    def end(self, state: RequestState, live: int, *, sound: bool = True) -> None:
-        claim, state.claim = self._claim_of(state), None
-        if claim is None:
-            return
-        own = 0  # of a group's arrays nothing goes with one request
-        if state.group is None:
-            held = cache_arrays(self._model.own_caches(state.caches))
-            own = sum(array.nbytes for array in held)
-        self._kept.end(claim, live, own, sound=sound and claim.is_known())
 
     def shrink(self, live: int) -> None:
         self._kept.shrink(live)
 
     def clear(self) -> None:
         self._kept.clear()
-
-    def _claim_of(self, state: RequestState) -> Claim | None:
-        return state.claim.claim if isinstance(state.claim, StageClaim) else None
-
-    def _claimed(self, state: RequestState, claim: Claim) -> Claim:
-        """From here on what it has is looked for where the state has its rows."""
-
-        def holding() -> Holding:
-            return Holding(self._model.own_caches(state.view().caches), None)
-
-        claim.holding = holding
-        claim.is_known = lambda: state.group is None or not state.group.broken
-        state.claim = StageClaim(self._kept, claim)
-        return claim
 
     @property
     def _is_last(self) -> bool:

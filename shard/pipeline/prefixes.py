@@ -60,19 +60,10 @@ class PromptRead:
             self.ids = self.ids[: self.ends[-1] if self.ends else 0]
 
 
-class PrefixClaim(Protocol):
-    """What a request in progress has of kept prefixes."""
-
-    def lose(self) -> None:
-        """Nothing of it can be read in the request's caches any more."""
-        ...
-
-
 class Prefixes(Protocol):
     """What a stage keeps of prompts. All methods run on the compute thread.
 
-    `live`: bytes of all requests in progress. Where there is no room for kept rows beside them,
-    rows that one of them has as well lie with it alone, until it ends.
+    `live`: bytes of all requests in progress, beside which what is kept must have room.
     """
 
     @property
@@ -81,20 +72,12 @@ class Prefixes(Protocol):
     def find(
         self, request: str, attempt: int, ids: Sequence[int], ends: Sequence[int], live: int
     ) -> "RequestState | None":
-        """A state of that request's own behind the longest known prefix of `ids`, which forwards
-        that end at `ends` read; all of `ids` at most. `end` is to be called for it."""
+        """A copy for that request of the state behind the longest known prefix of `ids`, which
+        forwards that end at `ends` read; all of `ids` at most."""
         ...
 
     def keep(self, state: "RequestState", live: int) -> None:
-        """Keeps it behind all rows that it has, which are those of `state.read`.
-
-        `end` is to be called for it from then on.
-        """
-        ...
-
-    def end(self, state: "RequestState", live: int, *, sound: bool = True) -> None:
-        """Its request is over: rows that lie with it alone are taken from its caches, which
-        nobody may read any more. `live`: its own among them. Not `sound`: they are lost."""
+        """Keeps a copy of it behind all rows that it has, which are those of `state.read`."""
         ...
 
     def shrink(self, live: int) -> None:

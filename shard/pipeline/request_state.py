@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .frames import HiddenBlock
-from .prefixes import PrefixClaim, PromptRead
+from .prefixes import PromptRead
 from .replay_buffer import ReplayBuffer
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ class RequestState:
     """
     read: PromptRead = field(default_factory=PromptRead)
     """Of a pipeline's stage: the prompt, as far as forwards here read it."""
-    claim: PrefixClaim | None = None
-    """Where rows that it has are kept for others."""
     group: "Group | None" = None
     """Where its rows are while forwards are shared: `caches` are empty then."""
 
@@ -58,9 +56,6 @@ class RequestState:
     def go_back(self, own: Sequence[Any], position: int) -> None:
         """Drops the rows from `position` on. `own`: the caches of the layers that are here."""
         self.alone()
-        if self.claim is not None and position < self.read.border:
-            self.claim.lose()
-            self.claim = None
         rollback(own, self.position - position)
         self.position, self.last_rows = position, 0
         self.replay_buffer.roll_back(position)

@@ -338,10 +338,7 @@ class StageWorker:
 
     def _drop(self, request: str) -> None:
         """Its state is over."""
-        live, state = self.cache_bytes(), self._sessions.pop(request).state
-        if self._prefixes is not None:
-            self._prefixes.end(state, live)
-        self._merged.drop(state)
+        self._merged.drop(self._sessions.pop(request).state)
 
     @property
     def _is_last(self) -> bool:

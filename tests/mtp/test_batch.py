@@ -10,7 +10,7 @@ import pytest
 from tables import EndAt
 
 from exo_node.mtp.answer import Answer
-from exo_node.mtp.batch import Batch, BatchBroken, Held, Member
+from exo_node.mtp.batch import Batch, Held, Member
 from exo_node.mtp.depth import FixedDepth
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import Sampling
@@ -64,21 +64,3 @@ def test_a_member_that_ended_receives_no_token_of_later_rounds(
     assert reason == ("length" if "budget" in ends else "stop")
     assert in_turn(batch, other, rounds=2) == [(4,), (5,)]
     assert (ending.pushed, list(ended.rounds), ended.reason) == ([1, 2, 3], [], reason)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_rows_of_dropped_members_are_offered_for_reuse_unless_a_forward_failed(fails: bool) -> None:
-    """After a failure it is not known which rows the caches hold."""
-    batch = Batch(Counting(fails_at=3 if fails else 100), None, lambda: 0.0, ahead=False)
-    offered = list[str]()
-    first, second = (joined(batch)[0] for _ in range(2))
-    first.leaving = lambda: offered.append("first")
-    second.leaving = lambda: offered.append("second")
-    assert in_turn(batch, first, second, rounds=2) == [(1,), (1,), (2,), (2,)]
-    if fails:
-        with pytest.raises(BatchBroken):
-            _ = batch.take(first)
-    batch.drop(first)
-    batch.drop(second)
-    assert offered == ([] if fails else ["first", "second"])
-    assert batch.size == 0 and not batch.broken

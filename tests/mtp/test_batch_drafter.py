@@ -113,9 +113,14 @@ class Scene:
 
     def check(self) -> None:
         for index, answer in enumerate(self.answers):
-            cache = self.batch.cache(index)
-            assert cache is not None
-            assert_is_one_pass(cache, answer)
+            assert_is_one_pass(self.cache(index), answer)
+
+    def cache(self, index: int) -> KVCache:
+        """What the head has read of one request's rows; nothing is computed for it."""
+        joint, drafters = self.batch._joint, self.batch._drafters  # pyright: ignore[reportPrivateUsage]
+        drafter = drafters[index]
+        assert drafter is not None
+        return drafter.cache if joint is None else joint.cache.of(index)
 
 
 def assert_is_one_pass(cache: KVCache, answer: Answer) -> None:

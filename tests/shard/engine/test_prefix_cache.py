@@ -181,10 +181,11 @@ def test_the_system_turn_goes_last() -> None:
     """Of a long conversation, which goes on behind its last turn and reads nothing before it."""
     talk = [SYSTEM, *(turn(150, 20 + number) for number in range(4))]
     asked = [[*chain(*talk[: number + 1]), 7] for number in range(1, len(talk))]
-    roomy = engine()
+    roomy, live = engine(), 0
     for prompt in asked:
-        _ = answer(roomy, request(prompt, 3, 1))
-    tight = engine(room=roomy.prefix_cache_bytes * 19 // 20)
+        for _ in roomy.generate(request(prompt, 3, 1)):
+            live = max(live, roomy.cache_bytes())
+    tight = engine(room=live + roomy.prefix_cache_bytes * 19 // 20)
     for prompt in asked:
         _ = answer(tight, request(prompt, 3, 1))
     assert 0 < tight.prefix_cache_bytes < roomy.prefix_cache_bytes
@@ -194,16 +195,14 @@ def test_the_system_turn_goes_last() -> None:
 def test_a_request_in_progress_has_the_room() -> None:
     warm = engine()
     _ = answer(warm, request(SECOND, 3, 1))
-    kept = warm.prefix_cache_bytes
-    tight = engine(room=kept)
+    room = warm.prefix_cache_bytes * 5 // 2
+    tight = engine(room=room)
     _ = answer(tight, request(SECOND, 3, 1))
-    assert tight.prefix_cache_bytes > 0
-    other = turn(400, 77)
-    steps = tight.generate(request(other, 0, 3))
-    for _ in range(5):
-        _ = next(steps)
-    assert tight.cache_bytes() + tight.prefix_cache_bytes <= max(kept, tight.cache_bytes())
-    steps.close()
+    kept = tight.prefix_cache_bytes
+    assert kept == warm.prefix_cache_bytes
+    for _ in tight.generate(request(turn(1100, 77), 0, 3)):
+        assert tight.cache_bytes() + tight.prefix_cache_bytes <= room
+    assert answer(tight, request(SECOND, 3, 1)).stats.cached_tokens < 460
 
 
 def test_two_answers_at_once_share_a_prefix_and_neither_changes_it() -> None:

@@ -37,8 +37,7 @@ def read(cache: PrefixCache, prompt: list[int]) -> None:
 
 
 def found(cache: PrefixCache, prompt: list[int]) -> int:
-    prefix = cache.find(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
-    return prefix.position if prefix else 0
+    return cache.known(prompt, prefill_ends(prompt, ROWS, ENDS), drafts=False)
 
 
 def test_states_within_conversations_go_before_the_end_of_any() -> None:

@@ -1,0 +1,210 @@
+"""Kept prefixes and requests in progress share one room, which nothing exceeds, at no time.
+
+A hit is a copy, so a conversation of up to half of the room finds all that was read of it, and a
+longer one finds what has room beside it. The model's numbers depend on how many rows a forward has:
+rows of another forward would show.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import answer, engine_of, request
+from held_prefixes import held_bytes, kept, nodes
+from prefixes import CHUNK, TOKENS, cold, engine, turn
+from readers import Reader, loaded, together
+from small import small_spec
+
+from exo_node.mtp.rollback import cache_arrays
+from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.events import Delta, Done
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.pipeline.request_state import RequestState
+
+CONTEXT = 1024
+PLAIN = CONTEXT * 256 + 5 * 28_200
+"""Bytes, as a plan has them: a context of the one layer of attention, and something for states."""
+DRAFTING = PLAIN + CONTEXT * 256 + 5 * 41_000
+"""The same with the draft head and the hidden rows that it is yet to read at borders."""
+LOGITS = 4 * 4096
+"""Bytes: of the row that may be computed meanwhile."""
+
+
+def room_of(k: int) -> int:
+    return DRAFTING if k else PLAIN
+
+
+def tight(k: int, rooms: int = 1) -> TextEngine:
+    return engine(room=rooms * room_of(k), context_length=CONTEXT)
+
+
+def drive(served: TextEngine, asked: EngineRequest, room: int) -> tuple[list[int], int]:
+    """The ids and the cached tokens; whenever it lets others pass, bytes are within the room."""
+    ids, cached = list[int](), -1
+    for event in served.generate(asked):
+        assert held_bytes(served) <= room
+        if isinstance(event, Delta):
+            ids += event.round.tokens
+        elif isinstance(event, Done):
+            cached = event.stats.cached_tokens
+    assert served.cache_bytes() == 0
+    assert held_bytes(served) <= room
+    return ids, cached
+
+
+def converse(rows: int, k: int, turns: int = 3) -> tuple[TextEngine, list[int], list[int]]:
+    """The engine behind a conversation that begins with `rows` rows, its last prompt, and the
+    tokens that each turn did not read; each answer is the cold one."""
+    warm, talk, asked, cached = tight(k), turn(rows, rows), list[int](), list[int]()
+    for number in range(turns):
+        asked = [*talk, 7, 8]
+        ids, found = drive(warm, request(asked, k, TOKENS), room_of(k))
+        assert tuple(ids) == cold(asked, k)[0]
+        cached.append(found)
+        talk = [*asked, *ids, *turn(12, number)]
+    return warm, asked, cached
+
+
+@pytest.mark.parametrize(("rows", "k"), [(330, 0), (400, 3)])
+def test_a_conversation_of_less_than_half_of_the_room_reads_what_is_new(rows: int, k: int) -> None:
+    warm, asked, cached = converse(rows, k)
+    assert cached[0] == 0
+    assert min(cached[1:]) >= rows - CHUNK
+    assert_as_cold(warm, asked, k)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(520, 0), (640, 1), (880, 3)])
+def test_a_longer_one_finds_what_has_room_beside_it(rows: int, k: int) -> None:
+    _, _, cached = converse(rows, k)
+    assert cached[0] == 0 < cached[-1] <= rows
+
+
+def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
+    """What it has of the prompt is, bit for bit, what reading it leaves."""
+    asked, alone = request(prompt, k, 1), engine()
+    _ = answer(alone, asked)
+    some, others = (each.prefix_of(asked) for each in (warm, alone))
+    assert some is not None and others is not None and some.position == others.position
+    mine, theirs = (_arrays(each) for each in (some, others))
+    assert len(mine) == len(theirs) > 6
+    assert all(mx.array_equal(a, b).item() for a, b in zip(mine, theirs, strict=True))
+
+
+def _arrays(state: RequestState) -> list[mx.array]:
+    drafter = state.drafter
+    if drafter is None:
+        return cache_arrays(state.caches)
+    hiddens = [each for each in (drafter.read, drafter.pending) if each is not None]
+    return [*cache_arrays(state.caches), *cache_arrays([drafter.cache]), *hiddens]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_the_memory_of_mlx_keeps_the_bound(k: int) -> None:
+    """Its own peak as a prefix is found, and until the answer's first token."""
+    room, talk = room_of(k), turn(400, 3)
+    warm = tight(k)
+    _ = answer(warm, request([*talk, 7], k, 1))
+    mx.synchronize()
+    others = mx.get_active_memory() - held_bytes(warm)
+    mx.reset_peak_memory()
+    events = warm.generate(request([*talk, 7, 8], k, 3))
+    _ = next(events)
+    assert mx.get_peak_memory() - others <= room + LOGITS
+    rest = list(events)
+    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens > 0
+
+
+def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> None:
+    """What was kept before stays to be found."""
+    prompt = [*turn(300, 5), *turn(100, 6), 7]
+    warm = tight(0)
+    _ = answer(warm, request(prompt, 0, 1))
+    before = warm.prefix_cache_bytes
+    cache, ends = kept(warm), [160, 300, 401]
+    known = cache.known(prompt, ends, drafts=False)
+    assert known == 300
+    found = warm.prefix_of(request(prompt, 0, 1))
+    assert found is not None
+    other = [*prompt[:300], *turn(30, 7)]
+    live = room_of(0) - before - 1000
+    cache.put(other, [160, 300], found.caches, None, 0, live=live)
+    assert warm.prefix_cache_bytes == before
+    cache.put([*turn(300, 8)], [160, 300], found.caches, None, 0, live=room_of(0) - 1000)
+    assert warm.prefix_cache_bytes == before
+    assert cache.known(prompt, ends, drafts=False) == 300
+
+
+LONG = [*turn(400, 50), 7, 8]
+
+
+@pytest.mark.parametrize("events", [2, 17])
+def test_what_a_cancelled_request_read_stays(events: int) -> None:
+    warm = tight(2)
+    steps = warm.generate(request(LONG, 2, 60))
+    for _ in range(events):
+        _ = next(steps)
+    known = max((node.end for node in nodes(kept(warm))), default=0)
+    steps.close()
+    assert warm.cache_bytes() == 0 and held_bytes(warm) <= room_of(2)
+    ids, cached = drive(warm, request(LONG, 2, TOKENS), room_of(2))
+    assert tuple(ids) == cold(LONG, 2)[0]
+    assert cached == known
+
+
+@pytest.mark.parametrize(("k", "events"), [(0, 3), (3, 16)])
+def test_what_a_request_that_failed_had_read_before_stays(k: int, events: int) -> None:
+    """It is a copy: nobody writes to it afterwards."""
+    warm = tight(k)
+    steps = warm.generate(request(LONG, k, 60))
+    for _ in range(events):
+        _ = next(steps)
+    known = max((node.end for node in nodes(kept(warm))), default=0)
+    target: Any = warm._target  # pyright: ignore[reportPrivateUsage]
+
+    def fails(*_: object, **__: object) -> object:
+        raise RuntimeError("out of memory")
+
+    names = ("forward", "forward_batch", "hidden_batch")
+    for name in names:
+        setattr(target, name, fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _ = list(steps)
+    for name in names:
+        delattr(target, name)
+    assert warm.cache_bytes() == 0
+    ids, cached = drive(warm, request(LONG, k, TOKENS), room_of(k))
+    assert tuple(ids) == cold(LONG, k)[0] and cached >= known > 0
+
+
+def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
+    """Members come and go; the room is that of all of them."""
+    room = 6 * DRAFTING
+    spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=room)
+    warm = engine_of(loaded(), spec)
+    prompts = [[*turn(rows, 70 + rows), 7, 8] for rows in (420, 400, 410)]
+    readers = [Reader(request(prompts[n], 2, 20 + 20 * n, ignore_end=True)) for n in range(3)]
+
+    def check(_: int) -> None:
+        assert held_bytes(warm) <= room
+
+    together(warm, readers, check)
+    assert all(reader.fault is None for reader in readers)
+    assert readers[1].rounds[0].forward.batch > 1 or readers[1].rounds[5].forward.batch > 1
+    alone = engine_of(loaded(), spec)
+    for prompt in prompts:
+        asked = request(prompt, 1, 1)
+        _ = answer(alone, asked)
+        mine, theirs = (each.prefix_of(asked) for each in (warm, alone))
+        assert mine is not None and theirs is not None and mine.position == theirs.position
+        pairs = zip(_arrays(mine), _arrays(theirs), strict=True)
+        assert all(mx.array_equal(a, b).item() for a, b in pairs)
+
+
+def test_rounds_that_run_ahead_keep_the_bound() -> None:
+    spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=DRAFTING)
+    warm = engine_of(loaded(), spec, runs_ahead=True)
+    asked = request(LONG, 2, 150, ignore_end=True)
+    _ = drive(warm, asked, DRAFTING)
+    again = answer(warm, request(LONG, 2, 9))
+    assert again.stats.cached_tokens == 320
+    assert again.ids == answer(engine_of(loaded(), spec), request(LONG, 2, 9)).ids
