@@ -141,7 +141,8 @@ class Batch:
 
     def drop(self, member: Member) -> None:
         """It is no member any more."""
-        if self._waiting.pop(member, None) is None and member in self._members:
+        self._waiting.pop(member, None)
+        if member in self._members:  # of one that was about to join as well: it may have failed
             self._gone.add(member)
         if all(each in self._gone for each in self._members):
             self._clear()
@@ -165,8 +166,8 @@ class Batch:
 
     def leave(self, member: Member) -> Held:
         """Its state; it is no member any more. What it was told is taken. Raises BatchBroken."""
-        if (held := self._waiting.pop(member, None)) is not None:
-            return held
+        if member not in self._members and member in self._waiting:
+            return self._waiting.pop(member)
         self._check()
         assert self._flight is None and not member.rounds
         held = self._held(self._members.index(member))
@@ -247,6 +248,7 @@ class Batch:
         joins = dict[Member, Held]()
         for member, held in self._waiting.items():
             (slow if member.rounds else joins)[member] = held
+        self._waiting = slow | joins  # all are known where this fails
         if stays and can_change(self._caches):
             self._change(stays, joins)
         else:

@@ -121,3 +121,36 @@ def test_a_fault_of_a_shared_forward_ends_all_of_it_and_nothing_that_follows(
     again = [Reader(request(prompt(i), 2, 20)) for i in range(2)]
     together(served, again)
     assert [tuple(reader.ids) for reader in again] == [alone(r.asked).ids for r in again]
+
+
+def test_a_fault_as_a_batch_is_formed_costs_nothing_that_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While one of its members does not read, which is taken out of it, and another one joins."""
+    served, faults = engine(), 0
+    formed = Batch._draft_for_members  # pyright: ignore[reportPrivateUsage]
+    readers = [Reader(request(prompt(i), 2, 40, ignore_end=True)) for i in range(4)]
+    readers[1].stalls, readers[3].begins = range(12, 40), 14
+
+    def failing(self: Batch) -> None:
+        nonlocal faults
+        members = self._members  # pyright: ignore[reportPrivateUsage]
+        joins = any(member.answer._max_tokens == 41 for member in members)  # pyright: ignore[reportPrivateUsage]
+        if joins and not faults:
+            faults = 1
+            raise RuntimeError("[malloc] out of memory")
+        formed(self)
+
+    readers[3].asked = replace(readers[3].asked, max_tokens=41)
+    monkeypatch.setattr(Batch, "_draft_for_members", failing)
+    together(served, readers)
+    assert faults and any(reader.fault is not None for reader in readers)
+    lost = [reader for reader in readers if reader.fault is not None]
+    _ = go_on(served, lost)
+    for reader in readers:
+        if reader not in lost:
+            assert tuple(reader.ids) == alone(reader.asked).ids
+    again = [Reader(request(prompt(i), 2, 8)) for i in range(3)]
+    together(served, again)
+    assert [tuple(r.ids) for r in again] == [alone(r.asked).ids for r in again]
+    assert all(r.done is not None and r.done.stats.batched_tokens for r in again)
