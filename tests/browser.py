@@ -53,7 +53,6 @@ def browsers() -> Generator[Browser]:
     path = installed_browser()
     if path is None:
         pytest.skip(NO_BROWSER)
-    expect.set_options(timeout=1000 * PATIENCE_S)  # 5 s are too few on a busy machine
     with sync_playwright() as playwright:
         browser = _launched(playwright, path)
         try:

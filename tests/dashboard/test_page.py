@@ -232,7 +232,7 @@ def test_code_is_highlighted_and_copied(seen: Visit, node: Node) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     say(seen, "Code")
     over(seen)
-    expect(answers(seen).locator(".hljs-keyword").first).to_have_text("def")
+    expect(answers(seen).locator(".hljs-keyword").first).to_have_text("def", timeout=60_000)
     page.get_by_role("button", name="Copy", exact=True).last.click()
     page.locator("button.copy-code").click()
     expect(page.locator("button.copy-code")).to_have_text("Copied")
