@@ -15,8 +15,9 @@ from .dialects import ANSWERING, ANTHROPIC_HEADER, MODELS_OF_OLLAMA
 from .join_api import JOIN_PREFIX
 from .operations_api import REACH_PATH
 from .profile_lists import FORWARDED
+from .session_api import SESSION_PATH, TICKET_PATH
 
-LOCAL = ("/v1/cluster", REACH_PATH, "/v1/mtp/stats", *ANSWERING)
+LOCAL = ("/v1/cluster", REACH_PATH, "/v1/mtp/stats", SESSION_PATH, TICKET_PATH, *ANSWERING)
 """What every node answers for itself, under /v1."""
 _OWN_SCOPE = ("scope", "node")
 """In the query: what this node itself knows is asked for, not what the head does."""

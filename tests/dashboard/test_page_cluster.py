@@ -53,10 +53,11 @@ def alive(running: Node) -> list[str]:
 
 
 @contextmanager
-def owners(pair: Pair) -> Generator[Visit]:
-    """The first node's page, opened by the link that `exo-node dashboard` prints."""
-    ticket = pair.one.call("POST", "/v1/session/ticket", {}).body["ticket"]
-    with visit(pair.browser, f"http://127.0.0.1:{pair.one.port}") as seen:
+def owners(pair: Pair, on: Node | None = None) -> Generator[Visit]:
+    """A node's page, the first one's for None, by the link that `exo-node dashboard` prints."""
+    running = on or pair.one
+    ticket = running.call("POST", "/v1/session/ticket", {}).body["ticket"]
+    with visit(pair.browser, f"http://127.0.0.1:{running.port}") as seen:
         _ = seen.go(f"#login={ticket}")
         expect(seen.page.get_by_label("Message")).to_be_enabled(timeout=WITHIN_MS)
         yield seen
@@ -89,6 +90,15 @@ def test_a_fresh_cluster_answers_the_first_message(pair: Pair) -> None:
             expect(page.get_by_text("One moment")).to_have_count(0)
             assert seen.violations() == [], place
             seen.shot(place.lower())
+
+
+def test_the_link_of_every_node_gives_the_rights_of_its_user(pair: Pair) -> None:
+    for running in (pair.one, pair.two):  # one of them is the head, and either may be
+        with owners(pair, running) as seen:
+            go(seen, "Settings")
+            switch = seen.page.get_by_role("switch", name="Native multi-token prediction")
+            expect(switch).to_be_enabled(timeout=WITHIN_MS)
+            expect(seen.page.get_by_text("Looking only")).to_have_count(0)
 
 
 def test_mtp_is_turned_off_and_says_why(pair: Pair) -> None:

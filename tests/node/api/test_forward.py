@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.api.server import build_app
+from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
 from exo_node.placement.errors import PeerLost
@@ -146,6 +147,13 @@ def test_which_requests_go_to_the_head(path: str, is_forwarded: bool) -> None:
     heads = Heads({OLD: whole})
     assert ask(heads, "GET", path).status == 200
     assert [head for head, _ in heads.asked] == ([OLD] if is_forwarded else [])
+
+
+@pytest.mark.parametrize("path", [SESSION_PATH, TICKET_PATH])
+def test_a_page_is_signed_in_by_the_node_that_serves_it(path: str) -> None:
+    heads = Heads({OLD: whole})
+    assert ask(heads, "POST", path).status == 404  # these nodes have no users to tell apart
+    assert heads.asked == []
 
 
 def test_a_client_that_reconnects_tells_the_head_what_it_saw() -> None:
