@@ -93,8 +93,8 @@ function Model({ model, placement, live, may, refresh, nodes, onLoad }) {
     } catch (error) {
       setFailure(error.message);
     }
+    await refresh(); // until then the model is still shown as loaded, and could be unloaded again
     setBusy(false);
-    refresh();
   }
   const { owner, name } = modelName(model.id);
   const status = placement?.status ?? "";

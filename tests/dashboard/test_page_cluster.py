@@ -118,7 +118,7 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         page = seen.page
         go(seen, "Models")
         page.get_by_role("button", name="Unload demo").click()
-        page.get_by_role("button", name="Load demo").click(timeout=WITHIN_MS)
+        page.get_by_role("button", name="Load demo", exact=True).click(timeout=WITHIN_MS)
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("Best: mac-")
         expect(dialog).to_contain_text("Next best")

@@ -97,7 +97,7 @@ def test_what_needs_the_login_link_says_so_before_a_click(
     seen.page.route("**/v1/join/requests", joining)
     page = seen.go("#/models")
     line = page.get_by_text("Looking only: to change anything, run exo-node dashboard")
-    expect(page.get_by_role("button", name="Load demo")).to_be_enabled(enabled=may)
+    expect(page.get_by_role("button", name="Load demo", exact=True)).to_be_enabled(enabled=may)
     expect(page.get_by_role("button", name=f"load {GOOD}")).to_be_enabled(enabled=may)
     expect(line).to_have_count(0 if may else 1)
     assert seen.violations() == []

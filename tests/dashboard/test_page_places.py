@@ -121,7 +121,7 @@ def test_a_preview_shows_each_figure_of_the_plan(seen: Visit, cluster: Cluster) 
         two["node"]: {"best": alone},
     }
     page = seen.go("#/models")
-    page.get_by_role("button", name="Load demo").click()
+    page.get_by_role("button", name="Load demo", exact=True).click()
     dialog = page.get_by_role("dialog")
     choices = dialog.get_by_role("radiogroup").locator("label")
     expect(choices).to_have_text(
@@ -162,7 +162,7 @@ def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown
         two["node"]: alone,
     }
     page.get_by_role("navigation").get_by_role("link", name="Models").click()
-    page.get_by_role("button", name="Load demo").click()
+    page.get_by_role("button", name="Load demo", exact=True).click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("Next best").click()
     with page.expect_request(lambda asked: asked.method == "POST") as asked:
