@@ -170,15 +170,8 @@ class Generation:
     def _prefill(self) -> Generator[Step, None, tuple[mx.array, mx.array | None, Forward]]:
         """One pass over the prompt: each chunk's hidden also primes the drafter."""
         prompt, ends = self._task.prompt, self._task.prefill_ends
-        held = min(self._verifier.position, len(prompt))  # of an earlier attempt, or of a prefix
+        held = self._verifier.position  # of a prefix that an earlier request read
         yield Prefilled(held, len(prompt))
-        if prompt and held == len(prompt):
-            if self._task.replay:  # nothing reads these logits
-                return mx.zeros((0, 1)), None, Forward(0, 0)
-            start = ends[-2] if len(ends) > 1 else 0
-            assert self._remote is not None, "only there a prompt may be held in full"
-            block = yield from self._remote.again(as_row(prompt[-1:]))
-            return block.logits, block.hidden, Forward(start, len(prompt) - start)
         for start, end in pairwise((held, *(end for end in ends if end > held))):
             rows = as_row(prompt[start:end])
             ends = end == len(prompt) and not (self._task.replay and self._remote)

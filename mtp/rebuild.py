@@ -1,7 +1,6 @@
 """Rebuilds the state of an earlier attempt: its tokens once more, whose rounds are known."""
 
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
 
 import mlx.core as mx
 
@@ -45,29 +44,22 @@ class Rebuild:
     def steps(
         self, last: mx.array | None
     ) -> Generator[Step, None, tuple[mx.array, FinishReason | None]]:
-        """After the prompt, whose last hidden is `last`; None where its rows were held already.
+        """After the prompt, whose last hidden is `last`; None where nothing drafts.
 
         Returns the last emitted token (1,) and why the answer ended, if it did.
         """
         first, *rounds = self._task.replay
-        held, rows = self._verifier.position, len(self._task.prompt)
         reason = self._answer.count(first.tokens[-1])
         token = as_row(first.tokens)
         self._sampler.commit(token)
-        if last is not None:  # else the rows are of an earlier attempt, and what it drafted with
-            self._drafter.observe(last, token)
+        self._drafter.observe(last, token)
         yield Rebuilt(1, len(rounds) + 1)
         for start in range(0, len(rounds), REPORT_EVERY):
             some = rounds[start : start + REPORT_EVERY]
-            ends = list(accumulate((len(r.tokens) for r in some), initial=rows))[1:]
-            kept = sum(end <= held for end in ends)
-            if kept:
-                self._sampler.commit(as_row([t for r in some[:kept] for t in r.tokens]))
-                token = _last(some[kept - 1])
-            yield from self._repeat_rounds(token, some[kept:])
+            yield from self._repeat_rounds(token, some)
             for recorded in some:
                 reason, _ = self._answer.cut(list(recorded.tokens))
-            token, rows = _last(some[-1]), ends[-1]
+            token = _last(some[-1])
             yield Rebuilt(1 + start + len(some), len(rounds) + 1)
         return _last(self._task.replay[-1]), reason
 
@@ -76,8 +68,7 @@ class Rebuild:
     ) -> Generator[Wait, None, None]:
         whole = all(recorded.forward.rows == len(recorded.tokens) for recorded in rounds)
         if self._remote is not None and whole:
-            if rounds:
-                self._send_on(self._remote, token, rounds)
+            self._send_on(self._remote, token, rounds)
             return
         if self._remote is None and self._task.rebuild_rows:
             yield from self._repeat_together(token, rounds)

@@ -105,17 +105,10 @@ class Verifier(Protocol):
 
 
 class RemoteVerifier(Verifier, Protocol):
-    """A verifier whose logits come from other nodes, which keep what an earlier attempt sent.
+    """A verifier whose logits come from other nodes.
 
     A forward whose logits nobody reads asks them for none.
     """
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        """The logits behind the prompt, which ends in `token` (1,) and was read in full before.
-
-        Only where an earlier attempt ended before its first token was seen.
-        """
-        ...
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         """Appends (rows,) ids by forwards of `schedule` rows each, whose results nobody reads.

@@ -98,7 +98,7 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_LAST: _Reply.ValueType  # 2
     """the end of a prompt"""
     REPLY_NONE: _Reply.ValueType  # 3
-    """rows that an earlier attempt had already"""
+    """rows whose tokens an earlier attempt handed out"""
     REPLY_COMPUTED: _Reply.ValueType  # 4
     """a chunk before the end: none, but word that it was computed"""
 
@@ -110,7 +110,7 @@ REPLY_ALL: Reply.ValueType  # 1
 REPLY_LAST: Reply.ValueType  # 2
 """the end of a prompt"""
 REPLY_NONE: Reply.ValueType  # 3
-"""rows that an earlier attempt had already"""
+"""rows whose tokens an earlier attempt handed out"""
 REPLY_COMPUTED: Reply.ValueType  # 4
 """a chunk before the end: none, but word that it was computed"""
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
@@ -2220,8 +2220,7 @@ class Frame(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
-    ADOPT_FIELD_NUMBER: _builtins.int
-    MISSING_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -2239,9 +2238,7 @@ class Frame(_message.Message):
     @_builtins.property
     def renew(self) -> Global___Renew: ...
     @_builtins.property
-    def adopt(self) -> Global___Adopt: ...
-    @_builtins.property
-    def missing(self) -> Global___Missing: ...
+    def prefix(self) -> Global___PrefixQuery: ...
     @_builtins.property
     def together(self) -> Global___Together: ...
     @_builtins.property
@@ -2257,16 +2254,15 @@ class Frame(_message.Message):
         release: Global___Release | None = ...,
         failure: Global___Failure | None = ...,
         renew: Global___Renew | None = ...,
-        adopt: Global___Adopt | None = ...,
-        missing: Global___Missing | None = ...,
+        prefix: Global___PrefixQuery | None = ...,
         together: Global___Together | None = ...,
         computed: Global___Computed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "missing", b"missing", "placement", b"placement", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "adopt", "missing", "together", "computed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "prefix", "together", "computed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2313,7 +2309,6 @@ class Hidden(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     REPLY_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
-    REBUILDS_FIELD_NUMBER: _builtins.int
     NEAR_TIE_FIELD_NUMBER: _builtins.int
     BORDER_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
@@ -2328,8 +2323,6 @@ class Hidden(_message.Message):
     data: _builtins.bytes
     """at most 1 MiB"""
     reply: Global___Reply.ValueType
-    rebuilds: _builtins.bool
-    """rows that the other stages hold already: nothing of it is sent on"""
     near_tie: _builtins.bool
     """computed with other requests where that was measured to round otherwise"""
     border: Global___Border.ValueType
@@ -2359,13 +2352,12 @@ class Hidden(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         reply: Global___Reply.ValueType = ...,
         schedule: _abc.Iterable[_builtins.int] | None = ...,
-        rebuilds: _builtins.bool = ...,
         near_tie: _builtins.bool = ...,
         border: Global___Border.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "rebuilds", b"rebuilds", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2448,67 +2440,42 @@ class Renew(_message.Message):
 Global___Renew: _TypeAlias = Renew  # noqa: Y015
 
 @_typing.final
-class Adopt(_message.Message):
-    """A new attempt goes on behind `position` rows. A stage that holds an earlier attempt's state, or the
-    prompt's prefix, keeps it, less what it is ahead; one that holds fewer rows says Missing. Passed on.
+class PrefixQuery(_message.Message):
+    """Where an attempt may begin: each stage passes on those of `held` that it keeps a state behind, and
+    the last one sends them to the generator. The attempt's first block then begins behind one of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    POSITION_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
-    position: _builtins.int
-    answer: _builtins.bool
-    """the last stage is to send the row behind the prompt, which ends there"""
+    HELD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a first attempt that goes on from a kept prefix: the ids of its `position` rows, and the rows
-        of each forward that read them.
-        """
+        """ids of the prompt's first rows"""
 
     @_builtins.property
-    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows of each forward that reads them"""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows behind which all stages before this one keep the state"""
+
     def __init__(
         self,
         *,
-        position: _builtins.int = ...,
-        answer: _builtins.bool = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         schedule: _abc.Iterable[_builtins.int] | None = ...,
+        held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position", "schedule", b"schedule", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "schedule", b"schedule", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
-
-@_typing.final
-class Missing(_message.Message):
-    """Up the stream: this stage lacks the rows [held, position); what made them is to be sent again."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POSITION_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    position: _builtins.int
-    held: _builtins.int
-    def __init__(
-        self,
-        *,
-        position: _builtins.int = ...,
-        held: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "position", b"position"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Missing: _TypeAlias = Missing  # noqa: Y015
+Global___PrefixQuery: _TypeAlias = PrefixQuery  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
@@ -2581,7 +2548,7 @@ class GenerateRequest(_message.Message):
     ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
-    REBUILD_ALL_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     BARE_FIELD_NUMBER: _builtins.int
@@ -2607,8 +2574,8 @@ class GenerateRequest(_message.Message):
     """`num_draft_tokens` is the most; the runner may draft fewer, or none"""
     top_logprobs: _builtins.int
     """absent: no log-probabilities; 0: of the emitted token only"""
-    rebuild_all: _builtins.bool
-    """no stage keeps what it holds of an earlier attempt"""
+    alone: _builtins.bool
+    """it shares no forward and no kept prefix: one of them may have failed"""
     background: _builtins.bool
     """its prompt is read behind those that are not"""
     tools: _builtins.str
@@ -2656,7 +2623,7 @@ class GenerateRequest(_message.Message):
         async_draft_eval: _builtins.bool | None = ...,
         adaptive_draft: _builtins.bool = ...,
         top_logprobs: _builtins.int | None = ...,
-        rebuild_all: _builtins.bool = ...,
+        alone: _builtins.bool = ...,
         background: _builtins.bool = ...,
         tools: _builtins.str = ...,
         bare: _builtins.bool = ...,
@@ -2667,7 +2634,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "grammar", b"grammar", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "rebuild_all", b"rebuild_all", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "messages", b"messages", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
     _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
@@ -3431,43 +3398,6 @@ class DraftRun(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftRun: _TypeAlias = DraftRun  # noqa: Y015
-
-@_typing.final
-class ParkRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    request: _builtins.str
-    attempt: _builtins.int
-    def __init__(
-        self,
-        *,
-        request: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
-
-@_typing.final
-class ParkReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ParkReply: _TypeAlias = ParkReply  # noqa: Y015
 
 @_typing.final
 class RunnerState(_message.Message):

@@ -912,11 +912,6 @@ class GeneratorStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.GenerateEvent.FromString,
                 _registered_method=True)
-        self.Park = channel.unary_unary(
-                '/exo_node.v1.Generator/Park',
-                request_serializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
-                response_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
-                _registered_method=True)
         self.Encode = channel.unary_unary(
                 '/exo_node.v1.Generator/Encode',
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.EncodeRequest.SerializeToString,
@@ -936,14 +931,6 @@ class GeneratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Park(self, request, context):
-        """The call of that attempt is about to be cancelled, and another attempt follows: its state is
-        kept for the length of a lease.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Encode(self, request, context):
         """What a prompt or a text is in ids, or ids in text; nothing is computed.
         """
@@ -958,11 +945,6 @@ def add_GeneratorServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.GenerateRequest.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.GenerateEvent.SerializeToString,
-            ),
-            'Park': grpc.unary_unary_rpc_method_handler(
-                    servicer.Park,
-                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.ParkRequest.FromString,
-                    response_serializer=exo__node_dot_proto_dot_peer__pb2.ParkReply.SerializeToString,
             ),
             'Encode': grpc.unary_unary_rpc_method_handler(
                     servicer.Encode,
@@ -1000,33 +982,6 @@ class Generator:
             '/exo_node.v1.Generator/Generate',
             exo__node_dot_proto_dot_peer__pb2.GenerateRequest.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.GenerateEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Park(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/exo_node.v1.Generator/Park',
-            exo__node_dot_proto_dot_peer__pb2.ParkRequest.SerializeToString,
-            exo__node_dot_proto_dot_peer__pb2.ParkReply.FromString,
             options,
             channel_credentials,
             insecure,

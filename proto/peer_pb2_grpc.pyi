@@ -244,10 +244,6 @@ class GeneratorStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_peer_pb2.GenerateRequest, _peer_pb2.GenerateEvent]
-    Park: _aio.UnaryUnaryMultiCallable[_peer_pb2.ParkRequest, _peer_pb2.ParkReply]
-    """The call of that attempt is about to be cancelled, and another attempt follows: its state is
-    kept for the length of a lease.
-    """
     Encode: _aio.UnaryUnaryMultiCallable[_peer_pb2.EncodeRequest, _peer_pb2.EncodeReply]
     """What a prompt or a text is in ids, or ids in text; nothing is computed."""
 
@@ -263,16 +259,6 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GenerateRequest,
         context: _aio.ServicerContext[_peer_pb2.GenerateRequest, _abc.AsyncIterator[_peer_pb2.GenerateEvent]],
     ) -> _abc.AsyncIterator[_peer_pb2.GenerateEvent]: ...
-
-    @_abc_1.abstractmethod
-    def Park(
-        self,
-        request: _peer_pb2.ParkRequest,
-        context: _aio.ServicerContext[_peer_pb2.ParkRequest, _abc.Awaitable[_peer_pb2.ParkReply]],
-    ) -> _abc.Awaitable[_peer_pb2.ParkReply]:
-        """The call of that attempt is about to be cancelled, and another attempt follows: its state is
-        kept for the length of a lease.
-        """
 
     @_abc_1.abstractmethod
     def Encode(

@@ -299,9 +299,6 @@ class FakeGenerators(FakeStages):
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return pb.EncodeReply(ids=map(ord, request.text), context_length=64)
 
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        pass
-
 
 class OneHead:
     """`claim.Heads` of a cluster with one node, whose claims these are."""

@@ -9,6 +9,8 @@ from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import Node
+from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.pipeline.request_state import RequestState
 from exo_node.shard.pipeline.stage import StageWorker
 
 
@@ -31,10 +33,15 @@ def held_bytes(engine: TextEngine) -> int:
     return counted(kept(engine)) + engine.cache_bytes()
 
 
+def prefix_of(engine: TextEngine, request: EngineRequest) -> RequestState | None:
+    """What the engine of a whole model has for it."""
+    return engine._earlier.prefix_of(request, engine.cache_bytes)  # pyright: ignore[reportPrivateUsage]
+
+
 def counted(cache: PrefixCache) -> int:
     """Bytes of kept prefixes; asserts that the tree is in order."""
     arrays = [array for node in nodes(cache) for array in _arrays(node)]
-    held = sum(array.nbytes for array in arrays) + sum(len(node.sent) for node in nodes(cache))
+    held = sum(array.nbytes for array in arrays)
     assert held == cache.bytes
     return held
 

@@ -11,8 +11,6 @@ from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
-from exo_node.shard.pipeline.prefixes import PromptRead
-from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.stage import StageWorker
 
 
@@ -28,13 +26,11 @@ class LoopbackLink:
         self._workers = workers
         self._expectations = expectations
         self._observe = observe
-        self._trails: dict[tuple[str, int], ReplayBuffer] = {}
-        self._awaited: Future[HiddenBlock] | None = None
 
     def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
         future: Future[HiddenBlock] = Future()
         try:
-            back = self._through(0, block)
+            back = self._through(block)
         except ExoNodeError as fault:
             future.set_exception(fault)
             return future
@@ -49,7 +45,7 @@ class LoopbackLink:
 
     def send_chunk(self, block: HiddenBlock) -> "Future[None]":
         """What a stage refuses is raised at once."""
-        (back,) = self._through(0, block)
+        (back,) = self._through(block)
         last = self._expectations[-1]
         wire = (last.placement, last.stage + 1, last.dtype, last.hidden_size)
         (told,) = cut(back, *wire)
@@ -82,62 +78,32 @@ class LoopbackLink:
         for worker in self._workers:
             worker.rollback(request, attempt, position)
 
-    def adopt(
+    def held_by_all(
         self,
         request: str,
         attempt: int,
-        position: int,
-        replay_buffer: ReplayBuffer,
-        *,
-        answer: bool,
-        prefix: PromptRead | None = None,
-    ) -> "Future[HiddenBlock] | None":
-        """What a stage lacks is sent at once, as far as the one before it has it."""
-        told = pb.Adopt(position=position, answer=answer)
-        if prefix is not None:
-            told.tokens.extend(prefix.ids)
-            told.schedule.extend(prefix.schedule)
-        ids = {"tokens": told.tokens, "schedule": told.schedule}
-        self._trails[request, attempt] = replay_buffer
-        self._awaited = Future() if answer else None
-        for number, worker in enumerate(self._workers):
-            e = self._expectations[number]
-            check_envelope(
-                pb.Frame(placement=e.placement, request=request, attempt=attempt, adopt=told), e
-            )
-            held, reply = worker.adopt(request, attempt, position, answer=answer, **ids)
-            self._came_back([] if reply is None else [reply])
-            if held == position:
-                continue
-            if number == 0:
-                replay_buffer.want(held, position, answer=answer)
-                self.relay(request, attempt)
-            else:
-                before = self._workers[number - 1]
-                for block in before.missing(request, attempt, held, position):
-                    self._came_back(self._through(number, block))
-        return self._awaited
-
-    def relay(self, request: str, attempt: int) -> None:
-        for block in self._trails[request, attempt].unsent(attempt):
-            self._came_back(self._through(0, block))
-
-    def _came_back(self, blocks: Sequence[HiddenBlock]) -> None:
-        for block in blocks:
-            assert self._awaited is not None and not self._awaited.done()
-            self._awaited.set_result(block)
-
-    def park(self, request: str, attempt: int) -> None:
-        del request, attempt
+        ids: Sequence[int],
+        schedule: Sequence[int],
+        held: Sequence[int],
+    ) -> "Future[list[int]]":
+        left, future = list(held), Future[list[int]]()
+        for worker, e in zip(self._workers, self._expectations, strict=True):
+            query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=left)
+            frame = pb.Frame(placement=e.placement, request=request, attempt=attempt, prefix=query)
+            check_envelope(frame, e)
+            self._observe(frame)
+            left = worker.held(request, attempt, query.tokens, query.schedule, query.held)
+        future.set_result(left)
+        return future
 
     def release(self, request: str, attempt: int) -> None:
         for worker in self._workers:
             worker.release(request, attempt)
 
-    def _through(self, number: int, block: HiddenBlock) -> list[HiddenBlock]:
-        """From stage `number` + 1 on; what leaves the last one."""
+    def _through(self, block: HiddenBlock) -> list[HiddenBlock]:
+        """What leaves the last stage."""
         blocks = [block]
-        for worker, expected in list(zip(self._workers, self._expectations, strict=True))[number:]:
+        for worker, expected in zip(self._workers, self._expectations, strict=True):
             blocks = [out for b in blocks for out in worker.forward(self._carry(b, expected))]
         return blocks
 

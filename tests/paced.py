@@ -238,7 +238,6 @@ class PacedPipeline:
         for told in self._asked:
             if not told.ended:
                 self.cancel(told)
-        _ = self.engine.expire(-1.0)  # what was kept for another attempt
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()

@@ -137,11 +137,12 @@ class Pipeline:
             time.monotonic,
             StagePrefixes.of(part.model, self._rooms[number]),
         )
-        counted = worker._forward  # pyright: ignore[reportPrivateUsage]
+        outgoing = worker._outgoing  # pyright: ignore[reportPrivateUsage]
 
-        def forward(session: Any, block: HiddenBlock) -> list[HiddenBlock]:
+        def counted(block: HiddenBlock, *computed: Any) -> HiddenBlock | None:
             self.forwards.extend([number] * len(block.schedule or (1,)))
-            return counted(session, block)
+            return outgoing(block, *computed)
 
-        worker._forward = forward  # pyright: ignore[reportPrivateUsage]
+        seen: Any = worker
+        seen._outgoing = counted
         return worker

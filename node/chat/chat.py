@@ -5,7 +5,6 @@ node is lost, the head among them, the answer goes on from there.
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -49,10 +48,6 @@ class Runners(Protocol):
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         """Raises PeerLost, and what the runner refuses."""
-        ...
-
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        """Before a lost attempt's call is closed: another attempt takes up what it holds."""
         ...
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
@@ -187,7 +182,7 @@ class _Answer:
         """What the head is told; None where no other attempt may be made."""
         state_only = isinstance(fault, StateLost)
         if state_only:
-            self._log.begin_anew()
+            self._log.begin_alone()
         if not self._log.lost():
             return None
         return pb.Resumption(
@@ -236,12 +231,6 @@ class _Answer:
             try:
                 while not (await asyncio.wait([following], timeout=quiet_s))[0]:
                     await self._check(placed)
-            except PeerLost:
-                if 0 not in self._gone:
-                    with contextlib.suppress(PeerLost):  # then there is nothing to keep
-                        answer = self._log
-                        await self._runners.park(self._stages[0], answer.request, answer.attempt)
-                raise
             finally:
                 if not following.done():
                     following.cancel()

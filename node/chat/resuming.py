@@ -31,8 +31,8 @@ class AnswerLog:
     _runners: tuple[tuple[NodeId, int], ...] = ()
     _as_it_was: bool = False
     """Whether the present attempt has the runners of the one before it."""
-    _anew: bool = False
-    """Whether the next attempt cannot go on with what stages hold."""
+    _alone: bool = False
+    """Whether the next attempt shares nothing with others."""
     _announced: bool = False
     _begun: float = 0.0
     _first: float | None = None
@@ -79,15 +79,15 @@ class AnswerLog:
                 self._last = self.clock()
                 self._first = self._first or self._last
                 self._flowing_since = self._flowing_since or self._last
-                self._lost_at, self._barren, self._anew = None, 0, False
+                self._lost_at, self._barren, self._alone = None, 0, False
             case "prefill" | "rebuilt":
                 self._lost_at = None
             case _:
                 pass
 
-    def begin_anew(self) -> None:
-        """The next attempt rebuilds every stage: some of what would rebuild one is gone."""
-        self._anew = True
+    def begin_alone(self) -> None:
+        """The next attempt shares nothing with others: that is what failed."""
+        self._alone = True
 
     def lost(self) -> bool:
         """The attempt was lost; whether another one may be made."""
@@ -108,8 +108,8 @@ class AnswerLog:
         if self.prompt_ids:  # rendered once: a template may hold the date
             again.token_ids.CopyFrom(pb.TokenIds(ids=self.prompt_ids))
         again.replay.extend(self.rounds)
-        # It brought nothing new, and no runner was lost: what these hold may not fit.
-        again.rebuild_all = self._anew or (self._barren > 1 and self._as_it_was)
+        # Or the last ones brought nothing new, and no runner was lost.
+        again.alone = self._alone or (self._barren > 1 and self._as_it_was)
         return again
 
     def timings(self) -> dict[str, float]:

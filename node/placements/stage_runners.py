@@ -134,9 +134,6 @@ class ClusterStages:
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return await self._runners.encode(endpoint, request)
 
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        await self._runners.park(endpoint, request, attempt)
-
     async def connect(self, stage: Endpoint, following: Endpoint, placement: PlacementId) -> None:
         near = self._profiling.quickest(stage.node, following)
         await self._runners.connect(stage, near, placement)

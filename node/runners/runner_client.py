@@ -1,4 +1,4 @@
-"""Calls to runners, on this node or another: connect, ping, generate, park."""
+"""Calls to runners, on this node or another: connect, ping, generate."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -27,7 +27,6 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
     return [Endpoint(NodeId(stage.node), stage.ready) for stage in placed.stages]
 
 
-PARK_TIMEOUT_S = 1.0
 ENCODE_TIMEOUT_S = 60.0
 """More than the limits on a prompt's own time let it take."""
 
@@ -58,13 +57,6 @@ class RunnerClient:
         request = pb.PingRequest(placement=placement, stage=number)
         call = stub.Ping(request, timeout=timeout_s)
         return await reply(call, f"the runner of stage {number} on {stage.node}")
-
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        """Before a lost attempt's call is cancelled: what it holds is kept. Raises PeerLost."""
-        stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
-        parked = pb.ParkRequest(request=request, attempt=attempt)
-        call = stub.Park(parked, timeout=PARK_TIMEOUT_S)
-        _ = await reply(call, f"the generator's runner on {endpoint.node}")
 
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest

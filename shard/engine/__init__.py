@@ -1,13 +1,13 @@
 """One answer, from token ids to text and stats.
 
 admission.py: which requests may hold rows in the caches at once
-attempts.py: an attempt, here whole or over stages; what it leaves for the next one
+attempts.py: one attempt at an answer, of a model that is here whole or over stages
 batching.py: which answers are decoded together
 cache_parts.py: parts of a request's caches, kept apart from it
 compute.py: the one thread that owns MLX
 draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
 drafting.py: who drafts for a request, how much, and why nobody does
-earlier.py: what an answer may go on from: an attempt, a copy, a prefix
+earlier.py: what an answer may go on from: a prefix of its prompt
 engine.py: one answer: prefill, rounds, text, stats
 events.py: what the engine tells of an answer
 live.py: the attempts that run

@@ -1,4 +1,4 @@
-"""One attempt at an answer, and what it leaves for the next one."""
+"""One attempt at an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,6 @@ from ...mtp.steps import Steps
 from ..pipeline.verifier import PipelineVerifier
 from .batching import Batching, Seat
 from .local import LocalVerifier
-from .request import EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The generator's state of a pipeline's attempt that was lost, for the one that follows."""
-
-    verifier: PipelineVerifier | None
-    """None: a shared forward failed, and nobody knows the state."""
-    attempt: int
-    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +26,16 @@ class PipelineAttempt:
     cached: int = 0
     """Rows of the prompt that this stage's prefix cache had."""
 
-    @property
-    def kept(self) -> PipelineVerifier:
-        """What the next attempt may go on with."""
-        return self.verifier
-
-    def take_up(self, request: EngineRequest) -> None:
-        """The other stages go on with what they hold of an earlier attempt, or of a prefix.
-
-        Raises PeerLost.
-        """
-        if request.keeps:
-            self.verifier.begin_rebuild(request.committed, answer=not request.replay)
-        elif self.cached:
-            self.verifier.begin_behind_prefix()
-
     def steps(self) -> Steps:
         return self.generation.steps()
 
     def arrays(self) -> list[mx.array]:
         """What it holds in memory here."""
         return self.verifier.arrays() + self.drafter.arrays()
+
+    def drop(self) -> None:
+        """Frees what it holds here."""
+        self.verifier.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +52,6 @@ class WholeAttempt:
     """Why it is never decoded with others."""
     cached: int = 0
     """Rows of the prompt that a prefix cache had."""
-
-    @property
-    def kept(self) -> None:
-        """Nothing: the next attempt reads the prompt again."""
-
-    def take_up(self, request: EngineRequest) -> None:
-        """No other stage holds anything of it."""
 
     def steps(self) -> Steps:
         return self.generation.steps() if self.seat is None else self.batching.steps(self.seat)

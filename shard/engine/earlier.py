@@ -1,22 +1,21 @@
-"""What an answer may go on from: an earlier attempt or a prefix."""
+"""What an answer may go on from: the state behind a prefix of its prompt that was read before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
-
-import mlx.core as mx
 
 from ...mtp.batch_prompts import PromptBatch
 from ...mtp.drafters import DrafterState, NativeDrafter
 from ...mtp.parts import Parts
 from ...mtp.rollback import cache_arrays
 from ...mtp.schedule import prefill_ends
-from ...placement.errors import StateLost
+from ...mtp.seams import Wait
 from ..model.stage_model import StageModel
 from ..pipeline.meeting import Meeting
 from ..pipeline.pacing import Pacing
 from ..pipeline.request_state import RequestState
 from ..pipeline.verifier import Link, PipelineVerifier
-from .attempts import Attempt, Kept, WholeAttempt
+from .attempts import Attempt, WholeAttempt
 from .local import LocalVerifier, Target
 from .options import EngineOptions
 from .prefix_cache import Prefix, PrefixCache
@@ -36,7 +35,7 @@ class Beginning(NamedTuple):
 
 
 class Earlier:
-    """The states that outlive an attempt. All methods run on the compute thread."""
+    """The states that outlive an answer. All methods run on the compute thread."""
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class Earlier:
         meeting: Meeting | None,
         disk: PrefixDisk | None,
         parts: Parts,
-        clock: Callable[[], float],
     ) -> None:
         self._stage = stage
         self._target = target
@@ -57,9 +55,7 @@ class Earlier:
         self._turn_ends = turn_ends
         self._link = link
         self._meeting = meeting
-        self._clock = clock
         self._pacing = None if link is None else Pacing(options.stages)
-        self._kept: dict[str, Kept] = {}
         self._disk = disk
         self._parts = parts
         self.prefixes = PrefixCache(
@@ -68,19 +64,38 @@ class Earlier:
         in_stages = link is not None and self.prefixes.enabled
         self._staged = StagePrefixes(stage, self.prefixes) if in_stages else None
 
+    def common(self, request: EngineRequest) -> Generator[Wait, None, int]:
+        """Rows of its prompt that every stage of a pipeline has, and the request may begin behind.
+
+        Raises PeerLost.
+        """
+        if self._link is None or self._staged is None or request.alone:
+            return 0
+        prompt, ends = request.prompt, self._ends(request)[:-1]  # the last one's logits are wanted
+        held = self._staged.held(prompt, ends, request.cache_salt)
+        if not held:
+            return 0
+        schedule = [end - begin for begin, end in pairwise((0, *ends)) if end <= held[-1]]
+        ids, name = prompt[: held[-1]], request.request
+        asked = self._link.held_by_all(name, request.attempt, ids, schedule, held)
+        yield Wait(asked)
+        return max(asked.result(), default=0)
+
     def begin(
         self,
         request: EngineRequest,
         live_bytes: Callable[[], int],
         prompts: PromptBatch | None,
+        common: int,
     ) -> Beginning:
-        """The verifier that holds most of what is still good, an empty one where nothing is.
+        """Behind the longest prefix of its prompt that is kept and has room.
 
-        `prompts`: see `LocalVerifier`.
+        `prompts`: see `LocalVerifier`. `common`: of a pipeline, see there.
         """
-        kept = self._kept.pop(request.request, None)
         if self._link is not None:
-            return self._piped(request, self._link, kept, live_bytes)
+            found = self._in_stages(request, live_bytes, common) if common else None
+            cached = 0 if found is None else found.position
+            return Beginning(self._verifier(request, self._link, found, cached), None, cached)
         if (found := self.prefix_of(request, live_bytes)) is not None:
             verifier = self._local(found.caches, found.position, prompts)
             return Beginning(verifier, found.drafter, found.position)
@@ -91,42 +106,26 @@ class Earlier:
     ) -> LocalVerifier:
         return LocalVerifier(self._target, caches, position, prompts, self._parts)
 
-    def keep(self, request: EngineRequest, verifier: PipelineVerifier) -> None:
-        """For the attempt that follows."""
-        if self._link is not None:
-            self._link.park(request.request, request.attempt)
-        held: PipelineVerifier | None = verifier
-        try:
-            verifier.pause()
-        except StateLost:  # the next attempt begins anew
-            verifier.leave()
-            held = None
-        self._kept[request.request] = Kept(held, request.attempt, self._clock())
-
     def release(self, request: str, attempt: int) -> None:
         """The answer is over."""
         if self._link is not None:
             self._link.release(request, attempt)
 
-    def expire(self, lease_s: float) -> list[str]:
-        """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
-        limit = self._clock() - lease_s
-        ended = [name for name, kept in self._kept.items() if kept.since < limit]
-        for name in ended:
-            kept = self._kept.pop(name)
-            if kept.verifier is not None:
-                kept.verifier.leave()
-            self.release(name, kept.attempt)
-        if ended:
-            mx.clear_cache()
-        return ended
-
     @property
     def bytes(self) -> int:
-        """Of lost attempts; prefixes go where requests need the room."""
-        kept = [a for each in self._kept.values() if each.verifier for a in each.verifier.arrays()]
+        """Of forwards that requests share; prefixes go where requests need the room."""
         merged = self._meeting.arrays() if self._meeting else []
-        return sum(array.nbytes for array in (*kept, *merged))
+        return sum(array.nbytes for array in merged)
+
+    def _in_stages(
+        self, request: EngineRequest, live_bytes: Callable[[], int], common: int
+    ) -> RequestState | None:
+        """This stage's state behind the first `common` rows of the prompt."""
+        assert self._staged is not None
+        self.prefixes.shrink(live_bytes())
+        ends = [end for end in self._ends(request) if end <= common]
+        prompt, salt = request.prompt[:common], request.cache_salt
+        return self._staged.behind(prompt, ends, live_bytes(), salt)
 
     def prefix_of(
         self, request: EngineRequest, live_bytes: Callable[[], int]
@@ -137,10 +136,6 @@ class Earlier:
         self.prefixes.shrink(live_bytes())
         prompt, ends, drafts = request.prompt, self._ends(request), request.k > 0
         salt, live = request.cache_salt, live_bytes()
-        if self._staged is not None:
-            name, attempt = request.request, request.attempt
-            # The last forward's logits are wanted.
-            return self._staged.find(name, attempt, prompt, ends[:-1], live, salt)
         found = self._stored(request, ends, live)
         if found is None:
             found = self.prefixes.find(prompt, ends, drafts=drafts, live=live, salt=salt)
@@ -200,36 +195,6 @@ class Earlier:
             caches = self._stage.own_caches(attempt.verifier.state.caches)
         self.prefixes.shrink(live_bytes() + growth_of(caches, rows))
 
-    def _piped(
-        self,
-        request: EngineRequest,
-        link: Link,
-        kept: Kept | None,
-        live_bytes: Callable[[], int],
-    ) -> Beginning:
-        if request.attempt == 1 and kept is None:
-            # A later attempt goes on with what stages hold of it, or reads all of its prompt.
-            found = self.prefix_of(request, live_bytes)
-            cached = 0 if found is None else found.position
-            return Beginning(self._verifier(request, link, found, cached), None, cached)
-        held = kept.verifier if kept else None
-        taken = self._taken_up(request, link, held)
-        if held is not None and taken is not held:
-            held.leave()
-        return Beginning(taken)
-
-    def _taken_up(
-        self, request: EngineRequest, link: Link, verifier: PipelineVerifier | None
-    ) -> PipelineVerifier:
-        if (
-            verifier is not None
-            and request.keeps
-            and verifier.take_up(request.attempt, request.committed)
-            and request.ends_a_forward(verifier.position, self._ends(request))
-        ):
-            return verifier
-        return self._verifier(request, link)
-
     def _verifier(
         self,
         request: EngineRequest,
@@ -238,7 +203,7 @@ class Earlier:
         cached: int = 0,
     ) -> PipelineVerifier:
         name, attempt, dtype = request.request, request.attempt, self._options.dtype
-        meeting = None if request.anew else self._meeting
+        meeting = None if request.alone else self._meeting
         border = None
         if self._staged is not None:
             border = Borders(request.prompt, self._ends(request), self._turn_ends, cached).at

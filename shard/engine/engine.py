@@ -19,13 +19,12 @@ from ...mtp.seams import Drafter, Wait
 from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
-from ...placement.errors import InvalidRequest, NumericError, PeerLost, StateLost
+from ...placement.errors import InvalidRequest, NumericError, StateLost
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import DTYPES
 from ..pipeline.meeting import Meeting
 from ..pipeline.merged import Merged
-from ..pipeline.request_state import RequestState
 from ..pipeline.verifier import Link
 from .admission import Admission
 from .attempts import Attempt
@@ -146,7 +145,6 @@ class TextEngine:
             meeting=self._meeting,
             disk=disk,
             parts=self._parts,
-            clock=self._clock,
         )
 
     def _new_batching(self, runs_ahead: bool | None) -> Batching:
@@ -235,16 +233,19 @@ class TextEngine:
 
     def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage."""
-        self._check(request)
+        self.drafting.check(request.k)
         request = self.drafting.granted(request)
-        entry = yield from self._admission.enter(
-            len(request.prompt), request.max_tokens, background=request.background
-        )
+        self._live.enter(request)
         try:
-            self._check(request)  # its name may be another's by now
-            yield from self._answer(request)
+            entry = yield from self._admission.enter(
+                len(request.prompt), request.max_tokens, background=request.background
+            )
+            try:
+                yield from self._answer(request)
+            finally:
+                self._admission.leave(entry)
         finally:
-            self._admission.leave(entry)
+            self._live.end(request)
 
     def _answer(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
         stats = StatsCollector(self._clock)
@@ -252,10 +253,9 @@ class TextEngine:
             stats.add(round_, replayed=True)
         stops = request.stop_strings()
         text = self._codec.stream(stops, ignore_end=request.ignore_end, continues=request.continues)
-        attempt = self._live.begin(request, text, self._measured())
-        lost = False
+        common = yield from self._earlier.common(request)
+        attempt = self._live.begin(request, text, self._measured(), common)
         try:
-            attempt.take_up(request)
             steps = _with_text(attempt.steps(), stats, text)
             reason = yield from self._with_prefixes(request, attempt, steps)
             self.drafting.park(attempt.generation.answer.parked_at)
@@ -277,9 +277,6 @@ class TextEngine:
             batched = self.batch_identity if final.batched_tokens else "off"
             rest = text.finish()
             yield Done(reason, rest, final, identity, batched, text.stopped_by)
-        except PeerLost:
-            lost = True
-            raise
         except NotFinite as fault:
             if request.grammar is not None and request.grammar.failed:
                 raise InvalidRequest(request.grammar.failed) from fault
@@ -296,7 +293,6 @@ class TextEngine:
             # Its entry node has all that it was told: the next attempt computes it alone.
             raise StateLost(str(fault)) from fault
         finally:
-            self._live.end(request, lost=lost)
             if request.adaptive:
                 self._profile.save()
 
@@ -331,11 +327,6 @@ class TextEngine:
             self.drafting.max_k + 1 if same else 0,
         )
 
-    def _check(self, request: EngineRequest) -> None:
-        """Raises InvalidRequest."""
-        self.drafting.check(request.k)
-        self._live.check_name(request)
-
     @property
     def live_requests(self) -> int:
         return len(self._live)
@@ -344,21 +335,9 @@ class TextEngine:
         """Bytes of KV and recurrent state of all live requests on this stage."""
         return self._live.bytes
 
-    def park(self, request: str, attempt: int) -> None:
-        """Any thread: the attempt is about to be cancelled, and another one follows."""
-        self._live.park(request, attempt)
-
-    def expire(self, lease_s: float) -> list[str]:
-        """Frees what no other attempt took up for `lease_s` seconds; returns those requests."""
-        return self._earlier.expire(lease_s)
-
     @property
     def prefix_cache_bytes(self) -> int:
         return self._earlier.prefixes.bytes
-
-    def prefix_of(self, request: EngineRequest) -> RequestState | None:
-        """What the prefix cache has for it."""
-        return self._earlier.prefix_of(request, self.cache_bytes)
 
 
 def _with_text(

@@ -1,4 +1,4 @@
-"""The attempts that run: begun on what is held already, counted, and ended or kept."""
+"""The attempts that run: begun behind what was read before, counted, and ended."""
 
 import secrets
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .earlier import Earlier
 from .local import LocalVerifier
 from .request import EngineRequest
 
-ANEW: Final = "begun anew after a fault, it shares no forward that may fail again"
+ALONE: Final = "begun anew after a fault, it shares no forward that may fail again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Parts:
 
 
 class LiveAttempts:
-    """Those of one engine, by (request, attempt). All but `park` runs on the compute thread."""
+    """Those of one engine, by (request, attempt). All methods run on the compute thread."""
 
     def __init__(
         self,
@@ -76,35 +76,38 @@ class LiveAttempts:
         self._clock = clock
         self._patience = patience
         self._ahead = ahead
+        self._names: set[tuple[str, int]] = set()
         self._live: dict[tuple[str, int], Attempt] = {}
-        self._parked: set[tuple[str, int]] = set()
 
     def __len__(self) -> int:
         return len(self._live)
 
     @property
     def bytes(self) -> int:
-        """Of KV and recurrent state, kept attempts included."""
+        """Of KV and recurrent state."""
         live = [array for attempt in self._live.values() for array in attempt.arrays()]
         together = self._batching.arrays()
         return self._earlier.bytes + sum(array.nbytes for array in (*live, *together))
 
-    def check_name(self, request: EngineRequest) -> None:
-        """Raises InvalidRequest."""
-        if (request.request, request.attempt) in self._live:
+    def enter(self, request: EngineRequest) -> None:
+        """The name is its own until `end`. Raises InvalidRequest."""
+        key = (request.request, request.attempt)
+        if key in self._names:
             raise InvalidRequest(
                 f"attempt {request.attempt} of request {request.request} is running already; a "
                 "request needs a name of its own",
                 param="request",
             )
+        self._names.add(key)
 
     def begin(
         self,
         request: EngineRequest,
         ending: StopCondition,
         measured: Measured,
+        common: int,
     ) -> Attempt:
-        """`ending` sees its tokens; what is held of an earlier attempt is gone on with."""
+        """`ending` sees its tokens. `common`: see `Earlier.common`."""
         sampler = Sampler(
             request.sampling,
             secrets.randbits(63),
@@ -112,15 +115,20 @@ class LiveAttempts:
             request.prompt,
             request.grammar,
         )
-        attempt = self._begun(request, ending, measured, sampler)
+        attempt = self._begun(request, ending, measured, sampler, common)
         self._live[request.request, request.attempt] = attempt
         return attempt
 
     def _begun(
-        self, request: EngineRequest, ending: StopCondition, measured: Measured, sampler: Sampler
+        self,
+        request: EngineRequest,
+        ending: StopCondition,
+        measured: Measured,
+        sampler: Sampler,
+        common: int,
     ) -> Attempt:
-        prompts = None if request.anew else measured.prompts
-        begun = self._earlier.begin(request, lambda: self.bytes, prompts)
+        prompts = None if request.alone else measured.prompts
+        begun = self._earlier.begin(request, lambda: self.bytes, prompts, common)
         verifier, state, cached = begun
         patience = self._patience if request.adaptive else None
         drafter = self._drafting.drafter(sampler, request.k, request.async_draft_eval, patience)
@@ -146,7 +154,7 @@ class LiveAttempts:
         self, request: EngineRequest, verifier: PipelineVerifier, parts: _Parts, cached: int
     ) -> PipelineAttempt:
         depth = self._drafting.depth(request)
-        alone = ANEW if request.anew else self._batching.why_alone(verifier.caches)
+        alone = ALONE if request.alone else self._batching.why_alone(verifier.caches)
         made = parts.task, verifier, parts.drafter, parts.sampler, parts.ending
         generation = Generation(*made, depth, self._clock, remote=verifier)
         return PipelineAttempt(generation, verifier, parts.drafter, alone, cached)
@@ -161,7 +169,7 @@ class LiveAttempts:
     ) -> WholeAttempt:
         task, drafter, sampler, ending = parts.task, parts.drafter, parts.sampler, parts.ending
         depth = self._drafting.depth(request)
-        if alone := ANEW if request.anew else self._batching.why_alone(verifier.state.caches):
+        if alone := ALONE if request.alone else self._batching.why_alone(verifier.state.caches):
             padded = fixed_rows and verifier.takes_back  # padding goes by being taken back
             rows = FixedRows(verifier, fixed_rows) if padded else verifier
             generation = Generation(task, rows, drafter, sampler, ending, depth, self._clock)
@@ -183,24 +191,13 @@ class LiveAttempts:
             return None
         return self._ahead(verifier, sampler)
 
-    def end(self, request: EngineRequest, *, lost: bool) -> None:
-        """Frees the answer's state, or keeps it where another attempt follows."""
+    def end(self, request: EngineRequest) -> None:
+        """Frees the attempt's state, here and on every stage."""
         key = (request.request, request.attempt)
-        attempt = self._live.pop(key)
-        if isinstance(attempt, WholeAttempt):
-            attempt.drop()
-        kept = lost or key in self._parked
-        self._parked.discard(key)
-        if kept and attempt.kept is not None:
-            self._earlier.keep(request, attempt.kept)
-        else:
-            if attempt.kept is not None:
-                attempt.kept.leave()
-            self._earlier.release(*key)
+        self._names.discard(key)
+        self._earlier.release(*key)
+        if (attempt := self._live.pop(key, None)) is None:
+            return  # it ended before it began
+        attempt.drop()
         # Arrays whose last reference the caller holds are freed after it; buffers now.
         mx.clear_cache()
-
-    def park(self, request: str, attempt: int) -> None:
-        """Any thread: the attempt is about to be cancelled, and another one follows."""
-        if (request, attempt) in self._live:
-            self._parked.add((request, attempt))

@@ -8,12 +8,11 @@ It has copies: a hit copies rows into the caches of the request, and what a requ
 when it is kept. Where these have no room beside the requests in progress, others go first.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -27,8 +26,6 @@ from .spans import Span, bytes_of_row, joined_size, rows_in
 STATE_EVERY = 4096
 """Rows after which a state is kept, however large it is beside its keys and values."""
 
-NOTHING_SENT: Final[Mapping[tuple[int, int], bytes]] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -37,18 +34,8 @@ class Prefix:
     caches: list[Any]
     position: int
     drafter: DrafterState | None
-    forwards: "tuple[PrefixForward, ...]" = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixForward:
-    """A forward over a kept prefix."""
-
-    end: int
-    kept: bool
-    """Whether the state behind it is here as well."""
-    first_turn: bool
-    sent: bytes
+    first_turn: int = 0
+    """The row behind the prompt's first turn, if that is among them; else 0."""
 
 
 class PrefixCache:
@@ -94,8 +81,13 @@ class PrefixCache:
         self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
     ) -> int:
         """How many rows `find` would give, given room for the copy."""
-        able = self._able(prompt, ends, salt, drafts=drafts)
-        return able[-1].end if able else 0
+        return max(self.held(prompt, ends, salt, drafts=drafts), default=0)
+
+    def held(
+        self, prompt: Sequence[int], ends: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> list[int]:
+        """All that `find` might give, the fewest rows first."""
+        return [node.end for node in self._able(prompt, ends, salt, drafts=drafts)]
 
     def keep(
         self,
@@ -131,7 +123,6 @@ class PrefixCache:
         caches: Sequence[Any],
         drafter: DrafterState | None,
         first_turn: int,
-        sent: Mapping[tuple[int, int], bytes] = NOTHING_SENT,
         *,
         live: int = 0,
         salt: Salt = b"",
@@ -139,8 +130,7 @@ class PrefixCache:
         """Keeps copies of all that `caches` hold: the rows of `prompt` that forwards ending at
         `done` read. Nothing where they have no room beside `live` bytes of requests in progress.
 
-        `first_turn`: the row behind the first turn, or 0. `sent`: of a pipeline's stage, what left
-        it for the rows [begin, end), as far as it is known. `salt`: of those who may find it.
+        `first_turn`: the row behind the first turn, or 0. `salt`: of those who may find it.
         """
         node, added = self._root, list[Node]()
         for begin, end in pairwise((0, *done)):
@@ -150,9 +140,6 @@ class PrefixCache:
                 added.append(Node(node, key, end, span, first_turn=end == first_turn))
                 self._add(added[-1])
             node = node.children[key]
-            if not node.sent:
-                node.sent = sent.get((begin, end), b"")
-                self.bytes += len(node.sent)
         self._touch(node)
         before, complete = (node.states, node.drafter), False
         with self._counted(node):
@@ -279,11 +266,8 @@ class PrefixCache:
             cache = cast("KVCache", joined(rows)) if rows else KVCache()  # never quantised
             drafter = DrafterState(cache, last.end, last.read, pending_of(path))
         mx.eval(cache_arrays(caches))
-        forwards = (
-            PrefixForward(each.end, each.states is not None, each.first_turn, each.sent)
-            for each in path
-        )
-        return Prefix(caches, node.end, drafter, tuple(forwards))
+        first_turn = next((each.end for each in path if each.first_turn), 0)
+        return Prefix(caches, node.end, drafter, first_turn)
 
     def _victim(self) -> Node | None:
         """The node to drop, or the state of one on which others stand.

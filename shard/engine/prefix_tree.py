@@ -76,8 +76,6 @@ class Node:
     drafter: DrafterPart | None = None
     first_turn: bool = False
     """It ends with the prompt's first turn, as a rule the system's: it goes late."""
-    sent: bytes = b""
-    """What left a pipeline's stage for the next one, of its rows; empty: not kept."""
     used: int = 0
     state_used: int = 0
     children: "dict[bytes, Node]" = field(default_factory=dict[bytes, "Node"])
@@ -95,7 +93,7 @@ class Node:
     @property
     def row_bytes(self) -> int:
         """What stays as long as the node does."""
-        return sum(span.bytes for span in self.spans) + len(self.sent)
+        return sum(span.bytes for span in self.spans)
 
     @property
     def bytes(self) -> int:

@@ -1,20 +1,19 @@
 """What a pipeline's stage keeps of prompts, and where the generator has all stages keep it."""
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from typing import Any
 
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
-from ..pipeline.frames import HiddenBlock
+from ..pipeline.prefixes import PromptRead
 from ..pipeline.request_state import RequestState
-from .prefix_cache import Prefix, PrefixCache, is_worth
+from .prefix_cache import PrefixCache, is_worth
 from .prefix_tree import Salt
 from .spans import growth_of
 
 
 class StagePrefixes:
-    """The `Prefixes` of a stage: its own layers' caches, and what it sent on."""
+    """The `Prefixes` of a stage, over its own layers' caches."""
 
     def __init__(self, model: StageModel, kept: PrefixCache) -> None:
         """`kept`: of the stage's own caches."""
@@ -32,26 +31,23 @@ class StagePrefixes:
     def bytes(self) -> int:
         return self._kept.bytes
 
-    def find(
-        self,
-        request: str,
-        attempt: int,
-        ids: Sequence[int],
-        ends: Sequence[int],
-        live: int,
-        salt: Salt = b"",
-    ) -> RequestState | None:
+    def held(self, ids: Sequence[int], ends: Sequence[int], salt: Salt = b"") -> list[int]:
         """`salt`: the request's; see `PromptRead.salt`."""
+        return self._kept.held(ids, [*ends, len(ids) + 1], salt, drafts=False)
+
+    def behind(
+        self, ids: Sequence[int], ends: Sequence[int], live: int, salt: Salt = b""
+    ) -> RequestState | None:
         all_ends = [*ends, len(ids) + 1]
         found = self._kept.find(ids, all_ends, drafts=False, live=live, salt=salt)
-        if found is None:
+        if found is None or found.position != len(ids):
             return None
         caches = self._model.make_caches()
         # Entries of other stages' layers are aliases of own ones: they stay that.
         own = self._model.own_caches(caches)
         taken = {id(mine): cache for mine, cache in zip(own, found.caches, strict=True)}
         state = RequestState([taken.get(id(cache), cache) for cache in caches], found.position)
-        self._read_again(state, request, attempt, ids, found)
+        state.read = PromptRead(list(ids), list(ends), found.position, found.first_turn)
         return state
 
     def keep(self, state: RequestState, live: int, following: int = 0) -> None:
@@ -60,14 +56,9 @@ class StagePrefixes:
         if len(read.ids) != state.position:
             return  # begun by a copy: not all of its ids are known
         state.alone()
-        sent = {
-            (block.position, block.position + block.rows): block.data
-            for block in state.replay_buffer.after(0)
-            if not block.schedule
-        }
         own = self._model.own_caches(state.caches)
         live += growth_of(own, following or state.last_rows)
-        made = read.ids, read.ends, own, None, read.first_turn, sent
+        made = read.ids, read.ends, own, None, read.first_turn
         self._kept.put(*made, live=live, salt=read.salt)
         self._kept.shrink(live)
 
@@ -76,36 +67,6 @@ class StagePrefixes:
 
     def clear(self) -> None:
         self._kept.clear()
-
-    @property
-    def _is_last(self) -> bool:
-        return self._model.end == self._model.num_layers
-
-    def _read_again(
-        self,
-        state: RequestState,
-        request: str,
-        attempt: int,
-        ids: Sequence[int],
-        found: Prefix,
-    ) -> None:
-        """The state is as if it had read the prompt itself, what it sent on included."""
-        ends = (0, *(forward.end for forward in found.forwards))
-        for (begin, end), forward in zip(pairwise(ends), found.forwards, strict=True):
-            tokens = tuple(ids[begin:end])
-            border = pb.BORDER_KEPT if forward.kept else pb.BORDER_UNSPECIFIED
-            border = pb.BORDER_FIRST_TURN if forward.first_turn else border
-            state.read.add(begin, tokens, border)
-            if self._is_last:
-                continue
-            if not forward.sent:
-                state.replay_buffer.begin_at(end)
-                continue
-            none = pb.REPLY_NONE
-            block = HiddenBlock(
-                request, attempt, begin, end - begin, tokens, none, forward.sent, border=border
-            )
-            state.replay_buffer.add(block)
 
 
 class Borders:

@@ -1,11 +1,10 @@
-"""Stages that exchange tensors: frames, streams, replay.
+"""Stages that exchange tensors: frames, streams, forwards.
 
 frames.py: tensor frames: cut, checked, joined
 meeting.py: where rows of several requests set out together
 merged.py: forwards that several requests of a stage share
 pacing.py: how many chunks of prompts are under way
 prefixes.py: what stages keep of prompts, and go on from
-replay_buffer.py: what a stage sent on, from which the next one is rebuilt
 request_state.py: what a stage holds of a request
 seen_attempts.py: which attempts are over
 stage.py: what a stage does with a frame: sessions, forwards, leases

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ...placement.errors import InvalidFrame
 from ...proto import peer_pb2 as pb
@@ -30,8 +31,6 @@ class HiddenBlock:
     data: bytes
     schedule: tuple[int, ...] = ()
     """Rows of each forward that the block stands for, as a resume repeats them; empty: one."""
-    rebuilds: bool = False
-    """Rows that the stages behind the next one hold already."""
     near_tie: bool = False
     """Computed with other requests on a stage where that was measured to round otherwise."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
@@ -62,7 +61,6 @@ def cut(
             tokens=block.tokens if offset == 0 else (),
             reply=block.reply,
             schedule=block.schedule if offset == 0 else (),
-            rebuilds=block.rebuilds,
             near_tie=block.near_tie,
             border=block.border,
         )
@@ -78,7 +76,7 @@ def cut_all(
     frames = {id(b): list(cut(b, placement, stage, dtype, hidden_size)) for b in blocks}
     single = [b for b in blocks if b.rows == 1 and b.data and len(frames[id(b)]) == 1]
     if not 1 < len({b.request for b in single}) == len(single) <= MAX_TOGETHER:
-        single = []  # several rows of one request, as where a stage is rebuilt, keep their order
+        single = []  # several rows of one request keep their order
     chosen = {id(b) for b in single}
     rest = [frame for b in blocks if id(b) not in chosen for frame in frames[id(b)]]
     if not single:
@@ -113,37 +111,32 @@ def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
         raise InvalidFrame("request is not 1 to 64 letters, digits, - or _", param="request")
     if frame.attempt < 1:
         raise InvalidFrame("attempt counts from 1", param="attempt")
-    told = {"adopt": frame.adopt.position, "missing": frame.missing.position}
     kind = frame.WhichOneof("kind")
-    if kind in told and not 1 <= told[kind] <= expected.context_length:
-        raise InvalidFrame(
-            f"{kind}.position must be 1 to {expected.context_length}", param=f"{kind}.position"
-        )
     if kind is None:
         raise InvalidFrame("the frame has no kind", param="kind")
-    if kind == "adopt":
-        check_adopt(frame.adopt, expected)
+    if kind == "prefix":
+        check_prefix(frame.prefix, expected)
 
 
-def check_adopt(adopt: pb.Adopt, expected: StageLimits) -> None:
-    """The prefix that it names, if it does. Raises InvalidFrame naming the field."""
-    tokens, schedule = adopt.tokens, adopt.schedule
-    if not tokens and not schedule:
-        return
-    if len(tokens) != adopt.position or max(tokens) >= expected.vocabulary:
+def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
+    """Raises InvalidFrame naming the field."""
+    tokens, schedule = prefix.tokens, prefix.schedule
+    if not 1 <= len(tokens) <= expected.context_length or max(tokens) >= expected.vocabulary:
         raise InvalidFrame(
-            "adopt.tokens must be one id of the vocabulary for each row", param="adopt.tokens"
+            f"prefix.tokens must be 1 to {expected.context_length} ids of the vocabulary",
+            param="prefix.tokens",
         )
-    if sum(schedule) != adopt.position or not 1 <= min(schedule) <= max(schedule) <= (
-        expected.max_rows
-    ):
+    fits = sum(schedule) == len(tokens) and 1 <= min(schedule) <= max(schedule)
+    if not fits or max(schedule) > expected.max_rows:
         raise InvalidFrame(
-            f"adopt.schedule must be forwards of 1 to {expected.max_rows} rows that add up to "
-            "adopt.position",
-            param="adopt.schedule",
+            f"prefix.schedule must be forwards of 1 to {expected.max_rows} rows that add up to "
+            "those of prefix.tokens",
+            param="prefix.schedule",
         )
-    if adopt.answer:
-        raise InvalidFrame("adopt.answer must be false with a prefix", param="adopt.answer")
+    if not set(prefix.held) <= set(accumulate(schedule)):
+        raise InvalidFrame(
+            "prefix.held must be rows behind forwards of prefix.schedule", param="prefix.held"
+        )
 
 
 def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
@@ -247,7 +240,6 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         reply=first.hidden.reply,
         data=data[0] if len(data) == 1 else b"".join(data),
         schedule=tuple(first.hidden.schedule),
-        rebuilds=first.hidden.rebuilds,
         near_tie=first.hidden.near_tie,
         border=first.hidden.border,
     )

@@ -109,11 +109,6 @@ class Meeting:
         _ = self._present.pop(id(traveller), None)
         self._merged.drop(traveller.state)
 
-    def pause(self, traveller: Traveller) -> None:
-        """It asks no more; another attempt may go on with its state. Raises StateLost."""
-        _ = self._present.pop(id(traveller), None)
-        traveller.state.alone()
-
     def forward(self, traveller: Traveller, token: mx.array) -> Generator[Wait, None, Block]:
         """As `Verifier.forward` of one row."""
         self._present[id(traveller)] = traveller

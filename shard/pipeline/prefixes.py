@@ -1,10 +1,10 @@
 """Prefixes of prompts in a pipeline: what each stage keeps of them, and goes on from.
 
 The generator says with each forward over a prompt what is kept of the state behind it
-(`HiddenBlock.border`), so that all stages keep the same. A request that begins like an earlier one
-goes on from what the generator has; the ids of those rows travel to the stages in front of its
-first block (`Link.adopt`). What left a stage is kept with its rows: a stage that has fewer, since
-each evicts what it must, is rebuilt from the one before it, as after a loss.
+(`HiddenBlock.border`), so that all stages keep the same. But each drops what it must, and a stage
+that took another one's place has nothing: before a request begins behind a prefix, the ids of those
+rows travel round the stages (`Link.held_by_all`), and it begins behind the most that all of them
+still have.
 """
 
 from collections.abc import Sequence
@@ -69,11 +69,12 @@ class Prefixes(Protocol):
     @property
     def bytes(self) -> int: ...
 
-    def find(
-        self, request: str, attempt: int, ids: Sequence[int], ends: Sequence[int], live: int
-    ) -> "RequestState | None":
-        """A copy for that request of the state behind the longest known prefix of `ids`, which
-        forwards that end at `ends` read; all of `ids` at most."""
+    def held(self, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """Rows of `ids`, which forwards that end at `ends` read, behind which a state is kept."""
+        ...
+
+    def behind(self, ids: Sequence[int], ends: Sequence[int], live: int) -> "RequestState | None":
+        """A copy of the state behind all of `ids`; None where it is not here, or has no room."""
         ...
 
     def keep(self, state: "RequestState", live: int) -> None:

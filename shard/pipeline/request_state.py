@@ -1,4 +1,4 @@
-"""What a stage holds of one request, the generator's stage or another: caches and trail."""
+"""What a stage holds of one request, the generator's stage or another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
-from .frames import HiddenBlock
 from .prefixes import PromptRead
-from .replay_buffer import ReplayBuffer
 
 if TYPE_CHECKING:
     from .merged import Group
@@ -23,9 +21,6 @@ class RequestState:
     position: int = 0
     last_rows: int = 0
     """Of the last forward: how far it goes back."""
-    replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
-    answer: HiddenBlock | None = None
-    """On the last stage: the row behind the prompt, as it was sent back."""
     drafter: DrafterState | None = None
     """The drafter's state behind a kept prefix. Set only where the whole model is here and drafts.
     """
@@ -58,5 +53,4 @@ class RequestState:
         self.alone()
         rollback(own, self.position - position)
         self.position, self.last_rows = position, 0
-        self.replay_buffer.roll_back(position)
         self.read.roll_back(position)

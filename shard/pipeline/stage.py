@@ -6,7 +6,7 @@ Every method runs on the compute thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import mlx.core as mx
 
@@ -20,14 +20,9 @@ from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, from_bytes, to_bytes
 from .frames import HiddenBlock
 from .merged import SHARED, Merged
-from .prefixes import Prefixes
-from .replay_buffer import TRAIL_BYTES
+from .prefixes import Prefixes, PromptRead
 from .request_state import RequestState
 from .seen_attempts import SeenAttempts
-
-MAX_WAITING: Final = 4096
-"""Blocks that may wait for rows before them, of at most TRAIL_BYTES; a generator that asks for
-answers sends one, and one that reads the rest of a prompt all of its chunks."""
 
 GROWS: Final = 64
 """Rows of an answer behind which prefixes give way: a divisor of the steps by which caches grow."""
@@ -40,20 +35,8 @@ class Session:
     attempt: int
     state: RequestState
     used: float
-    target: int = 0
-    """Rows that are being rebuilt: blocks behind them wait."""
-    answer: bool = False
-    """Whether the generator asked for the row behind the prompt, once they are rebuilt."""
-    waiting: list[HiddenBlock] = field(default_factory=list[HiddenBlock])
-
-
-class Adopted(NamedTuple):
-    """What a stage holds as a new attempt goes on."""
-
-    held: int
-    """Rows; where they are fewer than that attempt's, the stage before this one sends the rest."""
-    answer: HiddenBlock | None
-    """To be sent on: the row behind the prompt, where it was asked for and is here."""
+    prefix: PromptRead = field(default_factory=PromptRead)
+    """The rows of the prompt behind which the generator may begin."""
 
 
 Outcome = list[HiddenBlock] | Exception
@@ -112,8 +95,7 @@ class StageWorker:
         return (
             session is not None
             and session.attempt == block.attempt
-            and session.state.position == block.position >= max(1, session.target)
-            and not session.waiting
+            and session.state.position == block.position >= 1
             and block.rows == 1
             and block.reply == pb.REPLY_ALL
             and self._merged.takes(session.state)
@@ -150,34 +132,18 @@ class StageWorker:
         except NumericError as fault:
             return fault
         near_tie = block.near_tie or not self._merged.same
-        out = replace(block, data=data, near_tie=near_tie)
-        if not self._is_last:
-            session.state.replay_buffer.add(out)
-        return [out]
+        return [replace(block, data=data, near_tie=near_tie)]
 
     def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
-        """Hidden in, the blocks that are to be sent on out.
+        """Hidden in, what is to be sent on out: one block, or none.
 
-        Nothing where the last stage has nothing to send back, and where the rows behind a block are
-        still to be rebuilt; without data where it only tells that the block was computed. Raises
-        InvalidFrame for an old attempt or a position that is not the session's, StateLost where
-        more is sent meanwhile than may wait.
+        None where the last stage has nothing to send back; without data where it only tells that
+        the block was computed. Raises InvalidFrame for an old attempt or a position that is not the
+        session's, StateLost where it begins behind a prefix that is not here any more.
         """
         session = self._session(block.request, block.attempt, opens=block.position == 0)
-        if session.state.position < session.target <= block.position:
-            held = len(block.data) + sum(len(each.data) for each in session.waiting)
-            if len(session.waiting) >= MAX_WAITING or held > TRAIL_BYTES:
-                raise StateLost("too many blocks wait already for rows that are being rebuilt")
-            session.waiting.append(block)
-            return []
-        out = self._forward(session, block)
-        if session.waiting and session.state.position == session.target:
-            waiting, session.waiting = session.waiting, []
-            for each in waiting:
-                out += self._forward(session, each)
-        return out
-
-    def _forward(self, session: Session, block: HiddenBlock) -> list[HiddenBlock]:
+        if block.position > session.state.position == 0 and session.prefix.ids:
+            session.state = self._behind_prefix(session.prefix, block.position)
         state = session.state
         if block.position != state.position:
             raise InvalidFrame(
@@ -195,13 +161,8 @@ class StageWorker:
         session.used = self._clock()  # only now it was computed, which may take longer than a lease
         if block.reply != pb.REPLY_ALL and not block.schedule:
             state.read.add(block.position, block.tokens, block.border)
-        sends = [] if leaving is None else [leaving]
-        if not self._is_last:
-            state.replay_buffer.add(sends[0])
-            if block.rebuilds:
-                sends = state.replay_buffer.unsent(session.attempt)
         self._keep_prefix(block, state)
-        return sends
+        return [] if leaving is None else [leaving]
 
     def _keep_prefix(self, block: HiddenBlock, state: RequestState) -> None:
         """What others may go on from, where the generator says so."""
@@ -219,69 +180,40 @@ class StageWorker:
         if self._prefixes is not None and self._prefixes.bytes and position % GROWS == 0:
             self._prefixes.shrink(self.cache_bytes())
 
-    def adopt(
+    def held(
         self,
         request: str,
         attempt: int,
-        position: int,
-        *,
-        answer: bool = False,
-        tokens: Sequence[int] = (),
-        schedule: Sequence[int] = (),
-    ) -> Adopted:
-        """An attempt goes on behind `position` rows, with what this stage holds of an earlier one.
+        tokens: Sequence[int],
+        schedule: Sequence[int],
+        held: Sequence[int],
+    ) -> list[int]:
+        """Those of `held` behind which this stage keeps the state, and the attempt may begin.
 
-        Where that is less, or fits those rows nowhere, blocks from `position` on wait until the
-        rows before it were rebuilt. `answer`: the last stage is to send what is behind the prompt.
-        `tokens`: the ids of those rows, where the first attempt goes on from a prefix, read by
-        forwards of `schedule` rows each.
+        They are rows of `tokens`, which forwards of `schedule` rows each read. Raises InvalidFrame
+        for an old attempt.
         """
-        state = self._held(request, attempt, position, answer=answer)
-        if tokens and attempt > self._attempts.latest(request) and self._prefixes is not None:
-            self._prefixes.shrink(self.cache_bytes())
-            ends = list(accumulate(schedule))
-            state = self._prefixes.find(request, attempt, tokens, ends, self.cache_bytes())
-        if state is not None:
-            if (before := self._sessions.get(request)) and before.state is not state:
-                self._drop(request)
-            self._sessions[request] = Session(attempt, state, self._clock())
-            self._attempts.add(request, attempt, self._sessions)
         session = self._session(request, attempt, opens=True)
-        session.target, session.answer, session.waiting = position, answer, []
-        state = session.state
-        if not (answer and state.answer and state.position == position):
-            return Adopted(state.position, None)
-        return Adopted(state.position, replace(state.answer, attempt=attempt))
+        session.prefix = PromptRead(list(tokens), list(accumulate(schedule)))
+        if self._prefixes is None:
+            return []
+        kept = self._prefixes.held(tokens, session.prefix.ends)
+        return [rows for rows in held if rows in kept]
 
-    def missing(self, request: str, attempt: int, held: int, position: int) -> list[HiddenBlock]:
-        """The stage behind lacks the rows [held, position): what is here of them to be sent.
-
-        What is still to be rebuilt follows with the forwards that do so. Raises StateLost where it
-        was too much to keep.
-        """
-        session = self._session(request, attempt, opens=False)
-        replay_buffer = session.state.replay_buffer
-        replay_buffer.want(held, position, answer=session.answer)
-        return replay_buffer.unsent(attempt)
-
-    def _held(
-        self, request: str, attempt: int, position: int, *, answer: bool
-    ) -> RequestState | None:
-        """What is here of an earlier attempt, where it fits `position` rows or fewer of them."""
-        if attempt <= self._attempts.latest(request):
-            return None
-        session = self._sessions.get(request)
-        if session is None:
-            return None
-        state = session.state
-        state.alone()
-        if state.position > position:
-            if not state.can_go_back(self._own(state), position):
-                return None
-            state.go_back(self._own(state), position)
-        # The row behind the prompt can only be computed anew where it is not here any more.
-        lacks = answer and self._is_last and state.position == position and state.answer is None
-        return None if lacks else state
+    def _behind_prefix(self, prefix: PromptRead, rows: int) -> RequestState:
+        """Raises StateLost."""
+        state = None
+        if self._prefixes is not None:
+            live = self.cache_bytes()
+            self._prefixes.shrink(live)
+            ends = [end for end in prefix.ends if end <= rows]
+            state = self._prefixes.behind(prefix.ids[:rows], ends, live)
+        if state is None:
+            raise StateLost(
+                f"stage {self._expected.stage} has lost the state behind the prompt's first "
+                f"{rows} rows"
+            )
+        return state
 
     def rollback(self, request: str, attempt: int, position: int) -> None:
         """Drops the rows from `position` on, all of which the last forward wrote."""
@@ -358,10 +290,7 @@ class StageWorker:
             last = block.position + block.rows - 1
             data = self._checked(to_bytes(out[:, -1:]), last, 1)
             ids = block.tokens[-1:]
-            state.answer = replace(
-                block, position=last, rows=1, tokens=ids, data=data, schedule=(), rebuilds=False
-            )
-            return state.answer
+            return replace(block, position=last, rows=1, tokens=ids, data=data, schedule=())
         return replace(block, data=self._checked(to_bytes(out), block.position, block.rows))
 
     def _checked(self, data: bytes, position: int, rows: int) -> bytes:

@@ -30,8 +30,7 @@ class _Job:
 
 def kind_of(block: HiddenBlock) -> Kind:
     """Of a block that travels alone."""
-    reads = block.reply != pb.REPLY_ALL or block.rebuilds or bool(block.schedule)
-    return "chunk" if reads else "row"
+    return "row" if block.reply == pb.REPLY_ALL else "chunk"
 
 
 class StageQueue:

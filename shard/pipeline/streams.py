@@ -5,17 +5,16 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from ...placement.errors import ExoNodeError, PeerLost, StateLost, from_code
+from ...placement.errors import ExoNodeError, PeerLost, from_code
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from .frames import HiddenBlock, cut, cut_all
-from .prefixes import PromptRead
-from .replay_buffer import ReplayBuffer
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +116,16 @@ class Ring:
         self._hidden_size = hidden_size
         self._loop = asyncio.get_running_loop()
         self._stream: OutgoingStream | None = None
-        self._waiting: dict[tuple[str, int], Future[HiddenBlock]] = {}
+        self._waiting: dict[tuple[str, int], Future[Any]] = {}
+        """Each request waits for one thing at a time: a block, or the prefixes that all hold."""
         self._failed: dict[tuple[str, int], ExoNodeError] = {}
         self._active: set[tuple[str, int]] = set()
-        self._trails: dict[tuple[str, int], tuple[ReplayBuffer, bool]] = {}
-        """Of attempts that go on with what stages hold; and whether the prompt's end is awaited."""
         self._behind: set[tuple[str, int]] = set()
         """Requests with blocks under way that get no answer: the next answer waits for them."""
         self._chunks: dict[tuple[tuple[str, int], int], Future[None]] = {}
         """Those under way, by request and position."""
-        self._rebuilds_s: dict[tuple[str, int], float] = {}
-        """What stages may need for an attempt's rows before they compute what is behind them."""
+        self._repeats_s: dict[tuple[str, int], float] = {}
+        """What stages may need for rows that are repeated before they compute what follows."""
         self._lost: str | None = None
         self._renewal: asyncio.TimerHandle | None = None
 
@@ -146,6 +144,8 @@ class Ring:
         answer: Future[HiddenBlock] | None = None
         if block.reply == pb.REPLY_NONE:
             self._behind.add(key)
+            needs_s = PREFILL_DEADLINE_S * (block.rows / MOST_ROWS)
+            self._repeats_s[key] = self._repeats_s.get(key, 0.0) + needs_s
         else:
             answer = self._waiting[key] = Future()
         quick = block.reply == pb.REPLY_ALL and key not in self._behind
@@ -192,55 +192,36 @@ class Ring:
     def rollback(self, request: str, attempt: int, position: int) -> None:
         self._tell(request, attempt, rollback=pb.Rollback(position=position))
 
-    def adopt(
+    def held_by_all(
         self,
         request: str,
         attempt: int,
-        position: int,
-        replay_buffer: ReplayBuffer,
-        *,
-        answer: bool,
-        prefix: PromptRead | None = None,
-    ) -> "Future[HiddenBlock] | None":
+        ids: Sequence[int],
+        schedule: Sequence[int],
+        held: Sequence[int],
+    ) -> "Future[list[int]]":
         key = (request, attempt)
-        if self._lost is not None:
-            raise PeerLost(self._lost)
+        self.check(*key)
         self._active.add(key)
-        self._behind.add(key)  # the first answer waits for what is rebuilt
-        self._trails[key] = (replay_buffer, answer)
-        self._rebuilds_s[key] = PREFILL_DEADLINE_S * (position // MOST_ROWS)
-        future: Future[HiddenBlock] | None = None
-        if answer:
-            future = self._waiting[key] = Future()
-        adopt = pb.Adopt(position=position, answer=answer)
-        if prefix is not None:
-            adopt.tokens.extend(prefix.ids)
-            adopt.schedule.extend(prefix.schedule)
-        frame = self._frame(key, adopt=adopt)
-        deadline = self._slow_deadline_s([key])
-        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], deadline)
+        future: Future[list[int]] = Future()
+        self._waiting[key] = future
+        frame = self._frame(key, prefix=pb.PrefixQuery(tokens=ids, schedule=schedule, held=held))
+        _ = self._loop.call_soon_threadsafe(self._dispatch, [key], [frame], PREFILL_DEADLINE_S)
         return future
 
     def _slow_deadline_s(self, keys: Sequence[tuple[str, int]]) -> float:
-        """Of an answer behind chunks of prompts, and behind rows that a stage reads again."""
-        return PREFILL_DEADLINE_S + max(self._rebuilds_s.get(key, 0.0) for key in keys)
+        """Of an answer behind chunks of prompts, and behind rows that stages compute again."""
+        return PREFILL_DEADLINE_S + max(self._repeats_s.get(key, 0.0) for key in keys)
 
-    def relay(self, request: str, attempt: int) -> None:
-        _ = self._loop.call_soon_threadsafe(self._send_missing, (request, attempt))
-
-    def park(self, request: str, attempt: int) -> None:
-        """Forgets an attempt without a word to the stages, which keep it for another one."""
+    def release(self, request: str, attempt: int) -> None:
         key = (request, attempt)
         self._active.discard(key)
         self._behind.discard(key)
         if (awaited := self._waiting.pop(key, None)) is not None:
             _ = awaited.cancel()  # others may have gone with it, and wait for all to be back
-        for known in (self._failed, self._trails, self._rebuilds_s):
+        for known in (self._failed, self._repeats_s):
             _ = known.pop(key, None)
         self._none_under_way(key)
-
-    def release(self, request: str, attempt: int) -> None:
-        self.park(request, attempt)
         self._tell(request, attempt, release=pb.Release())
 
     def answer(self, block: HiddenBlock) -> None:
@@ -257,31 +238,11 @@ class Ring:
         if (future := self._chunks.pop((key, int(frame.computed.position)), None)) is not None:
             future.set_result(None)
 
-    def missing(self, frame: pb.Frame) -> None:
-        """The next stage was replaced: it gets what this one sent the lost one."""
-        key = (frame.request, int(frame.attempt))
-        known = self._trails.get(key)
-        if known is None:
-            return  # of an attempt that is over
-        replay_buffer, answer = known
-        try:
-            replay_buffer.want(int(frame.missing.held), int(frame.missing.position), answer=answer)
-        except StateLost as fault:
-            self._fail(key, fault)
-            return
-        self._send_missing(key)
-
-    def _send_missing(self, key: tuple[str, int]) -> None:
-        known = self._trails.get(key)
-        if known is None or self._stream is None:
-            return
-        try:
-            blocks = known[0].unsent(key[1])
-        except StateLost as fault:
-            self._fail(key, fault)
-            return
-        for block in blocks:
-            self._stream.send(cut(block, self._placement, 1, self._dtype, self._hidden_size))
+    def prefix(self, frame: pb.Frame) -> None:
+        """All stages have said what they keep; of an attempt that is over nobody waits for it."""
+        future = self._waiting.pop((frame.request, int(frame.attempt)), None)
+        if future is not None and not future.done():
+            future.set_result([int(rows) for rows in frame.prefix.held])
 
     def fail(self, frame: pb.Frame) -> None:
         """A stage refused or lost something of this request."""
@@ -359,7 +320,7 @@ class Ring:
         rollback: pb.Rollback | None = None,
         release: pb.Release | None = None,
         renew: pb.Renew | None = None,
-        adopt: pb.Adopt | None = None,
+        prefix: pb.PrefixQuery | None = None,
     ) -> pb.Frame:
         return pb.Frame(
             placement=self._placement,
@@ -368,7 +329,7 @@ class Ring:
             rollback=rollback,
             release=release,
             renew=renew,
-            adopt=adopt,
+            prefix=prefix,
         )
 
     def _tell(

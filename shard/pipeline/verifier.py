@@ -18,8 +18,6 @@ from ..model.tensors import ITEM_BYTES, from_bytes, to_bytes
 from .frames import HiddenBlock
 from .meeting import Meeting
 from .pacing import Pacing, Place
-from .prefixes import PromptRead
-from .replay_buffer import ReplayBuffer
 from .request_state import RequestState
 from .stage import forwards
 
@@ -63,30 +61,17 @@ class Link(Protocol):
         """Tells every stage to drop the rows from `position` on."""
         ...
 
-    def adopt(
+    def held_by_all(
         self,
         request: str,
         attempt: int,
-        position: int,
-        replay_buffer: ReplayBuffer,
-        *,
-        answer: bool,
-        prefix: PromptRead | None = None,
-    ) -> "Future[HiddenBlock] | None":
-        """Tells every stage that an attempt goes on behind `position` rows with what they hold.
-
-        A next stage that holds fewer is sent the trail, as far as it is, and then by `relay`.
-        `answer`: the prompt ends there; the future is of the row behind it. `prefix`: those rows,
-        where a first attempt goes on from what earlier requests left. Raises PeerLost.
+        ids: Sequence[int],
+        schedule: Sequence[int],
+        held: Sequence[int],
+    ) -> "Future[list[int]]":
+        """Which of `held` all stages keep the state behind: rows of `ids`, which forwards of
+        `schedule` rows each read. The attempt may begin behind one of them. Raises PeerLost.
         """
-        ...
-
-    def relay(self, request: str, attempt: int) -> None:
-        """Sends what was added to the trail since, where the next stage is being rebuilt."""
-        ...
-
-    def park(self, request: str, attempt: int) -> None:
-        """Forgets an attempt without a word to the stages: another one follows."""
         ...
 
     def release(self, request: str, attempt: int) -> None:
@@ -136,58 +121,19 @@ class PipelineVerifier:
         self.state = RequestState(model.make_caches()) if state is None else state
         self.caches: list[Any] = self.state.caches
         self._own = model.own_caches(self.caches)
-        self._rebuilt_to = 0
-        self._behind_prompt: Future[HiddenBlock] | None = None
 
     @property
     def position(self) -> int:
         return self.state.position
 
-    def begin_rebuild(self, rows: int, *, answer: bool) -> None:
-        """The other stages keep what they hold of an earlier attempt, `rows` rows at most.
-
-        Forwards up to there run here only, for a stage that lacks their rows. `answer`: the prompt
-        ends there, and nobody saw the token behind it yet. Raises PeerLost.
-        """
-        self._rebuilt_to = rows
-        self._behind_prompt = self._link.adopt(
-            self._request, self._attempt, rows, self.state.replay_buffer, answer=answer
-        )
-
-    def begin_behind_prefix(self) -> None:
-        """The other stages go on from what they kept of the rows that are here. Raises PeerLost."""
-        state = self.state
-        self._rebuilt_to = state.position
-        _ = self._link.adopt(
-            self._request,
-            self._attempt,
-            state.position,
-            state.replay_buffer,
-            answer=False,
-            prefix=state.read,
-        )
-
-    def take_up(self, attempt: int, rows: int) -> bool:
-        """Another attempt begins behind `rows` rows: whether this state fits those or fewer."""
-        if self.position > rows:
-            if not self.state.can_go_back(self._own, rows):
-                return False
-            self.state.go_back(self._own, rows)
-        self._attempt = attempt
-        return True
-
     def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
-        decodes = want == "all" and tokens.shape[0] == 1 and self.position >= self._rebuilt_to
-        if want != "all" and self._pacing is not None and self._sends(tokens):
+        decodes = want == "all" and tokens.shape[0] == 1
+        if want != "all" and self._pacing is not None:
             return (yield from self._paced(self._pacing, tokens, want))
         self._has_read()
         if self._meeting is not None and decodes:
             return (yield from self._meeting.forward(self, tokens))
         return (yield from self._forward(tokens, want))
-
-    def _sends(self, tokens: mx.array) -> bool:
-        """Whether the rows go on to the other stages, which do not hold them yet."""
-        return self.position + tokens.shape[0] > self._rebuilt_to
 
     def _paced(self, pacing: Pacing, tokens: mx.array, want: Want) -> Generator[Wait, None, Block]:
         """A chunk of the prompt, when it may set out."""
@@ -209,24 +155,16 @@ class PipelineVerifier:
         return (yield from self._forward(token, "all"))
 
     def outgoing(self, token: int, data: bytes) -> HiddenBlock:
-        """The row that a merged forward has just appended; it is kept for a resume."""
+        """The row that a merged forward has just appended."""
         position = self.position - 1
         self._require_finite(data, position, 1)
-        block = self._block(position, (token,), data, pb.REPLY_ALL, ())
-        self.state.replay_buffer.add(block)
-        return block
+        return self._block(position, (token,), data, pb.REPLY_ALL, ())
 
     def leave(self) -> None:
         """The answer is over."""
         self._has_read()
         if self._meeting is not None:
             self._meeting.leave(self)
-
-    def pause(self) -> None:
-        """Another attempt may go on with the state. Raises StateLost."""
-        self._has_read()
-        if self._meeting is not None:
-            self._meeting.pause(self)
 
     def _require_finite(self, data: bytes, position: int, rows: int) -> None:
         stage = f"stage 0 ({layer_range(0, self._model.end)})"
@@ -242,15 +180,9 @@ class PipelineVerifier:
         data = to_bytes(hidden)
         self._require_finite(data, self.position, rows)
         answer = self._send(tokens, data, _REPLIES[want], (), place)
-        if want == "last" and self.position == self._rebuilt_to:
-            return (yield from self.again(tokens[-1:]))
         if answer is None:
             return Block(mx.zeros((0, 1)), None)
         return (yield from self._answered(answer, ids, rows if want == "all" else 1))
-
-    def again(self, token: mx.array) -> Generator[Wait, None, Block]:
-        assert self._behind_prompt is not None
-        return (yield from self._answered(self._behind_prompt, token[None], 1))
 
     def repeat(self, tokens: mx.array, schedule: Sequence[int]) -> None:
         self.state.alone()
@@ -285,13 +217,6 @@ class PipelineVerifier:
             if self._border is not None and reply == pb.REPLY_COMPUTED:
                 block = replace(block, border=self._border(self.position, self._own))
             self.state.read.add(block.position, block.tokens, block.border)
-        self.state.replay_buffer.add(block)
-        if self.position > self._rebuilt_to:
-            return self._send_on(block, place)
-        self._link.relay(self._request, self._attempt)
-        return None
-
-    def _send_on(self, block: HiddenBlock, place: Place | None) -> "Future[HiddenBlock] | None":
         if block.reply == pb.REPLY_COMPUTED:
             computed = self._link.send_chunk(block)
             if place is not None:

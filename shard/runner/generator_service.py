@@ -130,10 +130,6 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             await refuse(context, fault)
         return pb.EncodeReply(ids=ids, context_length=length)
 
-    async def Park(self, request: pb.ParkRequest, context: "Context") -> pb.ParkReply:
-        self._engine.park(request.request, int(request.attempt))
-        return pb.ParkReply()
-
     async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
         _check_request(request, self._expected)
         match request.WhichOneof("prompt"):
@@ -169,8 +165,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             k=request.num_draft_tokens,
             drafting_reason=request.drafting_reason,
             replay=tuple(round_from_wire(r) for r in request.replay),
-            # Without the ids of the earlier attempt its rows may be another prompt's.
-            rebuild_all=request.rebuild_all or request.WhichOneof("prompt") != "token_ids",
+            alone=request.alone,
             ignore_end=request.ignore_eos,
             continues=request.continues,
             background=request.background,

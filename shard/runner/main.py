@@ -307,8 +307,9 @@ class Runner:
                 keep_compiled()
             # What renews a lease waits in the same queue, behind a long forward and this.
             waited = time.monotonic() - asked_at
-            for request in watch.expire(self._spec.lease_s + waited):
-                log.info("freed request %s: its lease expired", request)
+            if isinstance(watch, StageWorker):
+                for request in watch.expire(self._spec.lease_s + waited):
+                    log.info("freed request %s: its lease expired", request)
             return pb.RunnerState(
                 live_requests=watch.live_requests,
                 cache_bytes=watch.cache_bytes(),

@@ -25,10 +25,12 @@ class RingService(StageService):
             case "together":
                 for _, block in self.parts(frame, incoming):
                     self._ring.answer(block)
-            case "rollback" | "release" | "adopt":
+            case "rollback" | "release":
                 incoming.assembler.forget(frame.request)
             case "renew":
                 pass  # it came round the ring: every stage has seen it
+            case "prefix":
+                self._ring.prefix(frame)
             case "computed":
                 self._ring.computed(frame)
             case "failure":
@@ -40,13 +42,8 @@ class RingService(StageService):
         self._ring.connect(stream)
 
     def from_below(self, frame: pb.Frame) -> None:
-        match frame.WhichOneof("kind"):
-            case "missing":
-                self._ring.missing(frame)
-            case "failure":
-                self._ring.fail(frame)
-            case _:
-                pass  # the next stage sends nothing else back
+        if frame.HasField("failure"):  # the next stage sends nothing else back
+            self._ring.fail(frame)
 
     def lost_below(self, fault: PeerLost) -> None:
         self._ring.lose(fault)

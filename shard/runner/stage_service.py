@@ -63,7 +63,7 @@ class StageService(peer_pb2_grpc.StageServicer):
 
     @abstractmethod
     def from_below(self, frame: pb.Frame) -> None:
-        """What the next stage sends back: what it lacks, or a failure."""
+        """What the next stage sends back: a failure."""
 
     @abstractmethod
     def lost_below(self, fault: PeerLost) -> None:

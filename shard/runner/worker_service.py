@@ -1,4 +1,4 @@
-"""A stage behind the generator: frames in, frames on, and back up what it lacks or what failed."""
+"""A stage behind the generator: frames in, frames on, and back up what failed."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread, as_job
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut_all
-from ..pipeline.stage import Adopted, Outcome, StageWorker
+from ..pipeline.stage import Outcome, StageWorker
 from ..pipeline.stage_queue import Kind, StageQueue, kind_of
 from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
@@ -52,9 +52,9 @@ class WorkerService(StageService):
                 self._apply(frame, incoming)
             case "renew":
                 self._apply(frame, incoming)
-            case "adopt":
+            case "prefix":
                 incoming.assembler.forget(frame.request)
-                self._adopt(frame, incoming)
+                self._ask_prefix(frame, incoming)
             case kind:
                 raise unknown_kind(kind)
 
@@ -62,13 +62,8 @@ class WorkerService(StageService):
         """`NextStage` sends on it from now on."""
 
     def from_below(self, frame: pb.Frame) -> None:
-        match frame.WhichOneof("kind"):
-            case "missing":
-                self._resend(frame)
-            case "failure":
-                self.send_up(frame)
-            case _:
-                pass  # the next stage sends nothing else back
+        if frame.HasField("failure"):  # the next stage sends nothing else back
+            self.send_up(frame)
 
     def lost_below(self, fault: PeerLost) -> None:
         """The generator learns of it from the streams that end."""
@@ -143,46 +138,20 @@ class WorkerService(StageService):
         if self._spec.stage + 1 < self._spec.num_stages:
             self._following.send([frame])
 
-    def _adopt(self, frame: pb.Frame, incoming: Incoming) -> None:
-        """A new attempt goes on with what stages hold; up the stream goes what this one lacks."""
-        name, attempt, position = frame.request, int(frame.attempt), int(frame.adopt.position)
+    def _ask_prefix(self, frame: pb.Frame, incoming: Incoming) -> None:
+        """Where a new attempt may begin: what this stage lacks goes no further."""
+        name, attempt, asked = frame.request, int(frame.attempt), frame.prefix
+        tokens, schedule, held = list(asked.tokens), list(asked.schedule), list(asked.held)
 
-        def finished(future: "Future[Adopted]") -> None:
+        def finished(future: "Future[list[int]]") -> None:
             if (fault := future.exception()) is not None:
                 incoming.up.put_nowait(self.failure(frame, fault))
                 return
-            self._pass_on(frame)
-            adopted = future.result()
-            if adopted.answer is not None:
-                self._send_on([adopted.answer])
-            if adopted.held < position:
-                lacked = pb.Missing(position=position, held=adopted.held)
-                placement = frame.placement
-                incoming.up.put_nowait(
-                    pb.Frame(placement=placement, request=name, attempt=attempt, missing=lacked)
-                )
+            asked.held[:] = future.result()
+            self._following.send([frame])
 
-        adopt, told = self._worker.adopt, frame.adopt
-        prefix = {"tokens": list(told.tokens), "schedule": list(told.schedule)}
-
-        def work() -> Adopted:
-            return adopt(name, attempt, position, answer=told.answer, **prefix)
-
-        self._compute_then([name], work, finished)
-
-    def _resend(self, frame: pb.Frame) -> None:
-        """The next stage was replaced: it gets what this one sent the lost one."""
-        name, attempt = frame.request, int(frame.attempt)
-        held, position = int(frame.missing.held), int(frame.missing.position)
-
-        def finished(future: "Future[list[HiddenBlock]]") -> None:
-            if (fault := future.exception()) is not None:
-                self.send_up(self.failure(frame, fault))
-                return
-            self._send_on(future.result())
-
-        missing = self._worker.missing
-        self._compute_then([name], lambda: missing(name, attempt, held, position), finished)
+        look = self._worker.held
+        self._compute_then([name], lambda: look(name, attempt, tokens, schedule, held), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Rollback, release and renew: here first, then at the stages behind this one."""

@@ -265,8 +265,8 @@ def test_who_is_not_of_the_cluster_is_refused(
                         pb.ConnectRequest(), timeout=WITHIN_S
                     )
                 else:
-                    _ = await peer_pb2_grpc.GeneratorStub(channel).Park(
-                        pb.ParkRequest(), timeout=WITHIN_S
+                    _ = await peer_pb2_grpc.GeneratorStub(channel).Encode(
+                        pb.EncodeRequest(), timeout=WITHIN_S
                     )
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await good(two)
@@ -345,10 +345,9 @@ def test_a_killed_stage_ends_the_answer_and_not_the_generator(
     loop.run(play())
 
 
-def test_a_prefix_is_not_read_again_and_a_stage_that_lacks_it_is_sent_it(
+def test_a_prefix_is_not_read_again_unless_a_stage_lacks_it(
     loop: asyncio.Runner, two: Placement
 ) -> None:
-    """All of the rest is on its way before the stage has said what it lacks."""
     first = [11 + i * i % 4000 for i in range(203)]
     second = [*first, *(7 + i * i % 3000 for i in range(200))]
     fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
@@ -361,11 +360,12 @@ def test_a_prefix_is_not_read_again_and_a_stage_that_lacks_it_is_sent_it(
     async def play() -> None:
         _ = await two.answer(first, **fields)
         warm = await read()
-        ids, cached = await read(attempt=2, rebuild_all=True)
+        ids, cached = await read(attempt=2, alone=True)
         assert (warm, cached) == ((ids, 200), 0)
         _ = await eventually(lambda: two.processes[1].state.prefix_cache_bytes > 0, WITHIN_S)
         await two.restart(1)
         assert two.processes[1].state.prefix_cache_bytes == 0
+        assert await read() == (ids, 0)
         assert await read() == (ids, 400)
         await all_freed(two)
 

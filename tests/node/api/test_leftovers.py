@@ -61,9 +61,6 @@ class _Script(peer_pb2_grpc.GeneratorServicer):
             _ = await asyncio.Event().wait()
         yield pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=_STATS))
 
-    async def Park(self, request: pb.ParkRequest, context: Any) -> pb.ParkReply:
-        raise NotImplementedError
-
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         return pb.EncodeReply(ids=[1, 2], context_length=64)
 
@@ -87,9 +84,6 @@ class _Runners(FakeStages):
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         return await self.client.encode(endpoint, request)
-
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        raise AssertionError("no attempt is lost here")
 
 
 @asynccontextmanager

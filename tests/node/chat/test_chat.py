@@ -156,9 +156,6 @@ class Attempts(FakeStages):
         if fault is not None:
             raise fault
 
-    async def park(self, endpoint: Endpoint, request: str, attempt: int) -> None:
-        raise AssertionError("the runner raised the loss itself")
-
 
 def resumed(
     *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
@@ -237,7 +234,7 @@ def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everyt
         ([], LOST),
         ([spoken("b", 2), ENDED], None),
     )
-    assert [request.rebuild_all for request in asked] == [False, False, True]
+    assert [request.alone for request in asked] == [False, False, True]
 
 
 def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() -> None:
@@ -249,7 +246,7 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
         ([STARTED, spoken("b", 2)], LOST),
         ([ENDED], None),
     )
-    assert [request.rebuild_all for request in asked] == [False, False, True, False]
+    assert [request.alone for request in asked] == [False, False, True, False]
     why = [event.step for event in events if isinstance(event, Resuming)]
     assert gone.message in why
 

@@ -152,7 +152,7 @@ def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> N
     for node in (B, C, C):
         placed.move(1, Endpoint(node, pb.LoadReady()))
         answer.runs_on(placed_of(placed))
-        whole.append(answer.continues(pb.GenerateRequest()).rebuild_all)
+        whole.append(answer.continues(pb.GenerateRequest()).alone)
         assert answer.lost()
     assert whole == [False, False, True], "what the first loss left is kept in the second"
 

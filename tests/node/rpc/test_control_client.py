@@ -46,9 +46,6 @@ class _Endless(peer_pb2_grpc.GeneratorServicer):
         yield pb.GenerateEvent(started=pb.Started(prompt_ids=[1]))
         _ = await asyncio.Event().wait()
 
-    async def Park(self, request: pb.ParkRequest, context: Any) -> pb.ParkReply:
-        raise NotImplementedError
-
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         raise NotImplementedError
 

@@ -20,8 +20,7 @@ def go_on(served: Any, readers: Sequence[Reader]) -> list[Reader]:
     for reader in readers:
         assert isinstance(reader.fault, StateLost), reader.fault
     after = [
-        Reader(replace(r.asked, attempt=2, replay=tuple(r.rounds), rebuild_all=True))
-        for r in readers
+        Reader(replace(r.asked, attempt=2, replay=tuple(r.rounds), alone=True)) for r in readers
     ]
     together(served, after)
     for before, reader in zip(readers, after, strict=True):

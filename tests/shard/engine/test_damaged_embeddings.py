@@ -110,7 +110,7 @@ def test_an_answer_of_a_batch_or_of_rounds_ahead_resumes_alone_and_ends(
     readers = [Reader(request(ids, 2, TOKENS, ignore_end=True)) for ids in (PROMPT, others)]
     together(served, readers[:1] if ahead else readers)
     assert isinstance(readers[0].fault, StateLost)
-    again = replace(readers[0].asked, attempt=2, replay=tuple(readers[0].rounds), rebuild_all=True)
+    again = replace(readers[0].asked, attempt=2, replay=tuple(readers[0].rounds), alone=True)
     after = Reader(again)
     together(served, [after])
     assert after.fault is None

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from engines import engine_of, request
-from held_prefixes import counted, kept, nodes
+from held_prefixes import counted, kept, nodes, prefix_of
 from readers import Reader, alone, loaded, prompt, together
 from small import small_spec
 
@@ -238,7 +238,7 @@ def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Be
         cache.shrink(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
         _ = counted(cache)
         asked = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
-        found = served.prefix_of(asked.asked)
+        found = prefix_of(served, asked.asked)
         if found is not None and found.drafter is not None:
             assert found.drafter.observed == found.position
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from engines import answer, load_quietly, request
+from held_prefixes import prefix_of
 from prefixes import (
     ALIEN,
     FIRST,
@@ -80,7 +81,7 @@ def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:
     for prompt in (FIRST, SECOND):
         _ = answer(warm, request(prompt, 3, 1))
     _ = answer(alone, request(SECOND, 3, 1))
-    some, others = (each.prefix_of(request(SECOND, 3, 1)) for each in (warm, alone))
+    some, others = (prefix_of(each, request(SECOND, 3, 1)) for each in (warm, alone))
     assert some is not None and others is not None and some.position == others.position == 460
     assert some.drafter is not None and others.drafter is not None
     mine, theirs = (

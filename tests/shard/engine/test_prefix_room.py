@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engines import answer, engine_of, request
-from held_prefixes import held_bytes, kept, nodes
+from held_prefixes import held_bytes, kept, nodes, prefix_of
 from prefixes import CHUNK, TOKENS, cold, engine, turn
 from readers import Reader, loaded, together
 from small import small_spec
@@ -84,7 +84,7 @@ def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
     """What it has of the prompt is, bit for bit, what reading it leaves."""
     asked, alone = request(prompt, k, 1), engine()
     _ = answer(alone, asked)
-    some, others = (each.prefix_of(asked) for each in (warm, alone))
+    some, others = (prefix_of(each, asked) for each in (warm, alone))
     assert some is not None and others is not None and some.position == others.position
     mine, theirs = (_arrays(each) for each in (some, others))
     assert len(mine) == len(theirs) > 6
@@ -124,7 +124,7 @@ def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> N
     cache, ends = kept(warm), [160, 300, 401]
     known = cache.known(prompt, ends, drafts=False)
     assert known == 300
-    found = warm.prefix_of(request(prompt, 0, 1))
+    found = prefix_of(warm, request(prompt, 0, 1))
     assert found is not None
     other = [*prompt[:300], *turn(30, 7)]
     live = room_of(0) - before - 1000
@@ -195,7 +195,7 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
     for prompt in prompts:
         asked = request(prompt, 1, 1)
         _ = answer(alone, asked)
-        mine, theirs = (each.prefix_of(asked) for each in (warm, alone))
+        mine, theirs = (prefix_of(each, asked) for each in (warm, alone))
         assert mine is not None and theirs is not None and mine.position == theirs.position
         pairs = zip(_arrays(mine), _arrays(theirs), strict=True)
         assert all(mx.array_equal(a, b).item() for a, b in pairs)

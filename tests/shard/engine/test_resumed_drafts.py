@@ -109,13 +109,11 @@ def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
     assert rest.stats.cached_tokens > 0
 
 
-def test_of_an_answer_that_goes_on_elsewhere_nothing_is_held() -> None:
+def test_of_an_answer_that_is_left_nothing_is_held() -> None:
     served, wanted = runner(Mode(2)), asked(Mode(2))
     events = served.generate(wanted)
     while not isinstance(next(events), Delta):
         pass
     assert served.cache_bytes() > 0
-    served.park(wanted.request, wanted.attempt)
     events.close()
     assert served.cache_bytes() == 0
-    assert served.expire(0.0) == []

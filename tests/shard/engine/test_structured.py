@@ -113,7 +113,7 @@ def test_a_resumed_answer_goes_on_in_its_grammar(k: int) -> None:
     served = small_engine(batching=False)
     whole: Answer = answer(served, asked(served, 1, k))
     cut = len(whole.rounds) // 2
-    resumed = asked(served, 1, k, attempt=2, replay=whole.rounds[:cut], rebuild_all=True)
+    resumed = asked(served, 1, k, attempt=2, replay=whole.rounds[:cut], alone=True)
     rest = answer(served, resumed)
     before = tuple(token for made in whole.rounds[:cut] for token in made.tokens)
     assert before + rest.ids == whole.ids

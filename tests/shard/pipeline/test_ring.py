@@ -14,7 +14,6 @@ from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline import streams as links
 from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.replay_buffer import ReplayBuffer
 from exo_node.shard.pipeline.streams import Ring
 
 HIDDEN = 4
@@ -311,16 +310,33 @@ def test_the_first_answer_behind_rows_that_are_read_again_may_take_as_long_as_th
     monkeypatch.setattr(Ring, "_dispatch", noted)
 
     async def play(ring: Ring, _stream: Stream) -> None:
-        _ = ring.adopt("r1", 2, 3 * links.MOST_ROWS, ReplayBuffer(), answer=True)
-        await settled()
-        ring.answer(block(attempt=2))
-        _ = ring.adopt("r2", 2, 3 * links.MOST_ROWS, ReplayBuffer(), answer=False)
+        row, rows = block(attempt=2, reply=pb.REPLY_NONE), links.MOST_ROWS
+        again = replace(row, rows=rows, data=row.data * rows, tokens=row.tokens * rows)
+        for _ in range(3):
+            assert ring.send(again) is None
         for _ in range(2):
-            _ = ring.send(block("r2", 2))
+            _ = ring.send(block(attempt=2))
             await settled()
-            ring.answer(block("r2", 2))
+            ring.answer(block(attempt=2))
         reading = 4 * links.PREFILL_DEADLINE_S
-        assert given == [reading, reading, reading, links.DECODE_DEADLINE_S]
+        assert given[-2:] == [reading, links.DECODE_DEADLINE_S]
+
+    on_a_ring(play)
+
+
+def test_what_all_stages_keep_comes_round_and_is_lost_with_them() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        asked_ = ring.held_by_all("r1", 1, [5, 6, 7], [2, 1], [2, 3])
+        await settled()
+        (frame,) = stream.sent
+        assert (list(frame.prefix.tokens), list(frame.prefix.held)) == ([5, 6, 7], [2, 3])
+        frame.prefix.held[:] = [2]
+        ring.prefix(frame)
+        assert asked_.result() == [2]
+        late = ring.held_by_all("r2", 1, [5, 6, 7], [3], [3])
+        ring.lose(PeerLost("gone"))
+        assert isinstance(await fault_of(late), PeerLost)
+        ring.prefix(pb.Frame(request="r2", attempt=1, prefix=frame.prefix))  # nobody waits
 
     on_a_ring(play)
 

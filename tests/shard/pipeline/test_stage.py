@@ -1,7 +1,7 @@
 """A stage's sessions: attempts are fenced, positions kept, rows taken back, state freed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -154,39 +154,12 @@ def test_release_may_come_twice_and_leaves_no_bytes(stage: Stage) -> None:
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
 
-def test_a_block_waits_until_the_rows_before_it_are_rebuilt(stage: Stage) -> None:
-    """Over a network the next block may come before what is sent again."""
-    plain = Stage(stage.model)
-    _ = plain.forward(0, 5)
-    wanted = plain.forward(5, 1)
-    assert wanted is not None
-    assert stage.worker.adopt("r1", 2, 5) == (0, None)
-    assert stage.forward(5, 1, attempt=2) is None
-    again = replace(block(0, 5, attempt=2, reply=pb.REPLY_NONE), rebuilds=True)
-    out = stage.worker.forward(again)
-    assert [(o.position, o.rows, o.data) for o in out] == [(5, 1, wanted.data)]
-    assert stage.forward(6, 1, attempt=2) is not None
-
-
-def test_a_stage_adopts_what_it_holds_and_takes_back_what_it_is_ahead(stage: Stage) -> None:
-    plain = Stage(stage.model)
-    for each in (stage, plain):
-        _ = each.forward(0, 5)
-    _ = stage.forward(5, 1)
-    assert stage.worker.adopt("r1", 2, 5) == (5, None)
-    got, wanted = stage.forward(5, 1, attempt=2), plain.forward(5, 1)
-    assert got is not None and wanted is not None
-    assert got.data == wanted.data
-    assert refused(lambda: stage.forward(6, 1, attempt=1)) == "attempt"
-
-
-def test_a_stage_does_not_adopt_what_does_not_fit(stage: Stage) -> None:
-    """Two forwards ahead: a recurrent state cannot go back there."""
+def test_a_later_attempt_begins_anew_and_frees_what_the_one_before_held(stage: Stage) -> None:
     _ = stage.forward(0, 5)
-    _ = stage.forward(5, 1)
-    assert stage.worker.adopt("r1", 2, 3) == (0, None)
-    assert stage.worker.live_requests == 1
-    assert stage.worker.cache_bytes() == 0, "what did not fit is freed at once"
+    assert stage.worker.held("r1", 2, [1, 2, 3], [2, 1], [2]) == [], "it keeps no prefixes"
+    assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (1, 0)
+    assert refused(lambda: stage.forward(5, 1, attempt=1)) == "attempt"
+    assert stage.forward(0, 5, attempt=2) is not None
 
 
 @pytest.mark.parametrize("position", [1, 4, 6, 500])

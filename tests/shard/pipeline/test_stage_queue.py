@@ -101,12 +101,10 @@ def test_the_next_attempts_chunks_stay() -> None:
 
 
 def test_rows_of_answers_are_told_from_chunks() -> None:
-    def block(reply: "pb.Reply.ValueType", rows: int = 1, rebuilds: bool = False) -> HiddenBlock:
-        tokens = (0,) * rows
-        return HiddenBlock("r", 1, 0, rows, tokens, reply, b"", rebuilds=rebuilds)
+    def block(reply: "pb.Reply.ValueType", rows: int = 1) -> HiddenBlock:
+        return HiddenBlock("r", 1, 0, rows, (0,) * rows, reply, b"")
 
     assert kind_of(block(pb.REPLY_ALL)) == "row"
-    assert kind_of(block(pb.REPLY_ALL, rebuilds=True)) == "chunk"
     assert kind_of(block(pb.REPLY_NONE)) == kind_of(block(pb.REPLY_LAST, 9)) == "chunk"
 
 
