@@ -20,17 +20,20 @@ ROOMS: dict[str, str] = {
     "mtp/kernels": "",
     "shard": "",
     "shard/checkpoint": "placement",
-    "shard/prompts": "placement",
     "shard/text": "placement mtp shard/checkpoint",
     "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
     "shard/pipeline": "placement proto mtp shard/model",
     "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text shard/checkpoint",
-    "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
-    "shard/convert": "placement mtp shard/model shard/checkpoint",
-    "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
     "shard/runner": (
         "placement proto mtp mtp/kernels "
         "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
+    ),
+    "shard/tools": "",
+    "shard/tools/prompts": "placement",
+    "shard/tools/bench": "placement proto mtp shard/engine shard/model shard/tools/prompts",
+    "shard/tools/convert": "placement mtp shard/model shard/checkpoint",
+    "shard/tools/verify": (
+        "placement proto mtp shard/engine shard/model shard/text shard/tools/prompts"
     ),
     "node/machine": "placement shard/checkpoint shard/model",
     "node/trust": "placement node/machine",
@@ -73,7 +76,12 @@ MODULES = {
 }
 """Where only some modules of the other room may be imported; `node` stands for its rooms too."""
 
-_MLX_FREE = ("mtp/types.py", "shard/model/cpu_code.py", "shard/checkpoint/*", "shard/prompts/*")
+_MLX_FREE = (
+    "mtp/types.py",
+    "shard/model/cpu_code.py",
+    "shard/checkpoint/*",
+    "shard/tools/prompts/*",
+)
 LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
     "grpc": (
@@ -98,7 +106,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prompt_toolkit": ("node/cli/session.py",),
     "rich": ("node/cli/top.py",),
     "ssl": ("node/join/*",),
-    "matplotlib": ("shard/bench/plot.py",),
+    "matplotlib": ("shard/tools/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
     "prometheus_client": (
         "node/chat/metrics.py",
@@ -181,7 +189,8 @@ def _of_rooms(path: str, each: Import) -> Iterator[str]:
         return
     whole = (*above[1 : len(above) - each.level + 1], *each.parts)
     room = next(
-        ("/".join(whole[:n]) for n in (2, 1) if "/".join(whole[:n]) in {*ROOMS, "node"}), whole[0]
+        ("/".join(whole[:n]) for n in (3, 2, 1) if "/".join(whole[:n]) in {*ROOMS, "node"}),
+        whole[0],
     )
     module = whole[room.count("/") + 1] if len(whole) > room.count("/") + 1 else "*"
     if room == here:
@@ -273,6 +282,12 @@ def test_the_arrows_between_rooms_make_no_circle() -> None:
     assert set(ROOMS) - done == set()
 
 
+def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
+    """The command line starts them as processes, by the names of their modules."""
+    importing = {room for room, others in ROOMS.items() if "shard/tools" in others}
+    assert {room for room in importing if not room.startswith("shard/tools/")} == set()
+
+
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_a_file_keeps_to_its_side_of_the_fences(file: Path) -> None:
     assert breaches(file.relative_to(ROOT).as_posix(), file.read_text()) == []
@@ -317,6 +332,11 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("mtp/kernels/trial.py", "from ..loop import Task", "mtp/kernels imports mtp"),
         ("mtp/kernels/trial.py", "import time", "is pure and imports time"),
         ("node/chat/chat.py", "from ...mtp.kernels import cuda", "node/chat imports mtp/kernels"),
+        ("shard/engine/engine.py", "from ..tools.bench.sweep import sweep", "shard/tools/bench"),
+        ("shard/runner/main.py", "def f():\n    from ..tools import verify", "shard/tools/verify"),
+        ("shard/model/load.py", "from ..tools.convert.graft import graft", "shard/tools/convert"),
+        ("node/cli/bench.py", "from ...shard.tools.bench import main", "shard/tools/bench"),
+        ("node/chat/chat.py", "from ...shard.tools.prompts import prompts", "shard/tools/prompts"),
         ("node/chat/chat.py", "import mlx.core as mx", "imports mlx"),
         ("node/chat/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
         ("placement/plan.py", "import transformers", "imports transformers"),
@@ -368,6 +388,7 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
         ("node/models/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
         ("node/models/library.py", "from ...shard.checkpoint import download, head_tensors"),
         ("mtp/kernel_choice.py", "from .kernels import product\nfrom .rollback import rollback"),
+        ("shard/tools/bench/main.py", "from ..prompts import prompts\nfrom ...model import load"),
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
         ("node/cli/start.py", "from ..run import run\nfrom ..machine.settings import Settings"),

@@ -14,8 +14,8 @@ WRITERS = {
     "node/copies/folder.py",
     "shard/checkpoint/files.py",
     "shard/checkpoint/fetch.py",
-    "shard/convert/graft.py",
-    "shard/convert/main.py",
+    "shard/tools/convert/graft.py",
+    "shard/tools/convert/main.py",
 }
 """The one writer; the downloader and copies from other nodes, whose partial files outlive their
 processes; and those of weights, which MLX writes, and which do not fit into memory as bytes."""

@@ -7,7 +7,7 @@ import pytest
 from models import make_checkpoint
 
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.convert.convert import convert
+from exo_node.shard.tools.convert.convert import convert
 
 
 def ignore(_: int, __: int) -> None:

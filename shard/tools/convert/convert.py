@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
-from ...placement.errors import InvalidCheckpoint
-from ..checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file
-from ..model.stage_model import open_model
+from ....placement.errors import InvalidCheckpoint
+from ...checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file
+from ...model.stage_model import open_model
 
 SHARD_BYTES: Final = 1 << 30
 """A file of the copy, and what of it is in memory at once."""

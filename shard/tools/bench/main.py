@@ -1,7 +1,7 @@
 """The child process of `exo-node bench mtp`: reads one request, runs it, writes the results.
 
-Started as `python -P -m exo_node.shard.bench.main` with the request as one JSON line on stdin.
-Tables go to stdout, notes and one line for an error to stderr. It ends when stdin does.
+Started as `python -P -m exo_node.shard.tools.bench.main` with the request as one JSON line on
+stdin. Tables go to stdout, notes and one line for an error to stderr. It ends when stdin does.
 """
 
 import os
@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from ...placement.errors import ExoNodeError, InvalidSettings
-from ...proto import peer_pb2 as pb
+from ....placement.errors import ExoNodeError, InvalidSettings
+from ....proto import peer_pb2 as pb
 from ..prompts.prompts import Prompt, bundled_prompts, read_prompts
 from .output import PromptFacts, Results, as_csv, as_json, as_text
 from .plot import NoPlot, draw
@@ -24,8 +24,8 @@ from .report import summarise, summarise_categories
 from .request import BenchRequest, parse_bench_request
 
 if TYPE_CHECKING:
-    from ..engine.engine import TextEngine
-    from ..model.load import Loaded
+    from ...engine.engine import TextEngine
+    from ...model.load import Loaded
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 JSON_FILE, CSV_FILE = "mtp.json", "mtp.csv"
@@ -35,7 +35,7 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     """Raises InvalidSettings for prompts that cannot be used, and what loading raises."""
     prompts = bundled_prompts() if request.prompts is None else read_prompts(Path(request.prompts))
     # Seconds of imports: a prompts file with a fault is told of at once.
-    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first
     from .sweep import make_answers, make_arms, measure_steps, open_model, sweep
 
     _note(f"loading {spec.model}")
@@ -189,10 +189,10 @@ def _note(text: str) -> None:
 
 def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
     """Seconds of imports: a request with a fault is told of at once."""
-    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
-    from ..model.fused_code import compiling_apart
+    from ...model.fused_code import compiling_apart
 
     return compiling_apart()
 

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...placement.card import MAX_K
-from ...placement.errors import InvalidSettings
-from ...proto import peer_pb2 as pb
+from ....placement.card import MAX_K
+from ....placement.errors import InvalidSettings
+from ....proto import peer_pb2 as pb
 
 _Text = Annotated[str, Field(max_length=4096)]
 _Depth = Annotated[int, Field(ge=1, le=MAX_K)]

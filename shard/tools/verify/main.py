@@ -1,7 +1,8 @@
 """The child process of `exo-node verify`: reads one request, runs the checks, writes the report.
 
-Started as `python -P -m exo_node.shard.verify.main` with the request as one JSON line on stdin. The
-report goes to stdout, notes and one line for an error to stderr. It ends when stdin does.
+Started as `python -P -m exo_node.shard.tools.verify.main` with the request as one JSON line on
+stdin. The report goes to stdout, notes and one line for an error to stderr. It ends when stdin
+does.
 """
 
 import os
@@ -21,14 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
-from ...proto import peer_pb2 as pb
+from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ....proto import peer_pb2 as pb
 from ..prompts.prompts import bundled_prompts
 from .report import Check, Report, as_json, as_text
 
 if TYPE_CHECKING:
-    from ..model.load import Loaded
-    from ..text.codec import TextCodec
+    from ...model.load import Loaded
+    from ...text.codec import TextCodec
     from .subject import ModelUnderTest
 
 MAX_REQUEST_BYTES: Final = 1 << 20
@@ -73,13 +74,13 @@ FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
 def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
     """Loads the model as a runner would and checks it. Raises what loading raises."""
     # Seconds of imports: a request with a fault is told of at once.
-    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # The limit has to be right before mlx-lm is imported, which mtp does.
     # isort: split
-    from ...mtp.kernel_choice import COMPILING
-    from ..model.load import load
-    from ..model.tensors import DTYPES
+    from ....mtp.kernel_choice import COMPILING
+    from ...model.load import load
+    from ...model.tensors import DTYPES
     from .subject import subject_of
 
     begun = time.perf_counter()
@@ -239,10 +240,10 @@ def _end_with_stdin() -> NoReturn:
 
 def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
     """Seconds of imports: a request with a fault is told of at once."""
-    from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
-    from ..model.fused_code import compiling_apart
+    from ...model.fused_code import compiling_apart
 
     return compiling_apart()
 

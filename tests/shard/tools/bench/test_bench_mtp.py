@@ -17,11 +17,11 @@ from small import small_checkpoint, small_spec
 from exo_node.node.cli import bench as cli_bench
 from exo_node.placement.errors import InvalidSettings
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.bench import main as bench_mtp
-from exo_node.shard.bench.main import run_bench, write_results
-from exo_node.shard.bench.output import Results, as_text
-from exo_node.shard.bench.plot import NoPlot
-from exo_node.shard.bench.request import BenchRequest, parse_bench_request
+from exo_node.shard.tools.bench import main as bench_mtp
+from exo_node.shard.tools.bench.main import run_bench, write_results
+from exo_node.shard.tools.bench.output import Results, as_text
+from exo_node.shard.tools.bench.plot import NoPlot
+from exo_node.shard.tools.bench.request import BenchRequest, parse_bench_request
 
 # ------------------------------------------------------------- a sweep on the small model
 

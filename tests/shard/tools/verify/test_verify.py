@@ -38,8 +38,8 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.local import FamilyTarget
-from exo_node.shard.verify import main as verify
-from exo_node.shard.verify.answers import (
+from exo_node.shard.tools.verify import main as verify
+from exo_node.shard.tools.verify.answers import (
     Compared,
     check_greedy,
     check_strict,
@@ -47,9 +47,9 @@ from exo_node.shard.verify.answers import (
     pattern_of,
     surprise,
 )
-from exo_node.shard.verify.numbers import chain_of, check_blocks, compare
-from exo_node.shard.verify.report import Check, Report, as_json, as_text
-from exo_node.shard.verify.subject import ModelUnderTest
+from exo_node.shard.tools.verify.numbers import chain_of, check_blocks, compare
+from exo_node.shard.tools.verify.report import Check, Report, as_json, as_text
+from exo_node.shard.tools.verify.subject import ModelUnderTest
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
@@ -446,7 +446,7 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
     asked: list[str] = []
 
     def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
-        assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.verify.main", False)
+        assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.tools.verify.main", False)
         asked.append(request)
         return 0
 
@@ -462,7 +462,7 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
     done = subprocess.run(
-        (sys.executable, "-P", "-m", "exo_node.shard.verify.main"),
+        (sys.executable, "-P", "-m", "exo_node.shard.tools.verify.main"),
         input=b"{}\n",
         capture_output=True,
         timeout=60,

@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 
 from exo_node.mtp.types import Forward, Round, TokenLogprobs
-from exo_node.shard.verify import answers
-from exo_node.shard.verify.answers import NEAR_TIE_MARGIN, check_greedy
-from exo_node.shard.verify.subject import ModelUnderTest
+from exo_node.shard.tools.verify import answers
+from exo_node.shard.tools.verify.answers import NEAR_TIE_MARGIN, check_greedy
+from exo_node.shard.tools.verify.subject import ModelUnderTest
 
 TAU = 0.25
 NEAR, FAR = NEAR_TIE_MARGIN * TAU / 2, NEAR_TIE_MARGIN * TAU * 2

@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ...mtp.batch_caches import can_batch
-from ...mtp.drafters import NativeDrafter
-from ...mtp.probe import FixedRowsCheck
-from ...mtp.sampler import Sampler
-from ...mtp.sampling import Noise, TargetDistribution
-from ...mtp.seams import as_row
-from ...mtp.types import Round, Sampling
+from ....mtp.batch_caches import can_batch
+from ....mtp.drafters import NativeDrafter
+from ....mtp.probe import FixedRowsCheck
+from ....mtp.sampler import Sampler
+from ....mtp.sampling import Noise, TargetDistribution
+from ....mtp.seams import as_row
+from ....mtp.types import Round, Sampling
 from .numbers import Difference, ReferenceRun, batch_difference
 from .report import Check, Finding
 from .subject import ModelUnderTest, answer, answer_together, forward, ids_of

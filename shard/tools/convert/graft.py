@@ -9,10 +9,10 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...placement.errors import InvalidCheckpoint
-from ..checkpoint.checkpoint import Checkpoint, read_checkpoint, text_config
-from ..checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from ..model.head_files import backbone_is_raw, head_arrays
+from ....placement.errors import InvalidCheckpoint
+from ...checkpoint.checkpoint import Checkpoint, read_checkpoint, text_config
+from ...checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from ...model.head_files import backbone_is_raw, head_arrays
 
 HEAD_FILE: Final = "mtp.safetensors"
 """mlx-lm reads `model*.safetensors` only, so other programs go on reading the checkpoint."""

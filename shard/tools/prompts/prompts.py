@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ...placement.errors import InvalidSettings
+from ....placement.errors import InvalidSettings
 
 MAX_BYTES = 64 << 20
 MAX_LABEL = 60

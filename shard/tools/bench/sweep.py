@@ -11,15 +11,15 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
-from ...mtp.types import GenerationStats, Sampling
-from ...placement.errors import LoadFailed
-from ...proto import peer_pb2 as pb
-from ..engine.engine import TextEngine
-from ..engine.events import Delta, Done
-from ..engine.options import EngineOptions
-from ..engine.request import EngineRequest
-from ..model.load import Loaded, load
-from ..model.tensors import DTYPES
+from ....mtp.types import GenerationStats, Sampling
+from ....placement.errors import LoadFailed
+from ....proto import peer_pb2 as pb
+from ...engine.engine import TextEngine
+from ...engine.events import Delta, Done
+from ...engine.options import EngineOptions
+from ...engine.request import EngineRequest
+from ...model.load import Loaded, load
+from ...model.tensors import DTYPES
 from .report import ADAPTIVE, MLX_LM, OFF, Arm, Run, StepCosts
 from .request import BenchRequest
 

@@ -7,24 +7,24 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ...mtp.ahead import AHEAD_BY, Ahead
-from ...mtp.batch import Batch
-from ...mtp.batch_drafter import BatchHead
-from ...mtp.depth import FixedDepth
-from ...mtp.drafters import NativeDrafter, NoDrafter
-from ...mtp.family import draft_logits, family_of
-from ...mtp.fixed_rows import FixedRows
-from ...mtp.kernel_choice import used
-from ...mtp.loop import Generation
-from ...mtp.rollback import fixed_kinds
-from ...mtp.sampler import Sampler
-from ...mtp.seams import Block, Drafter, Verifier, Want, as_row
-from ...mtp.steps import Steps
-from ...mtp.task import Task
-from ...mtp.types import FinishReason, Round, Sampling
-from ..engine.batching import Batching
-from ..engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
-from ..model.load import Loaded
+from ....mtp.ahead import AHEAD_BY, Ahead
+from ....mtp.batch import Batch
+from ....mtp.batch_drafter import BatchHead
+from ....mtp.depth import FixedDepth
+from ....mtp.drafters import NativeDrafter, NoDrafter
+from ....mtp.family import draft_logits, family_of
+from ....mtp.fixed_rows import FixedRows
+from ....mtp.kernel_choice import used
+from ....mtp.loop import Generation
+from ....mtp.rollback import fixed_kinds
+from ....mtp.sampler import Sampler
+from ....mtp.seams import Block, Drafter, Verifier, Want, as_row
+from ....mtp.steps import Steps
+from ....mtp.task import Task
+from ....mtp.types import FinishReason, Round, Sampling
+from ...engine.batching import Batching
+from ...engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from ...model.load import Loaded
 
 MakeDrafter = Callable[[Sampler, int], NativeDrafter]
 HEADLESS_K = 3

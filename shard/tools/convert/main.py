@@ -1,8 +1,8 @@
 """The child process of `exo-node models graft` and `convert`: one request, one checkpoint.
 
-Started as `python -P -m exo_node.shard.convert.main` with the request as one JSON line on stdin.
-The result goes to stdout as JSON, progress and one line for an error to stderr. It ends when stdin
-does.
+Started as `python -P -m exo_node.shard.tools.convert.main` with the request as one JSON line on
+stdin. The result goes to stdout as JSON, progress and one line for an error to stderr. It ends when
+stdin does.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...placement.errors import ExoNodeError, InvalidCheckpoint
-from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
-from ..checkpoint.head_tensors import HeadFound, find_head
+from ....placement.errors import ExoNodeError, InvalidCheckpoint
+from ...checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ...checkpoint.head_tensors import HeadFound, find_head
 from .same_model import require_same_model
 
 _MAX_REQUEST_BYTES: Final = 1 << 20

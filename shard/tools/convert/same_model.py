@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from ...placement.errors import InvalidCheckpoint
-from ..checkpoint.checkpoint import Checkpoint, text_config
+from ....placement.errors import InvalidCheckpoint
+from ...checkpoint.checkpoint import Checkpoint, text_config
 
 _SIZES: Final = (
     "hidden_size",

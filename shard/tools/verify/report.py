@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from ...placement.errors import InvalidCheckpoint
+from ....placement.errors import InvalidCheckpoint
 
 SCHEMA: Final = 1
 WIDTH: Final = 96

@@ -7,15 +7,15 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ...mtp.batch_caches import Positions, batched
-from ...mtp.drafters import NativeDrafter
-from ...mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
-from ...mtp.rollback import holds_rows
-from ...mtp.sampler import Sampler
-from ...mtp.sampling import greedy_token
-from ...mtp.seams import Drafts, as_ids, as_row
-from ...mtp.types import Sampling
-from ..engine.local import LocalVerifier
+from ....mtp.batch_caches import Positions, batched
+from ....mtp.drafters import NativeDrafter
+from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
+from ....mtp.rollback import holds_rows
+from ....mtp.sampler import Sampler
+from ....mtp.sampling import greedy_token
+from ....mtp.seams import Drafts, as_ids, as_row
+from ....mtp.types import Sampling
+from ...engine.local import LocalVerifier
 from .report import Check, Finding, finite
 from .subject import ModelUnderTest, answer, forward
 

@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 
 from exo_node.placement.errors import InvalidSettings
-from exo_node.shard.bench.report import Arm, Run, Spread, StepCosts, summarise, summarise_categories
-from exo_node.shard.prompts.prompts import bundled_prompts, read_prompts
+from exo_node.shard.tools.bench.report import (
+    Arm,
+    Run,
+    Spread,
+    StepCosts,
+    summarise,
+    summarise_categories,
+)
+from exo_node.shard.tools.prompts.prompts import bundled_prompts, read_prompts
 
 OFF, TWO = Arm("K=0", "off", 0), Arm("K=2", "fixed", 2)
 
