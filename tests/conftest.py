@@ -144,10 +144,10 @@ SLOW_FILES = {
         "shard/text/test_bare_transformers",
     ),
     "kernels": (
-        "mtp/kernels/test_installed_texts",
-        "mtp/kernels/test_kernel_texts",
-        "mtp/kernels/test_attention_texts",
-        "mtp/kernels/test_fused_texts",
+        "shard/kernels/test_installed_texts",
+        "shard/kernels/test_kernel_texts",
+        "shard/kernels/test_attention_texts",
+        "shard/kernels/test_fused_texts",
     ),
     "page": (
         "dashboard/test_page_cluster",

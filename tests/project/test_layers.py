@@ -16,26 +16,30 @@ ROOMS: dict[str, str] = {
     "placement": "",
     "proto": "",
     "dashboard": "",
-    "mtp": "mtp/kernels",
-    "mtp/kernels": "",
+    "mtp": "",
     "shard": "",
     "shard/checkpoint": "placement",
     "shard/text": "placement mtp shard/checkpoint",
-    "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
+    "shard/kernels": "placement mtp",
+    "shard/model": "placement proto mtp shard/kernels shard/text shard/checkpoint",
     "shard/pipeline": "placement proto mtp shard/model",
-    "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text shard/checkpoint",
+    "shard/engine": (
+        "placement proto mtp shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
+    ),
     "shard/runner": (
-        "placement proto mtp mtp/kernels "
-        "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
+        "placement proto mtp "
+        "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
     "shard/tools": "",
     "shard/tools/prompts": "placement",
-    "shard/tools/bench": "placement proto mtp shard/engine shard/model shard/tools/prompts",
+    "shard/tools/bench": (
+        "placement proto mtp shard/engine shard/model shard/kernels shard/tools/prompts"
+    ),
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint",
     "shard/tools/verify": (
-        "placement proto mtp shard/engine shard/model shard/text shard/tools/prompts"
+        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools/prompts"
     ),
-    "node/machine": "placement shard/checkpoint shard/model",
+    "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
     "node/models": "placement shard/checkpoint",
     "node/rpc": "placement proto node/trust node/machine",
@@ -68,7 +72,7 @@ MODULES = {
     ("node", "mtp"): {"types"},
     ("shard/text", "mtp"): {"types"},
     ("node/cli", "node"): {"run"},
-    ("node/machine", "shard/model"): {"cpu_code"},
+    ("node/machine", "shard/kernels"): {"cpu_code"},
     **{
         (r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster", "shard/engine")
     },
@@ -78,7 +82,8 @@ MODULES = {
 
 _MLX_FREE = (
     "mtp/types.py",
-    "shard/model/cpu_code.py",
+    "shard/kernels/cpu_code.py",
+    "shard/kernels/kept_code.py",
     "shard/checkpoint/*",
     "shard/tools/prompts/*",
 )
@@ -120,15 +125,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 
 ENVIRONMENT = (
     "node/machine/settings.py",
-    "shard/model/fused_code.py",
+    "shard/kernels/fused_code.py",
     "shard/model/fusing.py",
 )
-"""The second one has PATH only, by which MLX finds its compiler."""
+"""The last one has PATH only, by which MLX finds its compiler."""
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 PURE = (
     "placement/*",
     "mtp/*",
+    "shard/kernels/*",
     "node/cluster/membership.py",
     "node/cluster/election.py",
     "node/cluster/cluster_state.py",
@@ -137,8 +143,11 @@ PURE = (
     "node/join/requests.py",
     "node/cluster/log_once.py",
 )
-KEEPS_FILES = ("mtp/kernels/kept_code.py",)
-"""Machine code of pure files, on disk."""
+NOT_PURE = tuple(
+    f"shard/kernels/{name}.py"
+    for name in ("install", "cpu_code", "cpu_products", "fused_code", "kept_code")
+)
+"""The clocks by which kernels are chosen, compilers, and machine code on disk."""
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
 
@@ -209,7 +218,7 @@ def _of_libraries(path: str, each: Import) -> Iterator[str]:
     heavy = library in ("mlx", "mlx_lm", "transformers")
     if heavy and any(fnmatchcase(path, p) for p in _MLX_FREE):
         yield f"imports {library}, and the node imports this file"
-    pure = path not in KEEPS_FILES and any(fnmatchcase(path, p) for p in PURE)
+    pure = path not in NOT_PURE and any(fnmatchcase(path, p) for p in PURE)
     if library in IMPURE and pure:
         yield f"is pure and imports {library}"
 
@@ -327,11 +336,13 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/chat/chat.py", "import exo_node.shard.engine.engine", "import relatively"),
         ("node/chat/chat.py", "from ....other import x", "from above the package"),
         ("node/run.py", "from ...other import x", "from above the package"),
-        ("mtp/kernels/trial.py", "from ....other import x", "from above the package"),
-        ("mtp/kernels/trial.py", "from ...shard.model.load import load", "imports shard/model"),
-        ("mtp/kernels/trial.py", "from ..loop import Task", "mtp/kernels imports mtp"),
-        ("mtp/kernels/trial.py", "import time", "is pure and imports time"),
-        ("node/chat/chat.py", "from ...mtp.kernels import cuda", "node/chat imports mtp/kernels"),
+        ("shard/kernels/trial.py", "from ....other import x", "from above the package"),
+        ("shard/kernels/trial.py", "from ..model.load import load", "imports shard/model"),
+        ("shard/kernels/trial.py", "import time", "is pure and imports time"),
+        ("mtp/rollback.py", "from ..shard.kernels import cuda", "mtp imports shard/kernels"),
+        ("node/chat/chat.py", "from ...shard.kernels import cuda", "imports shard/kernels"),
+        ("node/machine/log.py", "from ...shard.kernels import cuda", "imports shard/kernels.cuda"),
+        ("shard/kernels/cpu_code.py", "import mlx.core", "the node imports this file"),
         ("shard/engine/engine.py", "from ..tools.bench.sweep import sweep", "shard/tools/bench"),
         ("shard/runner/main.py", "def f():\n    from ..tools import verify", "shard/tools/verify"),
         ("shard/model/load.py", "from ..tools.convert.graft import graft", "shard/tools/convert"),
@@ -387,7 +398,7 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
     [
         ("node/models/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
         ("node/models/library.py", "from ...shard.checkpoint import download, head_tensors"),
-        ("mtp/kernel_choice.py", "from .kernels import product\nfrom .rollback import rollback"),
+        ("shard/kernels/fused.py", "from . import product\nfrom ...mtp.rollback import rollback"),
         ("shard/tools/bench/main.py", "from ..prompts import prompts\nfrom ...model import load"),
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
@@ -405,7 +416,7 @@ def test_what_is_allowed_is_let_through(path: str, source: str) -> None:
 
 def test_the_fences_name_files_that_exist() -> None:
     named = {*_MLX_FREE, *ENVIRONMENT, *PURE, *(p for paths in LIBRARIES.values() for p in paths)}
-    assert [path for path in sorted(named) if not any(ROOT.glob(path))] == []
+    assert [path for path in sorted({*named, *NOT_PURE}) if not any(ROOT.glob(path))] == []
     assert all((ROOT / b / f"{m}.py").exists() for (_, b), ms in MODULES.items() for m in ms)
 
 

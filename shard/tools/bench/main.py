@@ -192,7 +192,7 @@ def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
-    from ...model.fused_code import compiling_apart
+    from ...kernels.fused_code import compiling_apart
 
     return compiling_apart()
 

@@ -78,7 +78,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
 
     # The limit has to be right before mlx-lm is imported, which mtp does.
     # isort: split
-    from ....mtp.kernel_choice import COMPILING
+    from ...kernels.kernel_choice import COMPILING
     from ...model.load import load
     from ...model.tensors import DTYPES
     from .subject import subject_of
@@ -243,7 +243,7 @@ def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
     from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     # isort: split
-    from ...model.fused_code import compiling_apart
+    from ...kernels.fused_code import compiling_apart
 
     return compiling_apart()
 

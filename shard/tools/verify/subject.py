@@ -14,7 +14,6 @@ from ....mtp.depth import FixedDepth
 from ....mtp.drafters import NativeDrafter, NoDrafter
 from ....mtp.family import draft_logits, family_of
 from ....mtp.fixed_rows import FixedRows
-from ....mtp.kernel_choice import used
 from ....mtp.loop import Generation
 from ....mtp.rollback import fixed_kinds
 from ....mtp.sampler import Sampler
@@ -24,6 +23,7 @@ from ....mtp.task import Task
 from ....mtp.types import FinishReason, Round, Sampling
 from ...engine.batching import Batching
 from ...engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from ...kernels.install import used
 from ...model.load import Loaded
 
 MakeDrafter = Callable[[Sampler, int], NativeDrafter]

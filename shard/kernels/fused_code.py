@@ -24,7 +24,7 @@ from typing import Any, Final, TextIO, cast
 
 import mlx.core as mx
 
-from ...mtp.kernels.kept_code import is_own_file, private_folder
+from .kept_code import is_own_file, private_folder
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ import mlx.core as mx
 import pytest
 from small import small_spec
 
-from exo_node.mtp.kernels.trial import Choice
-from exo_node.shard.model import cpu_code, cpu_products, load
-from exo_node.shard.model.cpu_code import CannotStandIn
+from exo_node.shard.kernels import cpu_code, cpu_products, install
+from exo_node.shard.kernels.cpu_code import CannotStandIn
+from exo_node.shard.kernels.trial import Choice
+from exo_node.shard.model import load
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 Sgemm = Callable[..., mx.array]
@@ -137,7 +138,7 @@ ctypes.CDLL({str(file)!r}).cblas_sgemm(101, 112, 111, 2, 2, 2, one, c, 2, c, 2, 
 _CHILD = """
 import time
 from exo_node.shard.model import loader_import
-from exo_node.shard.model import cpu_products as c
+from exo_node.shard.kernels import cpu_products as c
 import mlx.core as mx
 def more():
     before = c._state.computed
@@ -159,7 +160,7 @@ def test_a_runner_computes_with_them_once_they_were_tried() -> None:
 @pytest.mark.usefixtures("library")
 def test_the_tests_own_processes_compute_with_them_as_well() -> None:
     """Once `as_runners` is imported after MLX nothing says so, but that all takes twice as long."""
-    assert load.choose_products("auto", time.process_time).used
+    assert install.choose_products("auto", time.process_time).used
     products = cpu_products._state  # pyright: ignore[reportPrivateUsage]
     assert isinstance(products, cpu_products.Products)
     before = products.computed
@@ -245,6 +246,6 @@ def test_they_are_tried_by_cpu_time_so_that_a_busy_machine_changes_no_choice(
         clocks.append(clock)
         return Choice("cpu_product", mode, 1, False, "nothing was tried")
 
-    monkeypatch.setattr(load, "choose_products", choose)
+    monkeypatch.setattr(install, "choose_products", choose)
     _ = load.load(small_spec(), lambda _: None)
     assert clocks == [time.process_time]

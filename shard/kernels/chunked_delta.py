@@ -5,13 +5,46 @@ solved for together (Yang et al., Gated Delta Networks, arXiv 2412.06464, sectio
 chunks follow each other.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.rollback import TapedGatedDelta
+
 CHUNK: Final = 16
 """Rows. More make the triangle longer that is solved row by row, fewer make more chunks."""
+
+
+def take_chunks(models: Sequence[nn.Module]) -> int:
+    """Prompts of recurrent layers are computed in chunks from here on, where MLX has no kernel for
+    them; the number of those layers."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        return 0
+    layers = [
+        module
+        for model in models
+        for _, module in model.named_modules()
+        if isinstance(module, TapedGatedDelta) and module.kernel is None
+    ]
+    for layer in layers:
+        layer.chunked = chunked_update
+    return len(layers)
+
+
+def chunked_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """As mlx-lm's `gated_delta_update` without a mask."""
+    return chunked_delta(q, k, v, log_decay(a_log, a, dt_bias), mx.sigmoid(b), state)
 
 
 def log_decay(a_log: mx.array, a: mx.array, dt_bias: mx.array) -> mx.array:

@@ -10,10 +10,10 @@ import pytest
 from emulated import use
 from kernel_cases import delta_case, product_case
 
-from exo_node.mtp.kernels import gated_delta, product
-from exo_node.mtp.kernels.cuda import available
-from exo_node.mtp.kernels.trial import relative_error
 from exo_node.mtp.rollback import Chosen, kept_rows
+from exo_node.shard.kernels import gated_delta, product
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.trial import relative_error
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 ON_GPU = available()
@@ -94,7 +94,7 @@ def test_a_prompts_recurrence_is_that_of_plain_operations(
     case = delta_case(sizes, batch=1, rows=37)
     kernel, (q, k, v) = gated_delta.GatedDelta(sizes), case.heads()
     _, _, b, a = case.inputs
-    got = gated_delta.recurrence_of(kernel, q, k, v, a, b, case.layer, case.state)
+    got = kernel.recurrence(q, k, v, a, b, case.layer, case.state)
     wanted = gated_delta.reference(q, k, v, a, b, case.layer, case.state)
     for ours, stock in zip(got, wanted, strict=True):
         assert relative_error(stock, ours) <= 1e-4

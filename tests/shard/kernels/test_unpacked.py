@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from exo_node.mtp import kernel_choice
-from exo_node.mtp.kernels import product, trial, unpacked
+from exo_node.shard.kernels import kernel_choice, product, trial, unpacked
 
 MANY = product.MAX_ROWS + 1
 

@@ -6,12 +6,12 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.rollback import TapedCache, TapedGatedDelta, cache_arrays
 from .attention_choice import holding, past_of
 from .fused_choice import grouped
-from .kernels.layers import LAYERS, RowsLayer, mixer_of
-from .kernels.row_attention import KernelAttention, heads_of
-from .kernels.trial import FEW, Choice, Clock, Run, Trial, choice, pays, random_rows, try_kernel
-from .rollback import TapedCache, TapedGatedDelta, cache_arrays
+from .layers import LAYERS, RowsLayer, mixer_of
+from .row_attention import KernelAttention, heads_of
+from .trial import FEW, Choice, Clock, Run, Trial, choice, pays, random_rows, try_kernel
 
 _CONTEXT: Final = 24
 _HANDED_OVER: Final = 8

@@ -8,9 +8,10 @@ from mlx import nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from .kernels import fused
-from .kernels.product import QuantizedProduct, RowsQuantizedLinear, Together
-from .kernels.trial import (
+from ...mtp.rollback import TapedGatedDelta
+from . import fused
+from .product import QuantizedProduct, RowsQuantizedLinear, Together
+from .trial import (
     FEW,
     Choice,
     Clock,
@@ -20,7 +21,6 @@ from .kernels.trial import (
     random_rows,
     try_kernel,
 )
-from .rollback import TapedGatedDelta
 
 
 def fuse(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:

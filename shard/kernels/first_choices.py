@@ -10,11 +10,11 @@ from typing import Final
 
 import mlx.core as mx
 
-from .drafters import join
-from .kernels.cuda import available
-from .sampler import Sampler
-from .seams import Drafts
-from .types import Penalties, Sampling
+from ...mtp.drafters import join
+from ...mtp.sampler import Sampler
+from ...mtp.seams import Drafts
+from ...mtp.types import Penalties, Sampling
+from .cuda import available
 
 WAYS: Final = (
     Sampling(penalties=Penalties(repetition=1.1, presence=0.5, frequency=0.5)),

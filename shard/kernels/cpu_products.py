@@ -19,7 +19,7 @@ from .cpu_code import CannotStandIn, machine_code, mlx_library
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from ...mtp.kernels.trial import Choice, Run
+    from .trial import Choice, Run
 
 
 class Products:
@@ -58,7 +58,7 @@ def stand_in() -> None:
 
 def choose_products(mode: str, clock: Callable[[], float]) -> "Choice":
     """Ours where they are right and no slower; on MLX's thread."""
-    from ...mtp.kernels.trial import Choice, choice, pays, try_kernel
+    from .trial import Choice, choice, pays, try_kernel
 
     shape = "products of float32 matrices"
     if isinstance(_state, str):
@@ -85,7 +85,7 @@ def choose_products(mode: str, clock: Callable[[], float]) -> "Choice":
 def _runs(products: Products) -> "tuple[Run, Run]":
     import mlx.core as mx
 
-    from ...mtp.kernels.trial import FEW, random_rows
+    from .trial import FEW, random_rows
 
     x, weights = (random_rows(s, mx.float32, 6) for s in ((1, FEW, 133), (266, 133)))
     values = random_rows((133, 266), mx.float32, 7)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.shard.model import fused_code
-from exo_node.shard.model.fused_code import VERSION, FusedCode
+from exo_node.shard.kernels import fused_code
+from exo_node.shard.kernels.fused_code import VERSION, FusedCode
 
 COMPILE = """
 import sys
 import mlx.core as mx
-from exo_node.shard.model.fused_code import compiling_apart
+from exo_node.shard.kernels.fused_code import compiling_apart
 with compiling_apart() as keep:
     fused = mx.compile(lambda a: mx.exp(a) * a)
     print(mx.array_equal(fused(mx.zeros((8,))), mx.zeros((8,))).item(), flush=True)

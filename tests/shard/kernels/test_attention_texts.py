@@ -14,10 +14,10 @@ from emulated import use
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention
 
-from exo_node.mtp.kernels import row_attention
-from exo_node.mtp.kernels.cuda import available
-from exo_node.mtp.kernels.product import Together
-from exo_node.mtp.kernels.trial import relative_error
+from exo_node.shard.kernels import row_attention
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.product import Together
+from exo_node.shard.kernels.trial import relative_error
 
 ON_GPU = available()
 CASES: tuple[tuple[int, int, int, mx.Dtype], ...] = (

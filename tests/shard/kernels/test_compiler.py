@@ -7,7 +7,7 @@ from typing import Any
 import platformdirs
 import pytest
 
-from exo_node.mtp.kernels import compiler, kept_code
+from exo_node.shard.kernels import compiler, kept_code
 
 CODE = b"\x7fELF and more"
 

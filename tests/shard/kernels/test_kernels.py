@@ -16,11 +16,19 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
 from plain_gated_delta import PlainGatedDelta, give_kernel
 
-from exo_node.mtp import kernel_choice, layer_choice
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import attention, gated_delta, layers, product, trial
 from exo_node.mtp.rollback import TapedCache, with_tapes
+from exo_node.shard.kernels import (
+    attention,
+    gated_delta,
+    kernel_choice,
+    layer_choice,
+    layers,
+    product,
+    trial,
+)
+from exo_node.shard.kernels.install import used
 
 TEXT = {
     "model_type": "qwen3_5",
@@ -103,7 +111,9 @@ def clock(seconds: Sequence[float] = (1.0,)) -> Callable[[], float]:
 def test_nothing_is_chosen_where_mlx_is_not_on_cuda(model: qwen3_5.Model) -> None:
     kinds = [type(module) for _, module in model.named_modules()]
     notes: list[str] = []
-    assert kernel_choice.install([model], "auto", clock(), notes.append) == () and notes == []
+    assert (
+        kernel_choice.choose_kernels([model], "auto", clock(), notes.append) == () and notes == []
+    )
     assert [type(module) for _, module in model.named_modules()] == kinds
 
 
@@ -111,7 +121,7 @@ def test_the_setting_turns_them_off_and_says_so(
     model: qwen3_5.Model, on_gpu: dict[str, Any]
 ) -> None:
     del on_gpu
-    [chosen] = kernel_choice.install([model], "mlx", clock(), lambda _: None)
+    [chosen] = kernel_choice.choose_kernels([model], "mlx", clock(), lambda _: None)
     assert not chosen.used and "EXO_KERNELS" in chosen.reason
     assert not any(
         isinstance(module, product.RowsLinear | attention.SingleRowAttention)
@@ -123,9 +133,9 @@ def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
     model: qwen3_5.Model, on_gpu: dict[str, Any]
 ) -> None:
     notes: list[str] = []
-    chosen = kernel_choice.install([model], "auto", clock(), notes.append)
+    chosen = kernel_choice.choose_kernels([model], "auto", clock(), notes.append)
     assert notes == [kernel_choice.COMPILING]
-    assert {"gated_delta", "product"} <= set(kernel_choice.used(chosen))
+    assert {"gated_delta", "product"} <= set(used(chosen))
     assert all("us for 1 and 4 rows" in c.reason for c in chosen if "attention" not in c.kernel)
     layers = [m for _, m in model.named_modules() if type(m).__name__ == "TapedGatedDeltaNet"]
     assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
@@ -307,8 +317,8 @@ def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
 def test_kernels_that_run_are_named_once_and_refused_ones_not_at_all() -> None:
     shapes = [("product", True), ("attention", True), ("product", True), ("traced", False)]
     choices = [trial.Choice(kernel, "x", 1, used, "") for kernel, used in shapes]
-    assert kernel_choice.used(choices) == ("attention", "product")
-    assert kernel_choice.used(choices[3:]) == ()
+    assert used(choices) == ("attention", "product")
+    assert used(choices[3:]) == ()
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
@@ -396,7 +406,7 @@ def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
     """What MLX chooses depends on the buffers of an answer, and no trial sees those."""
     del on_gpu
     model.set_dtype(dtype)
-    chosen = kernel_choice.install([model], "auto", clock(), lambda _: None)
+    chosen = kernel_choice.choose_kernels([model], "auto", clock(), lambda _: None)
     [taken] = [c for c in chosen if c.kernel == "attention"]
     assert "cuDNN" in taken.reason if cudnn else "cuDNN" not in taken.reason
     assert taken.used or not cudnn

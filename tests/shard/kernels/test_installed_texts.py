@@ -14,12 +14,19 @@ from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.utils import dequantize_model
 
-from exo_node.mtp import attention_choice, kernel_choice
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.family import prepare
-from exo_node.mtp.kernels import layers, product, row_attention, trial
-from exo_node.mtp.kernels.cuda import available
 from exo_node.mtp.rollback import TapedGatedDelta, cache_arrays, with_tapes
+from exo_node.shard.kernels import (
+    attention_choice,
+    kernel_choice,
+    layers,
+    product,
+    row_attention,
+    trial,
+)
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.install import used
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3_5",
@@ -99,10 +106,10 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     exact.set_dtype(mx.float32)
     wanted = logits(exact, [prompt, verified])
     mlxs_error = trial.relative_error(wanted, logits(model, [prompt, verified]))
-    chosen = kernel_choice.install([model], "auto", lambda: 0.0, lambda _: None)
+    chosen = kernel_choice.choose_kernels([model], "auto", lambda: 0.0, lambda _: None)
     names = {"gated_delta", "product", "several_products", "traced_layer", "row_attention"}
     names |= {"experts"} if config is EXPERTS else {"gated_product"}
-    assert names <= set(kernel_choice.used(chosen)), [str(each) for each in chosen]
+    assert names <= set(used(chosen)), [str(each) for each in chosen]
     kinds = [type(module) for _, module in model.named_modules()]
     assert row_attention.KernelAttention in kinds and layers.RowsLayer35 in kinds
     deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]

@@ -17,9 +17,9 @@ from kernel_cases import product_case
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from exo_node.mtp.kernels import fused, product
-from exo_node.mtp.kernels.cuda import available
-from exo_node.mtp.kernels.trial import relative_error
+from exo_node.shard.kernels import fused, product
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.trial import relative_error
 
 ON_GPU = available()
 ROWS = (1, 3, 9, *((17, 33) if ON_GPU else ()))

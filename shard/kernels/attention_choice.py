@@ -7,9 +7,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache
 
-from .kernels import attention, row_attention
-from .kernels.product import Together
-from .kernels.trial import FEW, Choice, Clock, Trial, choice, pays, random_rows, try_kernel
+from . import attention, row_attention
+from .product import Together
+from .trial import FEW, Choice, Clock, Trial, choice, pays, random_rows, try_kernel
 
 _CONTEXTS: Final = (24, 1100)
 """Rows behind which attention is compared: MLX changes its kernel at 1,024."""

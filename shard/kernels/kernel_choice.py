@@ -1,17 +1,19 @@
-"""Puts the kernels under a loaded model, layer by layer, where they are right and pay."""
+"""Puts CUDA kernels under a loaded model, layer by layer, where they are right and pay."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.gated_delta import normalize_qk
 
+from ...mtp.rollback import TapedGatedDelta
+from . import gated_delta, product, unpacked
 from .attention_choice import choose_attention
+from .cuda import available
 from .fused_choice import fuse
-from .kernels import gated_delta, product, unpacked
-from .kernels.cuda import available
-from .kernels.trial import (
+from .layer_choice import trace_layers
+from .trial import (
     FEW,
     Choice,
     Clock,
@@ -22,8 +24,6 @@ from .kernels.trial import (
     random_rows,
     try_kernel,
 )
-from .layer_choice import trace_layers
-from .rollback import TapedGatedDelta
 
 Mode = Literal["auto", "mlx"]
 Note = Callable[[str], None]
@@ -33,7 +33,7 @@ Kind = tuple[mx.Dtype, int, int]
 COMPILING: Final = "compiling and trying kernels"
 
 
-def install(
+def choose_kernels(
     models: Sequence[nn.Module], mode: Mode, clock: Clock, note: Note
 ) -> tuple[Choice, ...]:
     """Chooses for every layer of `models`; nothing happens where MLX does not run on CUDA.
@@ -50,11 +50,6 @@ def install(
     # What follows is made of those before it.
     choices += [*fuse(modules, clock), *choose_attention(modules, clock)]
     return (*choices, *trace_layers(modules, clock))
-
-
-def used(choices: Iterable[Choice]) -> tuple[str, ...]:
-    """The names of the kernels that run, each once."""
-    return tuple(sorted({choice.kernel for choice in choices if choice.used}))
 
 
 def _recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:

@@ -2,15 +2,12 @@
 recurrence. MLX has neither there: mlx-lm runs a loop over rows, some 25 launches for each."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
+from ...mtp.rollback import beginning
 from .cuda import TYPES, CudaKernel
-
-MAX_ROWS = 16
-"""Rows of one launch whose states are all kept, so that a rollback is a choice among them."""
 
 _IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")
 
@@ -44,7 +41,7 @@ class Layer:
 
 
 class GatedDelta:
-    """The kernels of one size. Each row's numbers are independent of how many rows there are."""
+    """The kernels of one size: a `DeltaKernel` of layers that have these parameters."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -79,13 +76,6 @@ class GatedDelta:
         state: mx.array,
         at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Up to MAX_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C) and the
-        state after each row (n, B, v heads, D, D).
-
-        `before` are the convolution's last 3 rows, `state` what the recurrence left: (B, v heads,
-        D, D). Or both are what an earlier call gave, of which `at` (2, B) int32 says for each
-        sequence which state is its own, and which is the first of its 3 rows.
-        """
         batch, rows, channels = qkv.shape
         s = self._sizes
         y, window, states = self._rows(
@@ -105,14 +95,14 @@ class GatedDelta:
         q: mx.array,
         k: mx.array,
         v: mx.array,
-        g: mx.array,
-        beta: mx.array,
+        a: mx.array,
+        b: mx.array,
+        layer: Layer,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """As mlx-lm's `gated_delta_ops`, for any number of rows: y and the last state."""
-        s = self._sizes
+        s, g = self._sizes, compute_g(layer.a_log, a, layer.dt_bias)
         y, last = self._recurrence(
-            [q, k, v, g, beta, state],
+            [q, k, v, g, mx.sigmoid(b), state],
             (s.size * s.size // 4096, s.v_heads, q.shape[0]),
             128,
             [(v.shape, s.dtype), (state.shape, mx.float32)],
@@ -120,33 +110,10 @@ class GatedDelta:
         return y, last
 
 
-@lru_cache(maxsize=64)
-def beginning(batch: int) -> mx.array:
-    """`at` where there is one state of each sequence, and its last 3 rows."""
-    made = mx.zeros((2, batch), dtype=mx.int32)
-    mx.eval(made)
-    return made
-
-
-def recurrence_of(
-    kernel: GatedDelta,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    layer: Layer,
-    state: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's `gated_delta_update` without a mask."""
-    g = compute_g(layer.a_log, a, layer.dt_bias)
-    return kernel.recurrence(q, k, v, g, mx.sigmoid(b), state)
-
-
 def reference(
     q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, layer: Layer, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """The same in plain operations."""
+    """What `GatedDelta.recurrence` gives, in plain operations."""
     g = compute_g(layer.a_log, a, layer.dt_bias)
     return gated_delta_ops(q, k, v, g, mx.sigmoid(b), state)
 

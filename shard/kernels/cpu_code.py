@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ...mtp.kernels.kept_code import keep, kept, private_folder
 from ...placement.cluster import OWN
+from .kept_code import keep, kept, private_folder
 
 _TEXT: Final = Path(__file__).with_name("cpu_products.c")
 _OPTIONS: Final = (

@@ -3,16 +3,16 @@
 import mlx.core as mx
 import pytest
 
-from exo_node.mtp.first_choices import WAYS, choose_first
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import Sampling
+from exo_node.shard.kernels.first_choices import WAYS, choose_first
 
 
 @pytest.mark.parametrize(("k", "compiles"), [(0, True), (1, True), (3, True), (3, False)])
 def test_every_way_draws_a_token_drafts_and_a_verdict_where_that_is_compiled_at_first(
     monkeypatch: pytest.MonkeyPatch, k: int, compiles: bool
 ) -> None:
-    monkeypatch.setattr("exo_node.mtp.first_choices.available", lambda: compiles)
+    monkeypatch.setattr("exo_node.shard.kernels.first_choices.available", lambda: compiles)
     judged, judge = list[tuple[int, ...]](), Sampler.judge
 
     def seen(self: Sampler, logits: mx.array, *rest: object) -> object:

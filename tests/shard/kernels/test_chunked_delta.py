@@ -11,9 +11,9 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
 from small import small_spec
 from tiny import row_of_ids, taped_qwen
 
-from exo_node.mtp.chunked_delta import CHUNK, chunked_delta, log_decay
-from exo_node.mtp.kernels.trial import relative_error
-from exo_node.mtp.rollback import MAX_TAPE_ROWS, cache_arrays, take_chunks, with_tapes
+from exo_node.mtp.rollback import MAX_TAPE_ROWS, cache_arrays, with_tapes
+from exo_node.shard.kernels.chunked_delta import CHUNK, chunked_delta, log_decay, take_chunks
+from exo_node.shard.kernels.trial import relative_error
 from exo_node.shard.model.load import load
 
 MANY = MAX_TAPE_ROWS + 7
@@ -92,7 +92,9 @@ def test_rows_that_may_be_taken_back_are_computed_one_by_one(
     """A row's bits must not depend on how many rows are with it in a verify."""
     model = taped_qwen(dtype="float32")
     _ = take_chunks([model])
-    monkeypatch.setattr("exo_node.mtp.rollback.chunked_delta", None)  # cannot be called
+    monkeypatch.setattr(
+        "exo_node.shard.kernels.chunked_delta.chunked_delta", None
+    )  # cannot be called
     caches = with_tapes(model.make_cache())
     mx.eval(model(row_of_ids(MAX_TAPE_ROWS)[None], cache=caches))
     with pytest.raises(TypeError, match="not callable"):
