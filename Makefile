@@ -52,7 +52,7 @@ faults: $(VENV)/.dev
 
 # The CUDA kernels on the GPU; elsewhere in an emulator on the CPU
 test-gpu: $(RUN_VENV)/.dev-gpu
-	@$(RUN_VENV)/bin/pytest tests/mtp/kernels/test_*_texts.py $(ARGS)
+	@$(RUN_VENV)/bin/pytest tests/shard/kernels/test_*_texts.py $(ARGS)
 
 # Style, types, and that the generated code fits proto/peer.proto
 check: $(VENV)/.dev

@@ -39,7 +39,6 @@ import mlx.core as mx
 from mlx import nn
 from shapes import SHAPES, Subject
 
-from exo_node.mtp.rollback import take_chunks
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
@@ -47,6 +46,7 @@ from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.kernels.chunked_delta import take_chunks
 from exo_node.shard.model.load import load
 from exo_node.shard.model.stage_model import StageModel
 

@@ -33,8 +33,8 @@ from shapes import PUBLISHED, Subject, Variant
 from exo_node.mtp.ahead import AHEAD_BY
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.batch_probe import batch_identity
-from exo_node.mtp.kernel_choice import Mode
 from exo_node.mtp.rollback import cache_arrays, with_tapes
+from exo_node.shard.kernels.kernel_choice import Mode
 
 _ROWS = (1, 2, 3, 4)
 _CHUNK = 64

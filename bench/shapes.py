@@ -35,8 +35,6 @@ from exo_node.mtp.batch_drafter import BatchHead
 from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits, prepare
 from exo_node.mtp.fixed_rows import FixedRows
-from exo_node.mtp.kernel_choice import Mode, install, used
-from exo_node.mtp.kernels.trial import Choice
 from exo_node.mtp.loop import Generation
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
@@ -46,6 +44,9 @@ from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.task import Task
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
+from exo_node.shard.kernels.install import used
+from exo_node.shard.kernels.kernel_choice import Mode, choose_kernels
+from exo_node.shard.kernels.trial import Choice
 
 _HYBRID = {
     "linear_key_head_dim": 128,
@@ -170,7 +171,7 @@ class Subject:
     def choose(self, mode: Mode) -> tuple[Choice, ...]:
         """Puts kernels under the model as loading does, then measures plain decoding."""
         parts: list[nn.Module] = [*self.model.layers, self._family.output, self.head]
-        chosen = install(parts, mode, time.perf_counter, print)
+        chosen = choose_kernels(parts, mode, time.perf_counter, print)
         self._kernels = used(chosen)
         self._run(Variant(), self.head, 0, True)  # MLX's kernels are compiled at their first use
         self._first_plain, self._plain = self._run(Variant(), self.head, 0, True)

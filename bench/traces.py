@@ -25,7 +25,7 @@ import mlx.core as mx
 import psutil
 from batch_traces import Told, follow, warm_engine
 
-from exo_node.shard.model.cpu_products import choose_products
+from exo_node.shard.kernels.cpu_products import choose_products
 
 LOADER = loader_import.__name__
 

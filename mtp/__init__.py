@@ -3,7 +3,6 @@
 accept.py: which drafts stand: greedy prefix, ratio, block, coupled
 ahead.py: rounds that are built while the one before them runs
 answer.py: one answer's tokens: chosen, counted, ended
-attention_choice.py: which attention serves a few rows
 batch.py: several answers, one forward a round
 batch_caches.py: their caches, each request behind its own past
 batch_depth.py: how many tokens a batch drafts
@@ -12,7 +11,6 @@ batch_probe.py: whether a request computes in a batch what it computes alone
 batch_prompts.py: chunks of several prompts in one forward
 batch_slots.py: who joins and leaves where the others stay
 batch_verdict.py: what each of them keeps, in one read
-chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
 costs.py: what rounds were measured to cost
 deepseek_v3.py: the DeepSeek-V3 family
 depth.py: how many tokens a round drafts: fixed, or what pays
@@ -20,14 +18,10 @@ draft_vocabulary.py: drafts from the first rows of lm_head only
 drafters.py: NoDrafter and NativeDrafter
 family.py: what the engine needs of a model family, and which file has it
 finite.py: logits that are no distribution
-first_choices.py: ways of choosing tokens, each taken once while a model loads
 fixed_rows.py: strict mode: every decode forward has the same rows
-fused_choice.py: which parts of layers compute in fewer launches
 glm4_moe.py: the GLM-4.x MoE family
 grammar.py: masks what a grammar does not allow
 head.py: the head of the Qwen families
-kernel_choice.py: which kernel computes each layer
-layer_choice.py: which decoder layers are traced
 logprobs.py: log-probabilities of emitted tokens
 loop.py: the whole algorithm
 nextn.py: what DeepSeek-V3 and GLM share, head included

@@ -6,19 +6,19 @@ before. The recurrence is sequential in float32, so the replay repeats the same 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
-from .chunked_delta import chunked_delta, log_decay
-from .kernels.gated_delta import MAX_ROWS, GatedDelta, Layer, beginning, recurrence_of
-from .kernels.product import Together
-
 MAX_TAPE_ROWS = 64
 """Prefill chunks are never rolled back; a tape of one would keep all of its inputs alive."""
+MAX_KERNEL_ROWS = 16
+"""Rows of one launch of a layer's kernel, which keeps the state behind each: a rollback is a choice
+among them."""
 
 
 class Chosen(NamedTuple):
@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
     states: mx.array
     """(n, B, v heads, v dim, k dim) behind each row."""
     at: mx.array
-    """(2, B) int32, as `GatedDelta.rows` takes it."""
+    """(2, B) int32, as `DeltaKernel.rows` takes it."""
 
     def arrays(self) -> "list[mx.array | None]":
         """What a cache holds of it."""
@@ -42,6 +42,14 @@ class Chosen(NamedTuple):
 def kept_rows(rows: mx.array) -> mx.array:
     """(2, B) as `Chosen.at`, where each request keeps `rows` (B,) of the last forward."""
     return mx.stack([rows - 1, rows]).astype(mx.int32)
+
+
+@lru_cache(maxsize=64)
+def beginning(batch: int) -> mx.array:
+    """`Chosen.at` where there is one state of each sequence, and its last 3 rows."""
+    made = mx.zeros((2, batch), dtype=mx.int32)
+    mx.eval(made)
+    return made
 
 
 Held = tuple[mx.array, mx.array, mx.array]
@@ -56,6 +64,47 @@ Written = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 Swaps = Mapping[type[nn.Module], type[nn.Module]]
 """Layer classes of mlx-lm, and what stands in for them so that a verify can be taken back."""
+
+
+class DeltaKernel(Protocol):
+    """Computes a gated delta layer between its projections in place of MLX's operations.
+
+    Each row's numbers are independent of how many rows there are. `layer` is the layer's `fixed`.
+    """
+
+    def rows(
+        self,
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        before: mx.array,
+        layer: Any,
+        state: mx.array,
+        at: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Up to MAX_KERNEL_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C)
+        and the state after each row (n, B, v heads, D, D).
+
+        `before` are the convolution's last 3 rows, `state` what the recurrence left: (B, v heads,
+        D, D). Or both are what an earlier call gave, of which `at` (2, B) int32 says for each
+        sequence which state is its own, and which is the first of its 3 rows.
+        """
+        ...
+
+    def recurrence(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        layer: Any,
+        state: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """As mlx-lm's `gated_delta_update` without a mask, for any number of rows: y and the last
+        state."""
+        ...
 
 
 class TapedCache(ArraysCache):
@@ -130,15 +179,17 @@ class TapedGatedDelta(nn.Module):
     conv1d: nn.Conv1d
     norm: Callable[[mx.array, mx.array], mx.array]
     out_proj: nn.Linear
-    kernel: GatedDelta | None = None
-    """What computes it in place of MLX's operations; `kernels.install` sets it and `fixed`."""
-    fixed: Layer
+    kernel: DeltaKernel | None = None
+    """What computes it in place of MLX's operations; the loader sets it and `fixed`."""
+    fixed: Any
+    """The layer's parameters as its kernel takes them."""
     projections: ClassVar[tuple[str, ...]] = ()
     """What `project` multiplies its input with."""
-    together: Together | None = None
-    """Their products in one launch; `kernels.install` sets it."""
-    chunked: bool = False
-    """Whether a prompt's rows are computed some at a time; `take_chunks` sets it."""
+    together: Callable[[mx.array], Sequence[mx.array]] | None = None
+    """Their products in one launch; the loader sets it."""
+    chunked: Recurrence | None = None
+    """Computes a prompt's rows some at a time, of the layer's A_log and dt_bias too, which come
+    before the state; the loader sets it."""
 
     def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(B, n, H) -> qkv (B, n, conv_dim), z (B, n, v heads, v dim), b and a (B, n, v heads)."""
@@ -151,10 +202,10 @@ class TapedGatedDelta(nn.Module):
         if not isinstance(cache, TapedCache) or cache.lengths is not None:
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
-        if self.chunked and mask is None and rows > MAX_TAPE_ROWS:
+        if self.chunked is not None and mask is None and rows > MAX_TAPE_ROWS:
             return self._prompt(inputs, cache, self._by_chunks)
         if self.kernel is not None and mask is None:
-            if rows > MAX_ROWS:
+            if rows > MAX_KERNEL_ROWS:
                 return self._prompt(inputs, cache, self._by_kernel)
             held = self.held(cache, inputs.shape[0], inputs.dtype)
             out, *written = self.few_rows(inputs, *held)
@@ -214,7 +265,7 @@ class TapedGatedDelta(nn.Module):
     def takes(self, rows: int, mask: object, cache: object) -> bool:
         """Whether `few_rows` computes a forward of so many."""
         alone = mask is None and isinstance(cache, TapedCache) and cache.lengths is None
-        return self.kernel is not None and alone and rows <= MAX_ROWS
+        return self.kernel is not None and alone and rows <= MAX_KERNEL_ROWS
 
     def held(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> Held:
         """What a kernel goes on from."""
@@ -275,13 +326,13 @@ class TapedGatedDelta(nn.Module):
         self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
         assert self.kernel is not None
-        return recurrence_of(self.kernel, q, k, v, a, b, self.fixed, state)
+        return self.kernel.recurrence(q, k, v, a, b, self.fixed, state)
 
     def _by_chunks(
         self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
-        decay = log_decay(self.A_log, a, self.dt_bias)
-        return chunked_delta(q, k, v, decay, mx.sigmoid(b), state)
+        assert self.chunked is not None
+        return self.chunked(q, k, v, a, b, self.A_log, self.dt_bias, state)
 
     def _prompt(self, inputs: mx.array, cache: TapedCache, recurrence: Recurrence) -> mx.array:
         """As `_taped`, for any number of rows."""
@@ -334,22 +385,6 @@ def _rows_of_each(window: mx.array, first: mx.array, count: int) -> mx.array:
     """(B, count, C): the rows of each request behind its own `first` (B,)."""
     at = (first[:, None] + mx.arange(count))[:, :, None]
     return mx.take_along_axis(window, mx.broadcast_to(at, (*at.shape[:2], window.shape[2])), axis=1)
-
-
-def take_chunks(models: Sequence[nn.Module]) -> int:
-    """Prompts of recurrent layers are computed in chunks from here on, where MLX has no kernel for
-    them; the number of those layers."""
-    if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        return 0
-    layers = [
-        module
-        for model in models
-        for _, module in model.named_modules()
-        if isinstance(module, TapedGatedDelta) and module.kernel is None
-    ]
-    for layer in layers:
-        layer.chunked = True
-    return len(layers)
 
 
 def takes_tapes(model: nn.Module) -> bool:

@@ -12,8 +12,8 @@ from exo_node.shard.model import loader_import  # noqa: F401  # pyright: ignore[
 
 # What it does has to come before MLX is imported.
 # isort: split
-from exo_node.mtp.kernels.trial import Choice
-from exo_node.shard.model import cpu_products, load
+from exo_node.shard.kernels import cpu_products, install
+from exo_node.shard.kernels.trial import Choice
 
 _products = cpu_products._state  # pyright: ignore[reportPrivateUsage]
 _try = cpu_products.choose_products
@@ -28,4 +28,4 @@ def _choose(mode: str, clock: Callable[[], float]) -> Choice:
     return _tried
 
 
-load.choose_products = _choose
+install.choose_products = _choose

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from exo_node.shard.convert.main import ConvertRequest
+from exo_node.shard.tools.convert.main import ConvertRequest
 
 
 def stripped(source: Path, folder: Path) -> Path:

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from exo_node.mtp.kernels.cuda import available
+from exo_node.shard.kernels.cuda import available
 
 # Fibers leave and take up stacks by longjmp, which a fortified build takes for a fault.
 _OPTIONS = ("-O1", "-std=c++17", "-w", "-U_FORTIFY_SOURCE")

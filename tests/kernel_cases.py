@@ -12,8 +12,8 @@ from mlx import nn
 from mlx_lm.models.activations import precise_swiglu
 from mlx_lm.models.gated_delta import normalize_qk
 
-from exo_node.mtp.kernels.gated_delta import Layer, Sizes, reference
-from exo_node.mtp.kernels.product import Weights
+from exo_node.shard.kernels.gated_delta import Layer, Sizes, reference
+from exo_node.shard.kernels.product import Weights
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]
 

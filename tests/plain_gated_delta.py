@@ -15,9 +15,8 @@ import mlx.core as mx
 from kernel_cases import DeltaCase
 from mlx import nn
 
-from exo_node.mtp import kernel_choice
-from exo_node.mtp.kernels import gated_delta
 from exo_node.mtp.rollback import TapedGatedDelta
+from exo_node.shard.kernels import gated_delta, kernel_choice
 
 
 class PlainGatedDelta:
@@ -55,9 +54,16 @@ class PlainGatedDelta:
         return mx.concatenate(ys, axis=1), window, mx.stack(states)
 
     def recurrence(
-        self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        layer: gated_delta.Layer,
+        state: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        return gated_delta.gated_delta_ops(q, k, v, g, beta, state)
+        return gated_delta.reference(q, k, v, a, b, layer, state)
 
 
 def give_kernel(layer: Any) -> None:

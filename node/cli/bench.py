@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..placements.local_model import LocalModel
 
-_CHILD: Final = "exo_node.shard.bench.main"
+_CHILD: Final = "exo_node.shard.tools.bench.main"
 _MAX_TEMPERATURE: Final = 2.0
 
 _Model = Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..models.head_source import HeadFolder
     from ..models.library import ModelLibrary
 
-_CHILD: Final = "exo_node.shard.convert.main"
+_CHILD: Final = "exo_node.shard.tools.convert.main"
 
 _Target = Annotated[
     str, typer.Argument(metavar="DST", help="The model without a head: an id, or a folder.")

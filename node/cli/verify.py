@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
 
-_CHILD: Final = "exo_node.shard.verify.main"
+_CHILD: Final = "exo_node.shard.tools.verify.main"
 STDOUT: Final = "-"
 
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import psutil
 
-from ...shard.model.cpu_code import own_products
+from ...shard.kernels.cpu_code import own_products
 
 Backend = Literal["metal", "cuda", "cpu"]
 

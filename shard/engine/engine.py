@@ -10,7 +10,6 @@ from ...mtp.batch import Batch, BatchBroken
 from ...mtp.batch_prompts import PromptBatch, PromptsBroken
 from ...mtp.family import family_of
 from ...mtp.finite import DraftNotFinite, NotFinite
-from ...mtp.first_choices import choose_first
 from ...mtp.head import DraftHead
 from ...mtp.parts import Parts
 from ...mtp.probe import Costs
@@ -20,6 +19,7 @@ from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Steps
 from ...mtp.types import FinishReason, Round, Sampling
 from ...placement.errors import InvalidRequest, NumericError, StateLost
+from ..kernels.first_choices import choose_first
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import DTYPES

@@ -1,8 +1,5 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
-cpu_code.py: machine code of those products, and whether this machine can have it
-cpu_products.py: float32 products on Linux CPUs, in the place of the BLAS that MLX brings
-fused_code.py: a folder for what MLX compiles, apart from other users and processes
 fusing.py: a compiler for operations that MLX fuses on a CPU, or none
 head_files.py: a draft head's tensors, out of its files
 kv_quantisation.py: attention's caches in 4 or 8 bits

@@ -1,6 +1,5 @@
 """Loads what one stage's specification asks for, on the compute thread."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ...mtp.family import Family, family_of
-from ...mtp.kernel_choice import install
-from ...mtp.kernels.trial import Choice
-from ...mtp.rollback import MAX_TAPE_ROWS, fixed_kinds, take_chunks
+from ...mtp.rollback import fixed_kinds
 from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
@@ -23,7 +20,8 @@ from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
-from .cpu_products import choose_products
+from ..kernels.install import install
+from ..kernels.trial import Choice
 from .fusing import prepare_fusing
 from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
@@ -146,23 +144,11 @@ def _codec(folder: Path) -> "TextCodec":
 def _choose_kernels(
     spec: pb.StageSpec, stage: StageModel, head: Any, report: Report
 ) -> tuple[Choice, ...]:
-    """Before anything is probed or timed: a kernel's first use compiles it, which takes a while."""
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
-    if mx.default_device() == mx.Device(mx.cpu):
-        # By CPU time: on a busy machine a clock's would choose what others left room for.
-        choices = (choose_products(mode, time.process_time),)
-    else:
-        choices = install(
-            parts, mode, time.perf_counter, lambda step: report(pb.LoadProgress(step=step))
-        )
-    # The whole model's: what a stage names must not change with the layers that it has of it.
-    if mode == "auto" and (layers := take_chunks([stage.model])):
-        rows = f"more than {MAX_TAPE_ROWS} rows of gated delta"
-        choices += (Choice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),)
-    return choices
+    return install(stage.model, parts, mode, lambda step: report(pb.LoadProgress(step=step)))
 
 
 def _load_head(

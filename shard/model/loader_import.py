@@ -1,7 +1,8 @@
 """Imports mlx-lm's loader, `mlx_lm.utils`, as a runner needs it.
 
 To be imported before anything else that imports MLX or mlx-lm, because the latter does two things
-then, and products of our own (`cpu_products.py`) can only take their place before MLX is loaded:
+then, and products of our own (`shard/kernels/cpu_products.py`) can only take their place before MLX
+is loaded:
 
 - It sets a hard limit of 4096 open files. A process may lower its hard limit and not raise it, so
   where it is below 4096 already the import fails, and with it every load.
@@ -18,9 +19,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ...placement.errors import LoadFailed
+from ..kernels.cpu_products import stand_in
 from ..text.bare_mlx_lm import bare_mlx_lm
 from ..text.bare_transformers import bare_transformers
-from .cpu_products import stand_in
 
 
 def _keeps_what_there_is(which: int, limits: tuple[int, int]) -> None:

@@ -7,10 +7,10 @@ from typing import cast
 
 import mlx.core as mx
 
-from ...mtp.kernel_choice import used
 from ...proto import peer_pb2 as pb
 from ..engine.draft_profile import Profile, ProfileKey
 from ..engine.prefix_disk import PrefixDisk
+from ..kernels.install import used
 from ..model.load import Loaded
 
 

@@ -30,7 +30,6 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
-from ...mtp.kernel_choice import used
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
@@ -41,7 +40,8 @@ from ..engine.compute import ComputeThread
 from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
 from ..engine.stage_prefixes import StagePrefixes
-from ..model.fused_code import compiling_apart, kept_at_the_end
+from ..kernels.fused_code import compiling_apart, kept_at_the_end
+from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows
 from ..model.load import Loaded, bytes_read, load
 from ..model.stage_model import MODEL_FAULTS, said

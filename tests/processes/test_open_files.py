@@ -36,7 +36,7 @@ STARTS = {
 from types import SimpleNamespace
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.proto.peer_pb2 import StageSpec
-from exo_node.shard.bench.main import run_bench
+from exo_node.shard.tools.bench.main import run_bench
 try:
     run_bench(SimpleNamespace(prompts=None), StageSpec(path="/nowhere"))
 except InvalidCheckpoint:
@@ -45,7 +45,7 @@ except InvalidCheckpoint:
     "verify": """
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.proto.peer_pb2 import StageSpec
-from exo_node.shard.verify.main import run_verify
+from exo_node.shard.tools.verify.main import run_verify
 try:
     run_verify(None, StageSpec(path="/nowhere"), lambda _: None)
 except InvalidCheckpoint:

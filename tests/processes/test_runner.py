@@ -24,7 +24,7 @@ from exo_node.node.trust.certificates import runner_credentials, runner_name
 from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.model.fused_code import VERSION, users_folder
+from exo_node.shard.kernels.fused_code import VERSION, users_folder
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 WITHIN_S = 180.0

@@ -16,23 +16,30 @@ ROOMS: dict[str, str] = {
     "placement": "",
     "proto": "",
     "dashboard": "",
-    "mtp": "mtp/kernels",
-    "mtp/kernels": "",
+    "mtp": "",
     "shard": "",
     "shard/checkpoint": "placement",
-    "shard/prompts": "placement",
     "shard/text": "placement mtp shard/checkpoint",
-    "shard/model": "placement proto mtp mtp/kernels shard/text shard/checkpoint",
+    "shard/kernels": "placement mtp",
+    "shard/model": "placement proto mtp shard/kernels shard/text shard/checkpoint",
     "shard/pipeline": "placement proto mtp shard/model",
-    "shard/engine": "placement proto mtp shard/pipeline shard/model shard/text shard/checkpoint",
-    "shard/bench": "placement proto mtp shard/engine shard/model shard/prompts",
-    "shard/convert": "placement mtp shard/model shard/checkpoint",
-    "shard/verify": "placement proto mtp shard/engine shard/model shard/text shard/prompts",
-    "shard/runner": (
-        "placement proto mtp mtp/kernels "
-        "shard/engine shard/pipeline shard/model shard/text shard/checkpoint"
+    "shard/engine": (
+        "placement proto mtp shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
-    "node/machine": "placement shard/checkpoint shard/model",
+    "shard/runner": (
+        "placement proto mtp "
+        "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
+    ),
+    "shard/tools": "",
+    "shard/tools/prompts": "placement",
+    "shard/tools/bench": (
+        "placement proto mtp shard/engine shard/model shard/kernels shard/tools/prompts"
+    ),
+    "shard/tools/convert": "placement mtp shard/model shard/checkpoint",
+    "shard/tools/verify": (
+        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools/prompts"
+    ),
+    "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
     "node/models": "placement shard/checkpoint",
     "node/rpc": "placement proto node/trust node/machine",
@@ -65,7 +72,7 @@ MODULES = {
     ("node", "mtp"): {"types"},
     ("shard/text", "mtp"): {"types"},
     ("node/cli", "node"): {"run"},
-    ("node/machine", "shard/model"): {"cpu_code"},
+    ("node/machine", "shard/kernels"): {"cpu_code"},
     **{
         (r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster", "shard/engine")
     },
@@ -73,7 +80,13 @@ MODULES = {
 }
 """Where only some modules of the other room may be imported; `node` stands for its rooms too."""
 
-_MLX_FREE = ("mtp/types.py", "shard/model/cpu_code.py", "shard/checkpoint/*", "shard/prompts/*")
+_MLX_FREE = (
+    "mtp/types.py",
+    "shard/kernels/cpu_code.py",
+    "shard/kernels/kept_code.py",
+    "shard/checkpoint/*",
+    "shard/tools/prompts/*",
+)
 LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
     "grpc": (
@@ -98,7 +111,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prompt_toolkit": ("node/cli/session.py",),
     "rich": ("node/cli/top.py",),
     "ssl": ("node/join/*",),
-    "matplotlib": ("shard/bench/plot.py",),
+    "matplotlib": ("shard/tools/bench/plot.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
     "prometheus_client": (
         "node/chat/metrics.py",
@@ -112,15 +125,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 
 ENVIRONMENT = (
     "node/machine/settings.py",
-    "shard/model/fused_code.py",
+    "shard/kernels/fused_code.py",
     "shard/model/fusing.py",
 )
-"""The second one has PATH only, by which MLX finds its compiler."""
+"""The last one has PATH only, by which MLX finds its compiler."""
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 PURE = (
     "placement/*",
     "mtp/*",
+    "shard/kernels/*",
     "node/cluster/membership.py",
     "node/cluster/election.py",
     "node/cluster/cluster_state.py",
@@ -129,8 +143,11 @@ PURE = (
     "node/join/requests.py",
     "node/cluster/log_once.py",
 )
-KEEPS_FILES = ("mtp/kernels/kept_code.py",)
-"""Machine code of pure files, on disk."""
+NOT_PURE = tuple(
+    f"shard/kernels/{name}.py"
+    for name in ("install", "cpu_code", "cpu_products", "fused_code", "kept_code")
+)
+"""The clocks by which kernels are chosen, compilers, and machine code on disk."""
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time"}
 """Clock, randomness and the outside world: pure files are given them as arguments."""
 
@@ -181,7 +198,8 @@ def _of_rooms(path: str, each: Import) -> Iterator[str]:
         return
     whole = (*above[1 : len(above) - each.level + 1], *each.parts)
     room = next(
-        ("/".join(whole[:n]) for n in (2, 1) if "/".join(whole[:n]) in {*ROOMS, "node"}), whole[0]
+        ("/".join(whole[:n]) for n in (3, 2, 1) if "/".join(whole[:n]) in {*ROOMS, "node"}),
+        whole[0],
     )
     module = whole[room.count("/") + 1] if len(whole) > room.count("/") + 1 else "*"
     if room == here:
@@ -200,7 +218,7 @@ def _of_libraries(path: str, each: Import) -> Iterator[str]:
     heavy = library in ("mlx", "mlx_lm", "transformers")
     if heavy and any(fnmatchcase(path, p) for p in _MLX_FREE):
         yield f"imports {library}, and the node imports this file"
-    pure = path not in KEEPS_FILES and any(fnmatchcase(path, p) for p in PURE)
+    pure = path not in NOT_PURE and any(fnmatchcase(path, p) for p in PURE)
     if library in IMPURE and pure:
         yield f"is pure and imports {library}"
 
@@ -273,6 +291,12 @@ def test_the_arrows_between_rooms_make_no_circle() -> None:
     assert set(ROOMS) - done == set()
 
 
+def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
+    """The command line starts them as processes, by the names of their modules."""
+    importing = {room for room, others in ROOMS.items() if "shard/tools" in others}
+    assert {room for room in importing if not room.startswith("shard/tools/")} == set()
+
+
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_a_file_keeps_to_its_side_of_the_fences(file: Path) -> None:
     assert breaches(file.relative_to(ROOT).as_posix(), file.read_text()) == []
@@ -312,11 +336,18 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/chat/chat.py", "import exo_node.shard.engine.engine", "import relatively"),
         ("node/chat/chat.py", "from ....other import x", "from above the package"),
         ("node/run.py", "from ...other import x", "from above the package"),
-        ("mtp/kernels/trial.py", "from ....other import x", "from above the package"),
-        ("mtp/kernels/trial.py", "from ...shard.model.load import load", "imports shard/model"),
-        ("mtp/kernels/trial.py", "from ..loop import Task", "mtp/kernels imports mtp"),
-        ("mtp/kernels/trial.py", "import time", "is pure and imports time"),
-        ("node/chat/chat.py", "from ...mtp.kernels import cuda", "node/chat imports mtp/kernels"),
+        ("shard/kernels/trial.py", "from ....other import x", "from above the package"),
+        ("shard/kernels/trial.py", "from ..model.load import load", "imports shard/model"),
+        ("shard/kernels/trial.py", "import time", "is pure and imports time"),
+        ("mtp/rollback.py", "from ..shard.kernels import cuda", "mtp imports shard/kernels"),
+        ("node/chat/chat.py", "from ...shard.kernels import cuda", "imports shard/kernels"),
+        ("node/machine/log.py", "from ...shard.kernels import cuda", "imports shard/kernels.cuda"),
+        ("shard/kernels/cpu_code.py", "import mlx.core", "the node imports this file"),
+        ("shard/engine/engine.py", "from ..tools.bench.sweep import sweep", "shard/tools/bench"),
+        ("shard/runner/main.py", "def f():\n    from ..tools import verify", "shard/tools/verify"),
+        ("shard/model/load.py", "from ..tools.convert.graft import graft", "shard/tools/convert"),
+        ("node/cli/bench.py", "from ...shard.tools.bench import main", "shard/tools/bench"),
+        ("node/chat/chat.py", "from ...shard.tools.prompts import prompts", "shard/tools/prompts"),
         ("node/chat/chat.py", "import mlx.core as mx", "imports mlx"),
         ("node/chat/chat.py", "if x:\n    from mlx_lm import load", "imports mlx_lm"),
         ("placement/plan.py", "import transformers", "imports transformers"),
@@ -367,7 +398,8 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
     [
         ("node/models/library.py", "from ...shard.checkpoint.checkpoint import read_checkpoint"),
         ("node/models/library.py", "from ...shard.checkpoint import download, head_tensors"),
-        ("mtp/kernel_choice.py", "from .kernels import product\nfrom .rollback import rollback"),
+        ("shard/kernels/fused.py", "from . import product\nfrom ...mtp.rollback import rollback"),
+        ("shard/tools/bench/main.py", "from ..prompts import prompts\nfrom ...model import load"),
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
         ("node/cli/start.py", "from ..run import run\nfrom ..machine.settings import Settings"),
@@ -384,7 +416,7 @@ def test_what_is_allowed_is_let_through(path: str, source: str) -> None:
 
 def test_the_fences_name_files_that_exist() -> None:
     named = {*_MLX_FREE, *ENVIRONMENT, *PURE, *(p for paths in LIBRARIES.values() for p in paths)}
-    assert [path for path in sorted(named) if not any(ROOT.glob(path))] == []
+    assert [path for path in sorted({*named, *NOT_PURE}) if not any(ROOT.glob(path))] == []
     assert all((ROOT / b / f"{m}.py").exists() for (_, b), ms in MODULES.items() for m in ms)
 
 

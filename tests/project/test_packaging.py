@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_demo_model_its_recipe_the_cards_and_the_page(wheel:
         f"{demo}/chat_template.jinja",
         f"{demo}/recipe/train.py",
         "exo_node/placement/cards/demo.toml",
-        "exo_node/shard/prompts/broad.jsonl",
+        "exo_node/shard/tools/prompts/broad.jsonl",
         "exo_node/dashboard/static/index.html",
         "exo_node/dashboard/static/vendor/htm-preact.module.js",
         "exo_node/dashboard/static/vendor/LICENSE-preact.txt",

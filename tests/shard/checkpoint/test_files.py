@@ -14,11 +14,13 @@ WRITERS = {
     "node/copies/folder.py",
     "shard/checkpoint/files.py",
     "shard/checkpoint/fetch.py",
-    "shard/convert/graft.py",
-    "shard/convert/main.py",
+    "shard/kernels/kept_code.py",
+    "shard/tools/convert/graft.py",
+    "shard/tools/convert/main.py",
 }
 """The one writer; the downloader and copies from other nodes, whose partial files outlive their
-processes; and those of weights, which MLX writes, and which do not fit into memory as bytes."""
+processes; machine code, which is lost without harm; and those of weights, which MLX writes, and
+which do not fit into memory as bytes."""
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Machine code of `cpu_products.c`, and whether this machine can have it. Free of MLX.
+
+The node asks before it plans, the runner loads it.
+"""
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from ...placement.cluster import OWN
+from .kept_code import keep, kept, private_folder
+
+_TEXT: Final = Path(__file__).with_name("cpu_products.c")
+_OPTIONS: Final = (
+    *("-x", "c", "-std=gnu11", "-O2", "-shared", "-fPIC"),
+    *("-mavx2", "-mfma", "-ffp-contract=fast", "-fno-math-errno"),
+)
+_COMPILERS: Final = ("gcc", "g++", "cc", "clang")
+_SECONDS: Final = 60
+
+
+class CannotStandIn(RuntimeError):
+    """Why MLX's own products compute."""
+
+
+def own_products() -> str:
+    """OWN where a runner on this machine's CPU will try them, else why not."""
+    try:
+        _ = machine_code()
+        _ = mlx_library()
+    except CannotStandIn as fault:
+        return str(fault)
+    return OWN
+
+
+def mlx_library() -> Path:
+    """MLX's shared library, in whose place ours is found. Raises CannotStandIn."""
+    mlx = find_spec("mlx")
+    homes = mlx.submodule_search_locations if mlx is not None else None
+    found = (Path(home) / "lib" / "libmlx.so" for home in homes or ())
+    library = next((path for path in found if path.exists()), None)
+    if library is None:
+        raise CannotStandIn("MLX is built in another way here")
+    return library
+
+
+def machine_code() -> bytes:
+    """A shared library; compiled once a machine. Raises CannotStandIn."""
+    _require_cpu()
+    text = _TEXT.read_bytes()
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise CannotStandIn("there is no C compiler: install gcc, and start the node again")
+    key = hashlib.sha256(text + " ".join(_OPTIONS).encode()).hexdigest()
+    folder = private_folder("kernels")
+    path = folder / f"{key}.so" if folder else None
+    if path and (held := kept(path)):
+        return held
+    code = compiled(compiler, text)
+    if path:
+        keep(path, code)
+    return code
+
+
+def _require_cpu() -> None:
+    """Raises CannotStandIn where the text is for another machine."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise CannotStandIn("they are written for Linux on x86-64")
+    try:
+        told = Path("/proc/cpuinfo").read_text().split("\nflags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        raise CannotStandIn("this CPU does not tell what it can do") from None
+    if not {"avx2", "fma"} <= set(told):
+        raise CannotStandIn("this CPU has no AVX2")
+
+
+def compiled(compiler: str, text: bytes) -> bytes:
+    """`text` as a shared library. Raises CannotStandIn."""
+    with tempfile.TemporaryDirectory(prefix="exo-node-products-") as scratch:
+        out = Path(scratch) / "products.so"
+        command = [compiler, *_OPTIONS, "-o", str(out), "-"]
+        try:
+            _ = subprocess.run(
+                command, input=text, capture_output=True, timeout=_SECONDS, check=True
+            )
+            return out.read_bytes()
+        except subprocess.CalledProcessError as fault:
+            said = [line for line in fault.stderr.decode(errors="replace").splitlines() if line]
+            wrong = next((line for line in said if "error" in line), said[0] if said else "")
+            raise CannotStandIn(f"{compiler} refuses them: {wrong[:200]}") from None
+        except (OSError, subprocess.TimeoutExpired) as fault:
+            raise CannotStandIn(f"{compiler} does not run: {type(fault).__name__}") from None

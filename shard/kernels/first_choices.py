@@ -1,0 +1,45 @@
+"""Ways of choosing tokens, each taken once while a model loads.
+
+MLX compiles what it runs on CUDA at its first use. The first sampled answer on a new machine waited
+15 s for eight such kernels, the first one with a penalty 5 s more (one H200), and so did whoever
+else was answered: one thread computes for all.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import mlx.core as mx
+
+from ...mtp.drafters import join
+from ...mtp.sampler import Sampler
+from ...mtp.seams import Drafts
+from ...mtp.types import Penalties, Sampling
+from .cuda import available
+
+WAYS: Final = (
+    Sampling(penalties=Penalties(repetition=1.1, presence=0.5, frequency=0.5)),
+    Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05),
+    Sampling(temperature=0.7, top_p=0.9, min_p=0.05),
+    Sampling(temperature=0.7),
+    Sampling(temperature=0.7, seed=1),
+)
+"""What clients and cards ask for; each of the rules of acceptance is among them."""
+
+
+def choose_first(vocabulary: int, k: int, dtype: mx.Dtype, ways: Sequence[Sampling] = WAYS) -> None:
+    """Draws a token, `k` drafts and their verdict in each way, of logits that are all 0.
+
+    Nothing happens where MLX does not run on CUDA.
+    """
+    if not available():
+        return
+    logits = mx.zeros((k + 1, vocabulary), dtype=dtype)
+    for sampling in ways:
+        sampler = Sampler(sampling, entropy=0, prompt=(0, 0))
+        token = sampler.token(logits[:1], 0)
+        sampler.commit(token)
+        drafts = list[Drafts]()
+        for index in range(k):
+            drafts.append(sampler.draft(logits[:1], 1 + index, drafts))
+        verdict = sampler.judge(logits, join(drafts) if drafts else None, 1)
+        mx.eval(token, verdict.accepted, verdict.tokens)

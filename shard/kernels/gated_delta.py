@@ -1,0 +1,129 @@
+"""The gated delta rule on CUDA: a layer between its projections for a few rows, and a prompt's
+recurrence. MLX has neither there: mlx-lm runs a loop over rows, some 25 launches for each."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
+
+from ...mtp.rollback import beginning
+from .cuda import TYPES, CudaKernel
+
+_IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a kernel is compiled for; heads of q and k, of v, and the size of every head."""
+
+    k_heads: int
+    v_heads: int
+    size: int
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("mlx.core.")
+        return f"{self.k_heads}/{self.v_heads} heads of {self.size}, {kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The parameters of a layer between its projections; `a_log` and `eps` (1,) in float32."""
+
+    kernel: mx.array
+    a_log: mx.array
+    dt_bias: mx.array
+    norm: mx.array
+    eps: mx.array
+
+    def arrays(self, state: mx.array) -> tuple[mx.array, ...]:
+        return self.kernel, self.a_log, self.dt_bias, self.norm, state, self.eps
+
+
+class GatedDelta:
+    """The kernels of one size: a `DeltaKernel` of layers that have these parameters."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        size, kind = sizes.size, TYPES[sizes.dtype]
+        label = f"{size}_{kind}"
+        self._rows = CudaKernel(
+            f"gated_delta_rows_{label}",
+            f"exo::layer_rows<{size}>(qkv, z, b, a, before, kernel, a_log, dt_bias, norm, state, "
+            "at, y, window, states, eps[0], qkv_shape[0], qkv_shape[1], "
+            f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
+            _IN,
+            ("y", "window", "states"),
+            file="gated_delta.cuh",
+        )
+        self._recurrence = CudaKernel(
+            f"gated_delta_recurrence_{label}",
+            f"exo::recurrence<{size}>(q, k, v, g, beta, state, y, last, q_shape[1], q_shape[2], "
+            "v_shape[2])",
+            ("q", "k", "v", "g", "beta", "state"),
+            ("y", "last"),
+            file="gated_delta.cuh",
+        )
+
+    def rows(
+        self,
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        before: mx.array,
+        layer: Layer,
+        state: mx.array,
+        at: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        batch, rows, channels = qkv.shape
+        s = self._sizes
+        y, window, states = self._rows(
+            [qkv, z, b, a, before, *layer.arrays(state), beginning(batch) if at is None else at],
+            (s.v_heads, batch, 1),
+            s.size * s.size // 32,
+            [
+                ((batch, rows, s.v_heads, s.size), s.dtype),
+                ((batch, 3 + rows, channels), s.dtype),
+                ((rows, *state.shape[-4:]), mx.float32),
+            ],
+        )
+        return y, window, states
+
+    def recurrence(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        layer: Layer,
+        state: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        s, g = self._sizes, compute_g(layer.a_log, a, layer.dt_bias)
+        y, last = self._recurrence(
+            [q, k, v, g, mx.sigmoid(b), state],
+            (s.size * s.size // 4096, s.v_heads, q.shape[0]),
+            128,
+            [(v.shape, s.dtype), (state.shape, mx.float32)],
+        )
+        return y, last
+
+
+def reference(
+    q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, layer: Layer, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """What `GatedDelta.recurrence` gives, in plain operations."""
+    g = compute_g(layer.a_log, a, layer.dt_bias)
+    return gated_delta_ops(q, k, v, g, mx.sigmoid(b), state)
+
+
+def unfit(sizes: Sizes, value_size: int, width: int) -> str:
+    """Why there is no kernel for a layer; empty where there is one."""
+    if sizes.dtype not in TYPES:
+        return f"it computes in {sizes.dtype}"
+    if sizes.size not in (64, 128) or value_size != sizes.size:
+        return f"its heads have {sizes.size} and {value_size} numbers, not 64 or 128 each"
+    if width != 4:
+        return f"its convolution reads {width} rows, not 4"
+    return ""

@@ -1,0 +1,177 @@
+"""Puts CUDA kernels under a loaded model, layer by layer, where they are right and pay."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.gated_delta import normalize_qk
+
+from ...mtp.rollback import TapedGatedDelta
+from . import gated_delta, product, unpacked
+from .attention_choice import choose_attention
+from .cuda import available
+from .fused_choice import fuse
+from .layer_choice import trace_layers
+from .trial import (
+    FEW,
+    Choice,
+    Clock,
+    Run,
+    Trial,
+    choice,
+    pays,
+    random_rows,
+    try_kernel,
+)
+
+Mode = Literal["auto", "mlx"]
+Note = Callable[[str], None]
+Kind = tuple[mx.Dtype, int, int]
+"""Weights that are stored alike: dtype, bits and group."""
+
+COMPILING: Final = "compiling and trying kernels"
+
+
+def choose_kernels(
+    models: Sequence[nn.Module], mode: Mode, clock: Clock, note: Note
+) -> tuple[Choice, ...]:
+    """Chooses for every layer of `models`; nothing happens where MLX does not run on CUDA.
+
+    `note` hears a line before what may take a minute at first.
+    """
+    if not available():
+        return ()
+    modules = [module for model in models for _, module in model.named_modules()]
+    if mode == "mlx":
+        return (Choice("none", "layers", len(modules), False, "EXO_KERNELS is mlx"),)
+    note(COMPILING)
+    choices = [*_recurrences(modules, clock), *_products(modules, clock)]
+    # What follows is made of those before it.
+    choices += [*fuse(modules, clock), *choose_attention(modules, clock)]
+    return (*choices, *trace_layers(modules, clock))
+
+
+def _recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
+    groups: dict[tuple[gated_delta.Sizes, int, int], list[TapedGatedDelta]] = {}
+    for module in modules:
+        if isinstance(module, TapedGatedDelta):
+            m: Any = module
+            dtype = m.conv1d.weight.dtype
+            sizes = gated_delta.Sizes(m.num_k_heads, m.num_v_heads, m.head_k_dim, dtype)
+            groups.setdefault((sizes, m.head_v_dim, m.conv_kernel_size), []).append(module)
+    return [_recurrence(*key, layers, clock) for key, layers in groups.items()]
+
+
+def _recurrence(
+    sizes: gated_delta.Sizes, value_size: int, width: int, layers: list[Any], clock: Clock
+) -> Choice:
+    name, shape = "gated_delta", f"gated delta of {sizes}"
+    mixed = {x.dtype for m in layers for x in (m.dt_bias, m.norm.weight)} - {sizes.dtype}
+    if why := gated_delta.unfit(sizes, value_size, width) or ("mixed dtypes" if mixed else ""):
+        return Choice(name, shape, len(layers), False, why)
+    kernel = gated_delta.GatedDelta(sizes)
+    fixed = [_fixed(m) for m in layers]
+    ours, stock = _recurrence_runs(kernel, sizes, layers, fixed)
+    tried = try_kernel(ours, stock, len(layers), sizes.dtype, clock)
+    if used := pays([tried]):
+        for module, each in zip(layers, fixed, strict=True):
+            module.kernel, module.fixed = kernel, each
+    return choice(name, shape, tried, used=used)
+
+
+def _fixed(module: Any) -> gated_delta.Layer:
+    a_log, eps = module.A_log.astype(mx.float32), mx.array([module.norm.eps], dtype=mx.float32)
+    kernel = mx.contiguous(module.conv1d.weight)
+    mx.eval(a_log, eps, kernel)
+    return gated_delta.Layer(kernel, a_log, module.dt_bias, module.norm.weight, eps)
+
+
+def _recurrence_runs(
+    kernel: gated_delta.GatedDelta,
+    sizes: gated_delta.Sizes,
+    layers: Sequence[Any],
+    fixed: Sequence[gated_delta.Layer],
+) -> tuple[Run, Run]:
+    """The kernel and mlx-lm's operations on the same random rows."""
+    hk, hv, d = sizes.k_heads, sizes.v_heads, sizes.size
+    channels = (2 * hk + hv) * d
+    shapes = ((1, FEW, channels), (1, FEW, hv, d), (1, FEW, hv), (1, FEW, hv), (1, 3, channels))
+    qkv, z, b, a, before = (random_rows(shape, sizes.dtype, i) for i, shape in enumerate(shapes))
+    state = random_rows((1, hv, d, d), mx.float32, 5)
+
+    def ours(rows: int, layer: int) -> Sequence[mx.array]:
+        q, w, u, v = (x[:, :rows] for x in (qkv, z, b, a))
+        y, _, states = kernel.rows(q, w, u, v, before, fixed[layer], state)
+        return y, states[rows - 1]
+
+    def stock(rows: int, layer: int) -> Sequence[mx.array]:
+        module = layers[layer]
+        window = mx.concatenate([before, qkv[:, :rows]], axis=1)
+        out = nn.silu(module.conv1d(window))
+        q, k, v = mx.split(out, [hk * d, 2 * hk * d], axis=-1)
+        q, k = (x.reshape(1, rows, hk, d) for x in (q, k))
+        q, k = normalize_qk(q, k, inv_scale=d**-0.5, eps=1e-6)
+        y, last = gated_delta.reference(
+            q, k, v.reshape(1, rows, hv, d), a[:, :rows], b[:, :rows], fixed[layer], state
+        )
+        return module.norm(y, z[:, :rows]), last
+
+    return ours, stock
+
+
+def _products(modules: Sequence[nn.Module], clock: Clock) -> list[Choice]:
+    kinds: dict[Kind, dict[product.Weights, list[nn.Module]]] = {}
+    for module in modules:
+        if (weights := product.weights_of(module)) is not None:
+            shapes = kinds.setdefault((weights.dtype, weights.bits, weights.group), {})
+            shapes.setdefault(weights, []).append(module)
+    return [chosen for shapes in kinds.values() for chosen in _products_of(shapes, clock)]
+
+
+def _products_of(shapes: dict[product.Weights, list[nn.Module]], clock: Clock) -> list[Choice]:
+    """All shapes of weights that are stored alike: one kernel serves them all or none."""
+    kernel: product.Product | None = None
+    trials: list[Trial] = []
+    for weights, layers in shapes.items():
+        if why := product.unfit(weights):
+            trials.append(Trial(len(layers), why))
+            continue
+        kernel = kernel or product.product_for(weights)
+        trials.append(_product(kernel, weights, layers, clock))
+    used = pays(trials)
+    for (weights, layers), tried in zip(shapes.items(), trials, strict=True):
+        if kernel is not None and used and not tried.fault:
+            for layer in layers:
+                product.put_in(layer, kernel, weights.dtype)
+    chosen = [
+        choice("product", f"product of {weights}", tried, used=used)
+        for weights, tried in zip(shapes, trials, strict=True)
+    ]
+    return [*chosen, *_unpacking([layer for layers in shapes.values() for layer in layers])]
+
+
+def _unpacking(layers: Sequence[nn.Module]) -> list[Choice]:
+    """Of the layers that have a kernel for few rows: what computes more of them."""
+    packed = [each for each in layers if isinstance(each, product.RowsQuantizedLinear)]
+    fit = [each for each in packed if unpacked.fits(each)]
+    together = unpacked.Unpacking()
+    for layer in fit:
+        layer.unpacking = together
+    shape = f"product of more than {product.MAX_ROWS} rows"
+    why = "not timed here, where MLX's would first be compiled for half a minute"
+    return [Choice("unpacked_product", shape, len(fit), True, why)] if fit else []
+
+
+def _product(
+    kernel: product.Product, weights: product.Weights, layers: list[nn.Module], clock: Clock
+) -> Trial:
+    x = random_rows((1, FEW, weights.inputs), weights.dtype, 6)
+
+    def ours(rows: int, layer: int) -> Sequence[mx.array]:
+        return (kernel(x[:, :rows], layers[layer]),)
+
+    def stock(rows: int, layer: int) -> Sequence[mx.array]:
+        return (product.stock(layers[layer], x[:, :rows]),)
+
+    return try_kernel(ours, stock, len(layers), weights.dtype, clock)

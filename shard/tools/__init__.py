@@ -1,0 +1,1 @@
+"""What the command line starts as processes of its own; no request passes through here."""

@@ -1,0 +1,221 @@
+"""Runs the arms of a benchmark on the loaded model, in turns, and times their answers."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_config, load_model
+
+from ....mtp.types import GenerationStats, Sampling
+from ....placement.errors import LoadFailed
+from ....proto import peer_pb2 as pb
+from ...engine.engine import TextEngine
+from ...engine.events import Delta, Done
+from ...engine.options import EngineOptions
+from ...engine.request import EngineRequest
+from ...model.load import Loaded, load
+from ...model.tensors import DTYPES
+from .report import ADAPTIVE, MLX_LM, OFF, Arm, Run, StepCosts
+from .request import BenchRequest
+
+WARM_UP_TOKENS = 32
+COST_REPEATS = 10
+
+Progress = Callable[[int, int, str], None]
+"""Answers done, answers in all, what runs now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer as the clock saw it (seconds); `stats` None: mlx-lm's."""
+
+    ids: tuple[int, ...]
+    ttft_s: float
+    decode_s: float
+    finish: str
+    stats: GenerationStats | None
+
+
+Answer = Callable[[Sequence[int], int], Timed]
+"""A prompt's ids and the most tokens -> its answer."""
+
+
+class _Stopwatch:
+    """Times of the first and the last event after `start`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first = self._last = self._start
+        self._events = 0
+
+    def event(self) -> None:
+        self._last = time.perf_counter()
+        if not self._events:
+            self._first = self._last
+        self._events += 1
+
+    @property
+    def ttft_s(self) -> float:
+        return self._first - self._start
+
+    @property
+    def decode_s(self) -> float:
+        return self._last - self._first
+
+
+def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
+    """The model and its engine, warmed up and probed as a runner's. Raises InvalidCheckpoint."""
+    loaded = load(spec, lambda _: None)
+    assert loaded.codec is not None
+    engine = TextEngine(
+        loaded.codec,
+        loaded.model,
+        loaded.vocabulary,
+        replace(EngineOptions.of(spec), prefix_cache_bytes=0),  # each repeat reads its prompt
+        head=loaded.head,
+    )
+    engine.probe()
+    return loaded, engine
+
+
+def make_arms(request: BenchRequest, max_k: int) -> tuple[Arm, ...]:
+    """`max_k` 0: the model drafts nothing."""
+    arms = [Arm(MLX_LM, "mlx-lm", 0)] if request.against_mlx_lm else []
+    arms.append(Arm(OFF, "off", 0))
+    if max_k:
+        arms += [Arm(f"K={k}", "fixed", k) for k in request.depths]
+        if request.adaptive:
+            arms.append(Arm(ADAPTIVE, "adaptive", max_k))
+    return tuple(arms)
+
+
+def make_answers(
+    request: BenchRequest, spec: pb.StageSpec, arms: Sequence[Arm], engine: TextEngine
+) -> dict[str, Answer]:
+    """How each arm answers. Raises LoadFailed where mlx-lm cannot load the model by itself."""
+    return {
+        arm.name: _mlx_lm(request, spec) if arm.kind == "mlx-lm" else _ours(engine, arm, request)
+        for arm in arms
+    }
+
+
+def sweep(
+    answers: dict[str, Answer],
+    prompts: Sequence[Sequence[int]],
+    request: BenchRequest,
+    progress: Progress,
+) -> list[Run]:
+    """Every arm on every prompt, `repeats` times.
+
+    Arms take turns on each prompt, and another one begins each time, so that a machine whose speed
+    drifts slows all of them alike. The warm-up before is not counted.
+    """
+    ordered = sorted(prompts, key=len)
+    for name, answer in answers.items():
+        progress(0, 0, f"warming up {name}")
+        for prompt in (ordered[0], ordered[-1]):
+            _ = answer(prompt, min(WARM_UP_TOKENS, request.max_tokens))
+    runs: list[Run] = []
+    total = request.repeats * len(prompts) * len(answers)
+    for repeat in range(request.repeats):
+        for number, prompt in enumerate(prompts):
+            timed: dict[str, Timed] = {}
+            for name in _rotated(list(answers), repeat * len(prompts) + number):
+                progress(len(runs) + len(timed), total, f"repeat {repeat + 1}, {name}")
+                timed[name] = answers[name](prompt, request.max_tokens)
+            off = timed[OFF] if request.temperature == 0 else None
+            runs += [_run(repeat, name, number, timed[name], off) for name in answers]
+    return runs
+
+
+def measure_steps(engine: TextEngine, prompts: Sequence[Sequence[int]], max_k: int) -> StepCosts:
+    """Costs of verifies and drafts by themselves, behind a prompt of middle length."""
+    prompt = sorted(prompts, key=len)[len(prompts) // 2]
+    costs = engine.measure_costs(prompt, max_k, COST_REPEATS)
+    plain = costs.verify[0]
+    draft = (0.0, *costs.draft)
+    return StepCosts(plain, tuple(v / plain for v in costs.verify), tuple(d / plain for d in draft))
+
+
+def _rotated(names: Sequence[str], turn: int) -> Iterator[str]:
+    first = turn % len(names)
+    yield from names[first:]
+    yield from names[:first]
+
+
+def _run(repeat: int, arm: str, prompt: int, timed: Timed, off: Timed | None) -> Run:
+    stats = timed.stats
+    return Run(
+        repeat=repeat,
+        arm=arm,
+        prompt=prompt,
+        tokens=len(timed.ids),
+        ttft_s=timed.ttft_s,
+        decode_s=timed.decode_s,
+        finish=timed.finish,
+        rounds=stats.spec_decode_rounds if stats else 0,
+        proposed=stats.proposed_draft_tokens if stats else 0,
+        accepted=stats.accepted_draft_tokens if stats else 0,
+        accepted_per_position=stats.accepted_per_position if stats else (),
+        draft_k_histogram=stats.draft_k_histogram if stats else (),
+        same_ids=None if off is None else timed.ids == off.ids,
+    )
+
+
+def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
+    def answer(prompt: Sequence[int], max_tokens: int) -> Timed:
+        wanted = EngineRequest(
+            request="bench",
+            attempt=1,
+            prompt=prompt,
+            sampling=Sampling(temperature=request.temperature),
+            max_tokens=max_tokens,
+            stop=(),
+            k=arm.k,
+            drafting_reason="" if arm.k else "the benchmark's arm without drafts",
+            adaptive=arm.kind == "adaptive",
+        )
+        watch, ids = _Stopwatch(), list[int]()
+        for event in engine.generate(wanted):
+            if isinstance(event, Delta):
+                watch.event()
+                ids += event.round.tokens
+            elif isinstance(event, Done):
+                return Timed(tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats)
+        raise LoadFailed("the engine ended an answer without its last event")
+
+    return answer
+
+
+def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
+    """mlx-lm's own loop on a copy of its own: ours runs on recurrent layers that roll back."""
+    folder = Path(spec.path)
+    try:
+        model, _ = load_model(folder, lazy=True)
+    except ValueError as fault:
+        raise LoadFailed(
+            f"--against mlx-lm: mlx-lm cannot load this model by itself ({fault}); leave it out"
+        ) from fault
+    _ = model.set_dtype(DTYPES[spec.dtype])
+    mx.eval(model.parameters())
+    extra = {"trust_remote_code": False}
+    tokenizer = load_tokenizer(folder, extra, load_config(folder).get("eos_token_id"))
+    sampler = make_sampler(temp=request.temperature)
+
+    def answer(prompt: Sequence[int], max_tokens: int) -> Timed:
+        watch, ids, finish = _Stopwatch(), list[int](), ""
+        stream = stream_generate(
+            model, tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampler
+        )
+        for part in stream:
+            watch.event()
+            ids.append(int(part.token))
+            finish = part.finish_reason or ""
+        return Timed(tuple(ids), watch.ttft_s, watch.decode_s, finish, None)
+
+    return answer

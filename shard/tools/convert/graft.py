@@ -1,0 +1,109 @@
+"""Puts the native MTP head of one checkpoint beside another, as a file of its own."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+import os
+from pathlib import Path
+from typing import Final
+
+import mlx.core as mx
+
+from ....placement.errors import InvalidCheckpoint
+from ...checkpoint.checkpoint import Checkpoint, read_checkpoint, text_config
+from ...checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from ...model.head_files import backbone_is_raw, head_arrays
+
+HEAD_FILE: Final = "mtp.safetensors"
+"""mlx-lm reads `model*.safetensors` only, so other programs go on reading the checkpoint."""
+_PART: Final = "mtp.part.safetensors"
+_GROUPS: Final = (64, 32)
+_ROUTERS: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+"""They choose experts: small, and a wrong choice costs more than their bits."""
+_NORMS: Final = ("norm.weight", "layernorm.weight", "norm_hidden.weight", "norm_embedding.weight")
+_FUSED: Final = ("experts.gate_up_proj", "experts.down_proj")
+_BLOCK: Final = 128
+_SCALE: Final = "_scale_inv"
+
+Arrays = dict[str, mx.array]
+
+
+def graft(target: Checkpoint, source: Checkpoint, bits: int | None) -> HeadFound:
+    """Writes the head of `source` into the folder of `target`; what `find_head` sees there then.
+
+    Whoever calls has seen that the head belongs to it (`same_model`). `bits`: its matrices are
+    quantised to so many, None: they stay as they are (FP8 becomes bfloat16). Raises
+    InvalidCheckpoint, and leaves the folder as it was.
+    """
+    if isinstance(find_head(target), HeadFound):
+        raise InvalidCheckpoint(f"{target.folder.name} has its MTP head; there is nothing to graft")
+    found = find_head(source)
+    if isinstance(found, HeadMissing):
+        raise InvalidCheckpoint(f"{source.folder.name} gives no head: {found.reason}")
+    head = _readable(source, found)
+    if bits is not None:
+        head = _quantised(head, bits)
+    prefix = "mtp."
+    if found.layout == "nextn":
+        prefix = f"model.layers.{text_config(target.config)['num_hidden_layers']}."
+    _write(target.folder, {f"{prefix}{name}": array for name, array in head.items()})
+    return _checked(target.folder)
+
+
+def _readable(source: Checkpoint, found: HeadFound) -> Arrays:
+    """The head's tensors as a file of its own is read: norms as they are used, no FP8 blocks."""
+    arrays = dict(head_arrays(source, found))
+    for name in [name for name in arrays if name.endswith(_SCALE)]:
+        weight = name.removesuffix(_SCALE)
+        arrays[weight] = _from_blocks(arrays[weight], arrays.pop(name))
+    if found.layout == "qwen" and backbone_is_raw(source, found):
+        for name in arrays:
+            if name.endswith(_NORMS):
+                arrays[name] = arrays[name] + 1.0
+    return arrays
+
+
+def _from_blocks(weight: mx.array, scale: mx.array) -> mx.array:
+    rows, columns = weight.shape
+    padded = mx.pad(
+        mx.from_fp8(weight, dtype=mx.bfloat16), [(0, -rows % _BLOCK), (0, -columns % _BLOCK)]
+    )
+    blocks = padded.reshape(scale.shape[0], _BLOCK, scale.shape[1], _BLOCK)
+    whole = (blocks * scale[:, None, :, None]).reshape(padded.shape)
+    return whole[:rows, :columns].astype(mx.bfloat16)
+
+
+def _quantised(head: Arrays, bits: int) -> Arrays:
+    """Every matrix but the routers; those that are packed already, or fit no group, stay."""
+    packed: Arrays = {}
+    for name, array in head.items():
+        stem = name if name.endswith(_FUSED) else name.removesuffix(".weight")
+        group = next((size for size in _GROUPS if array.ndim > 1 and not array.shape[-1] % size), 0)
+        matrix = name.endswith((".weight", *_FUSED)) and mx.issubdtype(array.dtype, mx.floating)
+        if not group or not matrix or name.endswith(_ROUTERS) or f"{stem}.scales" in head:
+            packed[name] = array
+            continue
+        weight, scales, biases = mx.quantize(array, group_size=group, bits=bits)
+        packed |= {f"{stem}.weight": weight, f"{stem}.scales": scales, f"{stem}.biases": biases}
+    return packed
+
+
+def _write(folder: Path, arrays: Arrays) -> None:
+    part = folder / _PART
+    try:
+        mx.save_safetensors(str(part), arrays, {"format": "mlx"})
+        os.replace(part, folder / HEAD_FILE)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _checked(folder: Path) -> HeadFound:
+    """What was written, read as hostile input like any other checkpoint."""
+    try:
+        found = find_head(read_checkpoint(folder))
+        if isinstance(found, HeadMissing):
+            raise InvalidCheckpoint(f"the head does not fit {folder.name}: {found.reason}")
+    except InvalidCheckpoint:
+        (folder / HEAD_FILE).unlink()
+        raise
+    return found

@@ -1,0 +1,269 @@
+"""The child process of `exo-node verify`: reads one request, runs the checks, writes the report.
+
+Started as `python -P -m exo_node.shard.tools.verify.main` with the request as one JSON line on
+stdin. The report goes to stdout, notes and one line for an error to stderr. It ends when stdin
+does.
+"""
+
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
+
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ....proto import peer_pb2 as pb
+from ..prompts.prompts import bundled_prompts
+from .report import Check, Report, as_json, as_text
+
+if TYPE_CHECKING:
+    from ...model.load import Loaded
+    from ...text.codec import TextCodec
+    from .subject import ModelUnderTest
+
+MAX_REQUEST_BYTES: Final = 1 << 20
+STDOUT: Final = "-"
+_MAX_PROMPT_CHARACTERS: Final = 300
+
+Note = Callable[[str], None]
+
+
+class VerifyRequest(BaseModel):
+    """What the node asks for. `stage` is a serialised StageSpec in hexadecimal digits.
+
+    `k` 0: as many drafts as the card's max_k. `json_file` "": no JSON; "-": on stdout, alone.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    stage: str
+    k: Annotated[int, Field(ge=0, le=8)]
+    quick: bool
+    json_file: str
+    chip: str
+    backend: Literal["metal", "cuda", "cpu"]
+    memory_bytes: Annotated[int, Field(ge=0)]
+    quantization: Annotated[int, Field(ge=2, le=8)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is run: prompts and tokens of answers, rows of single steps, samples of a round."""
+
+    prompts: int
+    tokens: int
+    rows: int
+    samples: int
+
+
+QUICK: Final = Effort(prompts=1, tokens=24, rows=14, samples=200)
+FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
+
+
+def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
+    """Loads the model as a runner would and checks it. Raises what loading raises."""
+    # Seconds of imports: a request with a fault is told of at once.
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    # The limit has to be right before mlx-lm is imported, which mtp does.
+    # isort: split
+    from ...kernels.kernel_choice import COMPILING
+    from ...model.load import load
+    from ...model.tensors import DTYPES
+    from .subject import subject_of
+
+    begun = time.perf_counter()
+    note(f"loading {spec.model}")
+    loaded = load(spec, lambda news: note(news.step) if news.step == COMPILING else None)
+    drafts = spec.max_draft_tokens if loaded.head is not None else 0
+    k = min(request.k, drafts) if request.k and drafts else drafts
+    subject = subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, k)
+    assert loaded.codec is not None
+    effort = QUICK if request.quick else FULL
+    prompts, source = _prompts(loaded.codec, loaded.vocabulary, effort.prompts)
+    checks = tuple(run_checks(subject, prompts, effort, note))
+    return Report(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        device=_device(request),
+        model=_model(request, spec, loaded),
+        settings={"max_k": subject.max_k, "prompts_from": source, **asdict(effort)},
+        kernels=tuple(str(choice) for choice in loaded.kernels),
+        checks=checks,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def run_checks(
+    subject: "ModelUnderTest", prompts: Sequence[Sequence[int]], effort: Effort, note: Note
+) -> Iterator[Check]:
+    """Every check, the cheap and sharp ones first."""
+    from . import answers, numbers
+
+    if subject.no_rollback:
+        yield Check("blocks", "skipped", f"{subject.no_rollback}: it never drafts", {})
+        return
+    note("checking blocks of rows")
+    rows = max(effort.rows, numbers.rows_for_rollback(subject.max_k))
+    plain = answers.ids_of(answers.answer(subject, prompts[0], 0, rows))
+    chain = numbers.chain_of(subject, prompts[0], plain)
+    blocks, differences = numbers.check_blocks(subject, chain)
+    yield blocks
+    note("checking rollback and fixed rows")
+    fixed_rows, fixed = numbers.check_fixed_rows(subject)
+    rolled_back = numbers.check_rollback(subject, chain, fixed_rows_hold=fixed.holds)
+    yield rolled_back
+    yield fixed_rows
+    note("checking the head's cache")
+    yield numbers.check_priming(subject, prompts[0], effort.tokens)
+    note("checking answers")
+    exact = blocks.finding == "ok"
+    tau = max(each.tau for each in differences)
+    yield answers.check_greedy(subject, prompts, effort.tokens, tau, bitwise=exact)
+    largest = max(differences, key=lambda each: each.tau)
+    yield answers.check_batch(subject, chain, prompts, effort.tokens, largest)
+    strict = prompts[:1] if exact else prompts  # where all is exact anyway, once shows that it runs
+    yield answers.check_strict(subject, strict, effort.tokens, fixed)
+    yield answers.check_seeded(subject, prompts, effort.tokens // 2, bitwise=exact)
+    note("checking what sampling draws")
+    yield answers.check_marginals(subject, chain, effort.samples)
+
+
+def _prompts(codec: "TextCodec", vocabulary: int, count: int) -> tuple[list[list[int]], str]:
+    """Some of the bundled prompts; ids of no text where the model has no chat template."""
+    short = [p for p in bundled_prompts() if len(p.text) <= _MAX_PROMPT_CHARACTERS]
+    chosen = short[:: max(1, len(short) // count)][:count]
+    try:
+        return [codec.encode_chat([{"role": "user", "content": p.text}]) for p in chosen], "bundled"
+    except InvalidRequest:
+        return [[(7 * i + n) % vocabulary for i in range(40)] for n in range(count)], "arbitrary"
+
+
+def _model(request: VerifyRequest, spec: pb.StageSpec, loaded: "Loaded") -> dict[str, Any]:
+    return {
+        "id": spec.model,
+        "fingerprint": loaded.fingerprint,
+        "dtype": spec.dtype,
+        "quantization": request.quantization,
+        "kv_bits": spec.kv_bits or None,
+        "layers": spec.num_layers,
+        "vocabulary": loaded.vocabulary,
+        "weight_bytes": loaded.weight_bytes,
+        "head_bytes": loaded.head_bytes,
+        "head": loaded.head_state,
+    }
+
+
+def _device(request: VerifyRequest) -> dict[str, Any]:
+    import mlx.core as mx
+
+    return {
+        "chip": request.chip,
+        "backend": request.backend,
+        "memory_bytes": request.memory_bytes,
+        "mlx_device": mx.default_device().type.name,
+        "os": _system(),
+    }
+
+
+def _system() -> str:
+    """Such as `macOS 15.1` or `Linux 6.8.0`; what a person added to a kernel's name stays here."""
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    number = re.match(r"[0-9]+(\.[0-9]+)*", platform.release())
+    return f"{platform.system()} {number[0] if number else ''}".strip()
+
+
+def _versions() -> dict[str, str]:
+    names = ("exo-node", "mlx", "mlx-lm", "transformers")
+    found = {name.replace("-", "_"): _version(name) for name in names}
+    return {**found, "python": platform.python_version()}
+
+
+def _version(name: str) -> str:
+    """A package that came by PYTHONPATH may be there without what its installer writes."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def write_report(report: Report, json_file: str) -> None:
+    """Raises InvalidSettings where the file cannot be written."""
+    if json_file == STDOUT:
+        print(as_json(report), end="", flush=True)
+        return
+    print(as_text(report), flush=True)
+    if not json_file:
+        return
+    try:
+        _ = Path(json_file).write_text(as_json(report))
+    except OSError as error:
+        raise InvalidSettings(
+            f"--json {json_file}: cannot be written ({error.strerror}); name another file",
+            param="--json",
+        ) from error
+
+
+def parse_request(line: bytes) -> tuple[VerifyRequest, pb.StageSpec]:
+    """Raises InvalidSettings."""
+    try:
+        request = VerifyRequest.model_validate_json(line)
+        return request, pb.StageSpec.FromString(bytes.fromhex(request.stage))
+    except (ValidationError, DecodeError, ValueError) as error:
+        raise InvalidSettings(
+            "the request of `exo-node verify` is malformed; install one version of exo-node"
+        ) from error
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _end_with_stdin() -> NoReturn:
+    # Not through the buffer, whose lock would still be held when the interpreter ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _compiling_apart() -> "AbstractContextManager[Callable[[], None]]":
+    """Seconds of imports: a request with a fault is told of at once."""
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    # isort: split
+    from ...kernels.fused_code import compiling_apart
+
+    return compiling_apart()
+
+
+def main() -> int:
+    """The exit status: 0 where the contract holds, 1 where it does not or the model cannot run."""
+    line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
+    try:
+        request, spec = parse_request(line)
+        # From here on, as what comes before takes no time and its error must be read.
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        with _compiling_apart() as keep_compiled:
+            report = run_verify(request, spec, _note)
+            keep_compiled()
+        write_report(report, request.json_file)
+    except ExoNodeError as fault:
+        _note(f"exo-node: {fault.message}")
+        return 2 if isinstance(fault, InvalidSettings) else 1
+    return report.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

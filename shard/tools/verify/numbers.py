@@ -1,0 +1,319 @@
+"""Checks of numbers: blocks, rollback and fixed rows against single steps; the head's cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ....mtp.batch_caches import Positions, batched
+from ....mtp.drafters import NativeDrafter
+from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
+from ....mtp.rollback import holds_rows
+from ....mtp.sampler import Sampler
+from ....mtp.sampling import greedy_token
+from ....mtp.seams import Drafts, as_ids, as_row
+from ....mtp.types import Sampling
+from ...engine.local import LocalVerifier
+from .report import Check, Finding, finite
+from .subject import ModelUnderTest, answer, forward
+
+NOISE = 8
+"""Rounding that a whole model may add up, in units of the dtype's."""
+COARSEST_UNIT = 2.0**-10
+"""GPUs multiply float32 in TF32, with 10 bits of mantissa."""
+PRIMING_CHUNK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRun:
+    """Single steps behind a prompt: what every other schedule must come to."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    logits: mx.array  # (len(ids), V)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Rows of logits that should be the same. Differences are of logits; relative: to their spread.
+
+    `gaps` are the top-2 gaps of the single steps where the greedy token is another.
+    """
+
+    rows: int
+    rows_different: int
+    largest: float
+    median_relative: float
+    gaps: tuple[float, ...]
+
+    @property
+    def tau(self) -> float:
+        """Two tokens closer than this may change places."""
+        return 2 * self.largest
+
+    def finding(self, dtype: mx.Dtype) -> Finding:
+        if not self.rows_different:
+            return "ok"
+        return "differs" if self.median_relative <= tolerance(dtype) else "defect"
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "rows_different": self.rows_different,
+            "max_abs_difference": self.largest,
+            "median_relative_difference": self.median_relative,
+            "argmax_flips": len(self.gaps),
+            "top2_gap_at_flips": list(self.gaps),
+            "near_tie_tau": self.tau,
+        }
+
+
+def tolerance(dtype: mx.Dtype) -> float:
+    """The relative difference of logits beyond which rounding explains nothing."""
+    return NOISE * max(float(mx.finfo(dtype).eps), COARSEST_UNIT)
+
+
+def compare(wanted: mx.array, got: mx.array) -> Difference:
+    """Logits (n, V) of single steps and of another schedule. Raises InvalidCheckpoint for NaN."""
+    a, b = wanted.astype(mx.float32), got.astype(mx.float32)
+    apart = mx.abs(a - b)
+    relative = mx.sqrt((apart * apart).sum(-1) / mx.maximum(a.var(-1) * a.shape[-1], 1e-30))
+    top = mx.sort(mx.topk(a, 2, axis=-1), axis=-1)
+    gaps, flips = top[:, 1] - top[:, 0], greedy_token(wanted) != greedy_token(got)
+    return Difference(
+        rows=a.shape[0],
+        rows_different=sum(each > 0 for each in floats(apart.max(-1))),
+        largest=finite(max(floats(apart.max(-1))), "a difference of logits"),
+        median_relative=sorted(floats(relative))[a.shape[0] // 2],
+        gaps=tuple(gap for gap, flip in zip(floats(gaps), as_ids(flips), strict=True) if flip),
+    )
+
+
+def batch_difference(
+    subject: ModelUnderTest, chain: ReferenceRun, others: Sequence[Sequence[int]]
+) -> Difference:
+    """The single steps of `chain` as one request of a batch, whose other prompts are `others`."""
+    requests = list[list[Any]]()
+    for prompt in (chain.prompt, *others):
+        requests.append(caches := subject.make_caches())
+        mx.eval(subject.target.forward(as_row(prompt), caches, want="last").logits)
+    positions = Positions([len(chain.prompt), *map(len, others)])
+    caches, rows = batched(requests, positions), list[mx.array]()
+    for token in chain.ids:
+        ids = mx.array([[token]] * len(requests), dtype=mx.int32)
+        logits, _ = subject.target.forward_batch(ids, caches)
+        positions.moved([1] * len(requests))
+        rows.append(logits[0])
+        mx.eval(logits)
+    return compare(chain.logits, mx.concatenate(rows))
+
+
+def floats(row: mx.array) -> list[float]:
+    """(n,) numbers; it waits until they are computed."""
+    return cast("list[float]", row.tolist())
+
+
+def chain_of(subject: ModelUnderTest, prompt: Sequence[int], ids: Sequence[int]) -> ReferenceRun:
+    verifier = subject.verifier()
+    _ = forward(verifier, prompt, "last")
+    rows = [forward(verifier, [token]).logits for token in ids]
+    return ReferenceRun(tuple(prompt), tuple(ids), mx.concatenate(rows))
+
+
+def check_blocks(
+    subject: ModelUnderTest, chain: ReferenceRun
+) -> tuple[Check, tuple[Difference, ...]]:
+    """Forwards of K + 1 rows against single steps, and the differences for each K."""
+    found: list[Difference] = []
+    for k in subject.depths:
+        verifier, rows = subject.verifier(), list[mx.array]()
+        _ = forward(verifier, chain.prompt, "last")
+        for start in range(0, len(chain.ids), k + 1):
+            rows.append(forward(verifier, chain.ids[start : start + k + 1]).logits)
+        found.append(compare(chain.logits, mx.concatenate(rows)))
+    finding = worst([each.finding(subject.dtype) for each in found])
+    numbers = {
+        "tolerance": tolerance(subject.dtype),
+        "per_k": [
+            {"k": k, **each.numbers()} for k, each in zip(subject.depths, found, strict=True)
+        ],
+    }
+    largest, total = max(f.largest for f in found), sum(f.rows for f in found)
+    different, flips = sum(f.rows_different for f in found), sum(len(f.gaps) for f in found)
+    summary = f"blocks of 2 to {subject.max_k + 1} rows compute what single steps do, bit for bit"
+    if finding != "ok":
+        why = "as other kernels round" if finding == "differs" else "more than rounding explains"
+        summary = (
+            f"{different} of {total} rows differ from single steps, by at most {largest:.3g} "
+            f"({why}); the greedy token is another in {flips}"
+        )
+    return Check("blocks", finding, summary, numbers), tuple(found)
+
+
+def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
+    """Whether strict mode holds here."""
+    rows = subject.max_k + 1
+    found = fixed_rows_identity(
+        subject.target.forward, subject.make_caches, subject.vocabulary, rows
+    )
+    summary = f"with {rows} rows in every forward, how many are real changes nothing: strict holds"
+    if not found.holds:
+        summary = found.reason
+    numbers = {"rows": rows, "holds": found.holds}
+    return Check("fixed_rows", "ok" if found.holds else "differs", summary, numbers), found
+
+
+def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_hold: bool) -> Check:
+    """What is left after a rollback must not depend on what the dropped rows held.
+
+    Two runs reject different drafts. Where a row's numbers do not depend on its neighbours, they
+    must stay the same bit for bit; both must stay near the single steps.
+    """
+    per_k = [_rolled_back(subject, chain, k) for k in subject.depths]
+    same = all(each["bitwise"] and each["positions_fit"] for each in per_k)
+    near = all(each["median_relative_difference"] <= tolerance(subject.dtype) for each in per_k)
+    numbers = {"tolerance": tolerance(subject.dtype), "per_k": per_k}
+    if same and near:
+        summary = "rejected rows leave no trace, however many of a block are kept"
+        return Check("rollback", "ok", summary, numbers)
+    if near and not fixed_rows_hold and all(each["positions_fit"] for each in per_k):
+        summary = (
+            "rows depend on their neighbours here (see fixed_rows), so rejected ones are seen, by "
+            "no more than rounding explains"
+        )
+        return Check("rollback", "differs", summary, numbers)
+    worst_k = next(e["k"] for e in per_k if not (e["bitwise"] and e["positions_fit"]) or not near)
+    summary = (
+        f"at K={worst_k} rejected rows change what follows, or rows are missing from the caches"
+    )
+    return Check("rollback", "defect", summary, numbers)
+
+
+def _rolled_back(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[str, Any]:
+    """Blocks of K + 1 rows of which K + 1, K, … 1 are kept, then one row; two ways to be wrong."""
+    runs: list[list[mx.array]] = []
+    held: list[list[mx.array]] = []
+    fit = True
+    for wrong in (1, subject.vocabulary // 2):
+        caches = subject.make_caches()
+        verifier, rows, at = LocalVerifier(subject.target, caches), list[mx.array](), 0
+        _ = forward(verifier, chain.prompt, "last")
+        for kept in range(k + 1, 0, -1):
+            real = chain.ids[at : at + kept]
+            drafts = [(token + wrong) % subject.vocabulary for token in chain.ids[at + kept :]]
+            rows.append(forward(verifier, [*real, *drafts[: k + 1 - kept]]).logits[:kept])
+            if kept <= k:
+                verifier.rollback(k + 1 - kept)
+            at += kept
+        rows.append(forward(verifier, chain.ids[at : at + 1]).logits)
+        wanted = len(chain.prompt) + at + 1
+        offsets = {cache.offset for cache in caches if holds_rows(cache)}
+        fit = fit and offsets <= {wanted}
+        runs.append(rows)
+        held.append(live_arrays(caches))
+    one, other = (mx.concatenate(rows) for rows in runs)
+    bitwise = bool(mx.array_equal(one, other).item()) and all(
+        a.shape == b.shape and bool(mx.array_equal(a, b).item()) for a, b in zip(*held, strict=True)
+    )
+    first = 2 * k + 1  # the first row behind a rollback
+    near = compare(chain.logits[first : one.shape[0]], one[first:])
+    return {"k": k, "bitwise": bitwise, "positions_fit": fit, **near.numbers()}
+
+
+def rows_for_rollback(k: int) -> int:
+    """How many ids the chain of `check_rollback` needs, its last block's drafts included."""
+    return (k + 1) * (k + 2) // 2 + k + 1
+
+
+class _Watched:
+    """A drafter, what it was shown, and the rows in its cache after each draft."""
+
+    def __init__(self, inner: NativeDrafter) -> None:
+        self.inner = inner
+        self.k = inner.k
+        self.shown: list[tuple[mx.array, mx.array]] = []
+        self.committed = 0
+        self.wrong_lengths = 0
+
+    @property
+    def rests(self) -> bool:
+        return self.inner.rests
+
+    def draft(self, k: int, position: int) -> Drafts:
+        drafts = self.inner.draft(k, position)
+        # Depths 2 to k wrote a speculative row each.
+        self.wrong_lengths += self.inner.cache.offset != self.committed + k - 1
+        return drafts
+
+    def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
+        assert hidden is not None
+        self.shown.append((hidden, tokens))
+        self.committed += tokens.shape[0]
+        self.inner.observe(hidden, tokens)
+
+    def catch_up(self) -> None:
+        self.inner.catch_up()
+
+    def arrays(self) -> list[mx.array]:
+        return self.inner.arrays()
+
+
+def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -> Check:
+    """The head's cache after chunks and rounds against one that got its rows one by one."""
+    if subject.make_drafter is None:
+        return Check("priming", "skipped", subject.no_drafts, {})
+    watched: list[_Watched] = []
+
+    def watch(drafter: NativeDrafter) -> _Watched:
+        watched.append(_Watched(drafter))
+        return watched[0]
+
+    small = replace(subject, chunk=PRIMING_CHUNK)
+    _ = answer(small, prompt, subject.max_k, tokens, watch=watch)
+    once = watched[0]
+    _ = once.draft(1, once.committed + 1)
+    stepwise = subject.make_drafter(Sampler(Sampling(), 0), subject.max_k)
+    for hidden, ids in once.shown:
+        for i in range(ids.shape[0]):
+            stepwise.observe(hidden[:, i : i + 1], ids[i : i + 1])
+            mx.eval(stepwise.draft(subject.max_k, 1).tokens, stepwise.arrays())
+    rows = once.committed
+    a, b = (_rows(drafter.cache, rows) for drafter in (once.inner, stepwise))
+    return _primed(subject, rows, once.wrong_lengths, a, b)
+
+
+def _primed(
+    subject: ModelUnderTest, rows: int, wrong_lengths: int, a: mx.array | None, b: mx.array | None
+) -> Check:
+    numbers: dict[str, Any] = {"rows": rows, "rounds_of_wrong_length": wrong_lengths}
+    if wrong_lengths or a is None or b is None:
+        summary = "the head's cache does not hold one row for each committed token but the last"
+        return Check("priming", "defect", summary, numbers)
+    found = compare(b, a)
+    numbers |= {
+        "rows_different": found.rows_different,
+        "max_abs_difference": found.largest,
+        "median_relative_difference": found.median_relative,
+    }
+    finding = found.finding(subject.dtype)
+    summary = f"the head's {rows} rows from chunks and rounds are those of single steps"
+    if finding != "ok":
+        summary = f"{found.rows_different} of the head's {rows} rows differ from single steps" + (
+            ", as other kernels round" if finding == "differs" else ", more than rounding explains"
+        )
+    return Check("priming", finding, summary, numbers)
+
+
+def _rows(cache: KVCache, rows: int) -> mx.array | None:
+    """(rows, anything): keys and values side by side; None where there are fewer."""
+    if cache.offset < rows or cache.keys is None or cache.values is None:
+        return None
+    parts = (held[0, :, :rows].swapaxes(0, 1) for held in (cache.keys, cache.values))
+    return mx.concatenate([part.reshape(rows, -1) for part in parts], axis=-1)
+
+
+def worst(findings: Sequence[Finding]) -> Finding:
+    order: tuple[Finding, ...] = ("defect", "differs", "ok", "skipped")
+    return min(findings, key=order.index)

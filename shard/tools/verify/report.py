@@ -1,0 +1,117 @@
+"""What `exo-node verify` found: for a person, and as JSON that can be sent to us; free of mlx.
+
+It names no machine, person, folder or prompt.
+"""
+
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from ....placement.errors import InvalidCheckpoint
+
+SCHEMA: Final = 1
+WIDTH: Final = 96
+
+Finding = Literal["ok", "differs", "defect", "skipped"]
+"""`differs`: by no more than rounding explains. `defect`: by more, or where nothing may differ."""
+
+Verdict = Literal["exact", "near_tie", "defect"]
+
+_SENTENCES: Final[Mapping[Verdict, str]] = {
+    "exact": "Exact: on this machine drafts change no answer, bit for bit.",
+    "near_tie": (
+        "Exact but for near ties: this machine's kernels round differently for blocks than for "
+        "single rows, so a greedy answer may take the other of two about equally likely tokens. "
+        "EXO_NATIVE_MTP_STRICT=1 gives the same answer with and without drafts where the line "
+        "fixed_rows says ok."
+    ),
+    "defect": (
+        "A defect: answers are not what they must be. Please send us the report (`--json FILE`), "
+        "and use EXO_NATIVE_MTP_ENABLED=0 until it is mended."
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check, what it found, and its figures as JSON values."""
+
+    name: str
+    finding: Finding
+    summary: str
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run; the mappings hold JSON values."""
+
+    created: str
+    versions: Mapping[str, Any]
+    device: Mapping[str, Any]
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    checks: tuple[Check, ...]
+    seconds: float
+    kernels: tuple[str, ...] = ()
+    """What computes the layers, and why; none: MLX's kernels alone."""
+
+    @property
+    def verdict(self) -> Verdict:
+        # The head's cache decides what is drafted, and no answer.
+        found = {c.finding for c in self.checks if c.name != "priming" or c.finding == "defect"}
+        if "defect" in found:
+            return "defect"
+        return "near_tie" if "differs" in found else "exact"
+
+    @property
+    def exit_status(self) -> int:
+        """0 where the contract holds, near ties included."""
+        return 1 if self.verdict == "defect" else 0
+
+
+def as_json(report: Report) -> str:
+    fields = {"schema": SCHEMA, "kind": "exo-node verify", "verdict": report.verdict}
+    return json.dumps(fields | asdict(report), indent=2, allow_nan=False) + "\n"
+
+
+def as_text(report: Report) -> str:
+    model, device = report.model, report.device
+    bits = f", {model['quantization']} bits" if model["quantization"] else ""
+    if model["kv_bits"]:
+        bits += f", caches of {model['kv_bits']} bits on both sides of each comparison"
+    memory = device["memory_bytes"] / 1e9
+    lines = [
+        f"{model['id']} ({model['dtype']}{bits}) on {device['chip']}, {device['backend']}, "
+        f"{memory:.0f} GB, MLX {report.versions['mlx']}",
+        "",
+    ]
+    for check in report.checks:
+        head = f"{check.finding:8}{check.name:12}"
+        lines += textwrap.wrap(
+            check.summary, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+        )
+    for line in report.kernels:
+        lines += textwrap.wrap(
+            line, WIDTH, initial_indent="kernels ", subsequent_indent=" " * len("kernels ")
+        )
+    lines += ["", *textwrap.wrap(_sentence(report), WIDTH), f"({report.seconds:.1f} s)"]
+    return "\n".join(lines)
+
+
+def _sentence(report: Report) -> str:
+    if report.model["head"] != "loaded" and report.verdict != "defect":
+        return "This model drafts nothing here, so nothing can change its answers."
+    return _SENTENCES[report.verdict]
+
+
+def finite(value: float, what: str) -> float:
+    """Figures of weights that overflow are no figures. Raises InvalidCheckpoint."""
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InvalidCheckpoint(
+            f"{what} is {value}: the model computes no finite numbers in this dtype; try another "
+            "--dtype, or download it again"
+        )
+    return value

@@ -1,0 +1,138 @@
+"""A small model with all the kernels that `install` finds, in the emulator or on the GPU."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from emulated import use
+from mlx import nn
+from mlx_lm.models import qwen3_5
+from mlx_lm.utils import dequantize_model
+
+from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.family import prepare
+from exo_node.mtp.rollback import TapedGatedDelta, cache_arrays, with_tapes
+from exo_node.shard.kernels import (
+    attention_choice,
+    kernel_choice,
+    layers,
+    product,
+    row_attention,
+    trial,
+)
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.install import used
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+}
+EXPERTS = DENSE | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    product._quantized.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    row_attention._kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(kernel_choice, "available", lambda: True)
+    monkeypatch.setattr(trial, "_time", untimed)
+    if not available():
+        # One chunk of keys, and more than one: what a kernel of ours distinguishes.
+        monkeypatch.setattr(attention_choice, "_CONTEXTS", (24, 70))
+        # MLX adds the products of experts in bfloat16 there.
+        monkeypatch.setitem(trial._TOLERANCE, mx.bfloat16, 0.1)  # pyright: ignore
+
+
+def untimed(run: trial.Run, rows: int, layers: int, clock: trial.Clock) -> float:
+    """A launch is a process here; what a trial compares is computed all the same."""
+    del run, rows, layers, clock
+    return 0.0
+
+
+def small(config: dict[str, Any]) -> qwen3_5.Model:
+    mx.random.seed(5)
+    arguments = {"model_type": "qwen3_5", "text_config": config}
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(arguments))
+    model.set_dtype(mx.bfloat16)
+    predicate: Any = model.language_model.quant_predicate
+
+    def wanted(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized"):
+            return False
+        return predicate(path, module) if predicate else True
+
+    nn.quantize(model.language_model, group_size=64, bits=4, class_predicate=wanted)
+    model.eval()
+    prepare(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def logits(model: qwen3_5.Model, blocks: list[list[int]]) -> mx.array:
+    caches: Any = with_tapes(model.make_cache())
+    return mx.concatenate([model(mx.array([ids]), caches) for ids in blocks], axis=1)
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
+    config: dict[str, Any],
+) -> None:
+    model = small(config)
+    prompt, verified = [7, 30, 2], [11, 5, 90, 41]
+    exact: Any = dequantize_model(small(config))
+    exact.set_dtype(mx.float32)
+    wanted = logits(exact, [prompt, verified])
+    mlxs_error = trial.relative_error(wanted, logits(model, [prompt, verified]))
+    chosen = kernel_choice.choose_kernels([model], "auto", lambda: 0.0, lambda _: None)
+    names = {"gated_delta", "product", "several_products", "traced_layer", "row_attention"}
+    names |= {"experts"} if config is EXPERTS else {"gated_product"}
+    assert names <= set(used(chosen)), [str(each) for each in chosen]
+    kinds = [type(module) for _, module in model.named_modules()]
+    assert row_attention.KernelAttention in kinds and layers.RowsLayer35 in kinds
+    deltas = [m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta)]
+    assert all(m.together is not None for m in deltas)
+    got = logits(model, [prompt, verified])
+    assert trial.relative_error(wanted, got) <= max(3e-2, 1.2 * mlxs_error)
+    assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
+    assert batch_is_each_alone(model)
+
+
+def batch_is_each_alone(model: qwen3_5.Model) -> bool:
+    """Two requests behind prompts of different lengths: three rows, then one, as by themselves."""
+    prompts, rows = [[7, 30, 2], [5, 9, 14, 33, 8]], [[11, 5, 90], [3, 61, 40]]
+    requests: list[Any] = [with_tapes(model.make_cache()) for _ in prompts]
+    for ids, caches in zip(prompts, requests, strict=True):
+        mx.eval(model(mx.array([ids]), caches), cache_arrays(caches))
+    positions = Positions([len(ids) for ids in prompts])
+    together: Any = batched(requests, positions)
+    got = [model(mx.array(rows), together)]
+    positions.moved([3, 3])
+    got.append(model(mx.array([each[:1] for each in rows]), together))
+    for i, (ids, caches) in enumerate(zip(rows, requests, strict=True)):
+        alone = [model(mx.array([ids]), caches), model(mx.array([ids[:1]]), caches)]
+        if not all(mx.array_equal(a[0], b[i]).item() for a, b in zip(alone, got, strict=True)):
+            return False
+    return True

@@ -1,0 +1,113 @@
+"""The CUDA kernels' own text, run by an emulator on a CPU, or on the GPU where there is one.
+
+`make test-gpu` runs these where MLX computes on an NVIDIA GPU, at the sizes of real models.
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from emulated import use
+from kernel_cases import delta_case, product_case
+
+from exo_node.mtp.rollback import Chosen, kept_rows
+from exo_node.shard.kernels import gated_delta, product
+from exo_node.shard.kernels.cuda import available
+from exo_node.shard.kernels.trial import relative_error
+
+TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
+ON_GPU = available()
+_SMALL_DELTAS = (
+    gated_delta.Sizes(1, 2, 64, mx.float32),
+    gated_delta.Sizes(1, 2, 128, mx.bfloat16),
+)
+_SMALL_PRODUCTS = (
+    product.Weights(36, 260, mx.float32),
+    product.Weights(4, 800, mx.bfloat16),
+    product.Weights(32, 2560, mx.bfloat16, 4, 64),
+    product.Weights(16, 1024, mx.float16, 4, 128),
+    product.Weights(48, 512, mx.bfloat16, 4, 32),
+    product.Weights(1, 384, mx.bfloat16, 8, 64),
+    product.Weights(20, 1152, mx.float16, 8, 32),
+    product.Weights(34, 384, mx.bfloat16, 8, 128),
+)
+_REAL_DELTAS = tuple(gated_delta.Sizes(16, heads, 128, mx.bfloat16) for heads in (32, 48))
+_REAL_PRODUCTS = (
+    product.Weights(1740, 5120, mx.bfloat16),
+    product.Weights(512, 17408, mx.bfloat16, 4, 64),
+    product.Weights(24832, 5120, mx.bfloat16, 4, 64),
+    product.Weights(1740, 5120, mx.bfloat16, 4, 32),
+    product.Weights(1740, 5120, mx.bfloat16, 8, 64),
+    product.Weights(512, 17408, mx.float16, 8, 128),
+)
+DELTAS = (*_SMALL_DELTAS, *(_REAL_DELTAS if ON_GPU else ()))
+PRODUCTS = (*_SMALL_PRODUCTS, *(_REAL_PRODUCTS if ON_GPU else ()))
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("sizes", DELTAS, ids=str)
+def test_a_layers_rows_are_those_of_plain_operations_and_of_single_steps(
+    sizes: gated_delta.Sizes,
+) -> None:
+    case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
+    y, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
+    wanted, last = case.reference()
+    assert relative_error(wanted, y) <= TOLERANCE[sizes.dtype]
+    assert relative_error(last, states[-1]) <= TOLERANCE[sizes.dtype]
+    assert mx.array_equal(window, mx.concatenate([case.before, case.inputs[0]], axis=1)).item()
+    state, before = case.state, case.before
+    for i in range(2):
+        row = case.row(i)
+        one, moved, after = kernel.rows(*row, before, case.layer, state)
+        assert mx.array_equal(one[:, 0], y[:, i]).item()
+        assert mx.array_equal(after[0], states[i]).item()
+        state, before = after[0], moved[:, 1:]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("sizes", DELTAS, ids=str)
+def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
+    sizes: gated_delta.Sizes,
+) -> None:
+    case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)
+    _, window, states = kernel.rows(*case.inputs, case.before, case.layer, case.state)
+    kept = mx.array([4, 2])
+    chosen = Chosen(window, states, kept_rows(kept))
+    last, state = (a for a in chosen.arrays() if a is not None)
+    assert mx.array_equal(last, mx.stack([window[0, 4:7], window[1, 2:5]])).item()
+    assert mx.array_equal(state, mx.stack([states[3, 0], states[1, 1]])).item()
+    row = case.row(4)
+    got = kernel.rows(*row, window, case.layer, states, chosen.at)
+    wanted = kernel.rows(*row, mx.contiguous(last), case.layer, state)
+    for ours, copied in zip(got, wanted, strict=True):
+        assert mx.array_equal(ours, copied).item()
+
+
+@pytest.mark.parametrize("sizes", DELTAS, ids=str)
+def test_a_prompts_recurrence_is_that_of_plain_operations(
+    sizes: gated_delta.Sizes,
+) -> None:
+    case = delta_case(sizes, batch=1, rows=37)
+    kernel, (q, k, v) = gated_delta.GatedDelta(sizes), case.heads()
+    _, _, b, a = case.inputs
+    got = kernel.recurrence(q, k, v, a, b, case.layer, case.state)
+    wanted = gated_delta.reference(q, k, v, a, b, case.layer, case.state)
+    for ours, stock in zip(got, wanted, strict=True):
+        assert relative_error(stock, ours) <= 1e-4
+
+
+@pytest.mark.parametrize("weights", PRODUCTS, ids=str)
+def test_a_products_rows_are_right_and_do_not_depend_on_their_number(
+    weights: product.Weights,
+) -> None:
+    layer, x, wanted = product_case(weights, rows=40)
+    assert product.weights_of(layer) == weights and product.unfit(weights) == ""
+    kernel = product.product_for(weights)
+    whole = kernel(x, layer)
+    assert relative_error(wanted, whole) <= TOLERANCE[weights.dtype]
+    for rows in (1, 3, 9, 17):
+        assert mx.array_equal(kernel(x[:, :rows], layer), whole[:, :rows]).item()

@@ -1,0 +1,412 @@
+"""The host side of the kernels on a CPU, with stand-ins that compute in plain operations."""
+
+# mlx and mlx_lm are typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models import qwen3_5
+from mlx_lm.models.cache import KVCache
+from plain_gated_delta import PlainGatedDelta, give_kernel
+
+from exo_node.mtp.batch_caches import Positions, batched
+from exo_node.mtp.family import prepare
+from exo_node.mtp.rollback import TapedCache, with_tapes
+from exo_node.shard.kernels import (
+    attention,
+    gated_delta,
+    kernel_choice,
+    layer_choice,
+    layers,
+    product,
+    trial,
+)
+from exo_node.shard.kernels.install import used
+
+TEXT = {
+    "model_type": "qwen3_5",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+}
+
+
+class PlainProduct:
+    """A product in MLX's own operations that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.rows_seen: list[int] = []
+
+    def __call__(self, x: mx.array, layer: Any) -> mx.array:
+        self.rows_seen.append(x.size // x.shape[-1])
+        return x @ layer.weight.T
+
+
+@pytest.fixture
+def model() -> qwen3_5.Model:
+    mx.random.seed(3)
+    made = qwen3_5.Model(
+        qwen3_5.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": TEXT})
+    )
+    made.eval()
+    prepare(made)
+    mx.eval(made.parameters())
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is handed in: a trial tells no more by 96 calls than by four."""
+    monkeypatch.setattr(trial, "_CALLS", 2)
+    monkeypatch.setattr(trial, "_REPEATS", 1)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """As if MLX ran on CUDA; the kernels are stand-ins."""
+    made: dict[str, Any] = {"product": PlainProduct()}
+    monkeypatch.setattr(kernel_choice, "available", lambda: True)
+
+    def delta(sizes: gated_delta.Sizes) -> PlainGatedDelta:
+        return made.setdefault("delta", PlainGatedDelta(sizes))
+
+    def dense(_: product.Weights) -> PlainProduct:
+        return made["product"]
+
+    monkeypatch.setattr(gated_delta, "GatedDelta", delta)
+
+    monkeypatch.setattr(product, "product_for", dense)
+    return made
+
+
+def clock(seconds: Sequence[float] = (1.0,)) -> Callable[[], float]:
+    """Each reading is later than the one before by the next of `seconds`, in turns."""
+    at, count = 0.0, 0
+
+    def read() -> float:
+        nonlocal at, count
+        at += seconds[count % len(seconds)]
+        count += 1
+        return at
+
+    return read
+
+
+def test_nothing_is_chosen_where_mlx_is_not_on_cuda(model: qwen3_5.Model) -> None:
+    kinds = [type(module) for _, module in model.named_modules()]
+    notes: list[str] = []
+    assert (
+        kernel_choice.choose_kernels([model], "auto", clock(), notes.append) == () and notes == []
+    )
+    assert [type(module) for _, module in model.named_modules()] == kinds
+
+
+def test_the_setting_turns_them_off_and_says_so(
+    model: qwen3_5.Model, on_gpu: dict[str, Any]
+) -> None:
+    del on_gpu
+    [chosen] = kernel_choice.choose_kernels([model], "mlx", clock(), lambda _: None)
+    assert not chosen.used and "EXO_KERNELS" in chosen.reason
+    assert not any(
+        isinstance(module, product.RowsLinear | attention.SingleRowAttention)
+        for _, module in model.named_modules()
+    )
+
+
+def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
+    model: qwen3_5.Model, on_gpu: dict[str, Any]
+) -> None:
+    notes: list[str] = []
+    chosen = kernel_choice.choose_kernels([model], "auto", clock(), notes.append)
+    assert notes == [kernel_choice.COMPILING]
+    assert {"gated_delta", "product"} <= set(used(chosen))
+    assert all("us for 1 and 4 rows" in c.reason for c in chosen if "attention" not in c.kernel)
+    layers = [m for _, m in model.named_modules() if type(m).__name__ == "TapedGatedDeltaNet"]
+    assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
+
+
+def as_it_is(function: Any) -> Any:
+    """In place of `mx.compile`, which rounds elsewhere on a CPU."""
+    return function
+
+
+def delta_layers(model: qwen3_5.Model) -> list[Any]:
+    layers: list[Any] = [layer for layer in model.layers if layer.is_linear]
+    for layer in layers:
+        give_kernel(layer.linear_attn)
+    return layers
+
+
+def test_layers_are_traced_where_their_mixer_has_kernels(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "compile", as_it_is)
+    ids = mx.array([[5, 9, 2, 44]])
+    wanted = model(ids, with_tapes(model.make_cache()))
+    deltas = delta_layers(model)
+    attention_layer: Any = model.layers[3]
+    attention_layer.self_attn.kernel = object()  # of a trial that our attention lost
+    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    assert chosen.used and chosen.layers == len(deltas) == 3
+    assert all(type(layer) is layers.RowsLayer35 for layer in deltas)
+    assert type(attention_layer) is qwen3_5.DecoderLayer
+    got = model(ids, with_tapes(model.make_cache()))
+    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-4).item()
+
+
+def test_a_trace_with_other_bits_is_not_used(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(function: Any) -> Any:
+        def run(*inputs: mx.array) -> Any:
+            first, *more = function(*inputs)
+            return first + 1e-6, *more
+
+        return run
+
+    monkeypatch.setattr(mx, "compile", other)
+    deltas = delta_layers(model)
+    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    assert not chosen.used and "bits" in chosen.reason
+    assert all(type(layer) is qwen3_5.DecoderLayer for layer in deltas)
+
+
+def test_the_gpu_begins_before_the_last_layer_is_built(
+    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "compile", as_it_is)
+    monkeypatch.setattr(layer_choice, "_HANDED_OVER", 2)
+    _ = delta_layers(model)
+    _ = layer_choice.trace_layers([*model.layers], clock())
+    begun: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", begun.append)
+    model(mx.array([[5]]), with_tapes(model.make_cache()))
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 40, 70])
+def test_a_layer_by_its_kernel_computes_what_mlx_lm_does(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[0].linear_attn
+    x = mx.random.normal((1, rows, 64))
+    before = mx.random.normal((1, 6, 64))
+    stock, ours = TapedCache(2), TapedCache(2)
+    wanted = [layer(before, None, stock), layer(x, None, stock)]
+    give_kernel(layer)
+    got = [layer(before, None, ours), layer(x, None, ours)]
+    for a, b in zip((*wanted, *stock.cache), (*got, *ours.cache), strict=True):
+        assert a is not None and b is not None
+        assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 20])
+def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[0].linear_attn
+    give_kernel(layer)
+    x = mx.random.normal((1, rows, 64))
+    whole, part = TapedCache(2), TapedCache(2)
+    for cache in (whole, part):
+        layer(mx.ones((1, 3, 64)), None, cache)
+    layer(x, None, whole)
+    for kept in range(rows + 1):
+        if kept:
+            layer(x[:, kept - 1 : kept], None, part)
+        taken_back = copy.deepcopy(whole)
+        taken_back.rollback(rows - kept)
+        for a, b in zip(taken_back.cache, part.cache, strict=True):
+            assert a is not None and b is not None and a.shape == b.shape
+            assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
+
+
+def test_few_rows_take_the_product_and_many_take_mlxs() -> None:
+    layer, kernel = nn.Linear(64, 32, bias=False), PlainProduct()
+    wanted = layer(mx.ones((1, 65, 64)))
+    product.put_in(layer, kernel, mx.float32)
+    assert mx.array_equal(layer(mx.ones((1, 65, 64))), wanted).item() and kernel.rows_seen == []
+    layer(mx.ones((16, 4, 64)))
+    assert kernel.rows_seen == [64]
+    layer(mx.ones((1, 1, 64), dtype=mx.bfloat16))
+    assert kernel.rows_seen == [64]
+
+
+def test_embeddings_that_serve_as_lm_head_take_it_too() -> None:
+    layer, kernel = nn.Embedding(32, 64), PlainProduct()
+    product.put_in(layer, kernel, mx.float32)
+    layer.as_linear(mx.ones((1, 3, 64)))
+    assert kernel.rows_seen == [3]
+    assert layer(mx.array([[1, 2]])).shape == (1, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (product.Weights(32, 256, mx.bfloat16, 6, 64), "6 bits"),
+        (product.Weights(32, 256, mx.bfloat16, 4, 16), "groups of 16"),
+        (product.Weights(32, 320, mx.bfloat16, 4, 64), "multiple of 256"),
+        (product.Weights(32, 320, mx.bfloat16, 8, 64), "multiple of 128"),
+        (product.Weights(33, 384, mx.bfloat16, 8, 128), "odd"),
+        (product.Weights(32, 256, mx.float32, 4, 64), "float32"),
+        (product.Weights(32, 40, mx.bfloat16), "multiple of 32"),
+    ],
+)
+def test_a_shape_without_a_kernel_says_why(weights: product.Weights, says: str) -> None:
+    assert says in product.unfit(weights)
+
+
+def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
+    assert product.weights_of(nn.Linear(64, 32, bias=True)) is None
+    assert product.weights_of(nn.RMSNorm(64)) is None
+
+
+def runs(error: float = 0.0, neighbours: float = 0.0) -> trial.Run:
+    def run(rows: int, layer: int) -> Sequence[mx.array]:
+        del layer
+        return (mx.ones((1, rows, 8)) * (1 + error) + neighbours * rows,)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        (runs(error=0.1), "from MLX's"),
+        (runs(error=float("nan")), "from MLX's"),
+        (runs(neighbours=1e-4), "depend on the rows beside it"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_not_used(ours: trial.Run, says: str) -> None:
+    tried = trial.try_kernel(ours, runs(), 1, mx.float32, clock())
+    assert says in tried.fault and not trial.pays([tried])
+    chosen = trial.choice("product", "x", tried, used=False)
+    assert not chosen.used and "MLX" in str(chosen)
+
+
+def test_a_kernel_that_does_not_start_is_not_used_and_says_so() -> None:
+    def broken(rows: int, layer: int) -> Sequence[mx.array]:
+        raise RuntimeError("cudaErrorLaunchOutOfResources: too many resources\nand more")
+
+    tried = trial.try_kernel(broken, runs(), 1, mx.float32, clock())
+    assert "too many resources" in tried.fault and "and more" not in tried.fault
+
+
+def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
+    quick = trial.Trial(1, "", (1.0, 1.0), (2.0, 2.0))
+    slow = trial.Trial(1, "", (2.0, 2.0), (1.0, 1.0))
+    assert trial.pays([quick, quick, slow]) and not trial.pays([quick, slow, slow])
+    assert trial.pays([replace(quick, layers=9), slow, slow])
+    assert not trial.pays([]) and not trial.pays([trial.Trial(3, "it is broken")])
+    chosen = trial.choice("product", "x", quick, used=False)
+    assert chosen.reason.startswith("slower over the model's layers")
+
+
+def test_kernels_that_run_are_named_once_and_refused_ones_not_at_all() -> None:
+    shapes = [("product", True), ("attention", True), ("product", True), ("traced", False)]
+    choices = [trial.Choice(kernel, "x", 1, used, "") for kernel, used in shapes]
+    assert used(choices) == ("attention", "product")
+    assert used(choices[3:]) == ()
+
+
+@pytest.mark.parametrize("rows", [2, 4, 16])
+def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) -> None:
+    layer: Any = model.language_model.model.layers[3].self_attn
+    before, x = mx.random.normal((1, 9, 64)), mx.random.normal((1, rows, 64))
+    caches = [KVCache(), KVCache(), KVCache()]
+    for cache in caches:
+        layer(before, "causal", cache)
+    wanted = layer(x, "causal", caches[0])
+    layer.__class__ = attention.SingleRowAttention
+    got = layer(x, "causal", caches[1])
+    each = [layer(x[:, i : i + 1], None, caches[2]) for i in range(rows)]
+    assert mx.allclose(wanted, got, rtol=1e-4, atol=1e-5).item()
+    assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
+    assert caches[1].offset == caches[0].offset == 9 + rows
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_row_by_row_in_a_batch_is_that_of_each_request_alone(
+    model: qwen3_5.Model, rows: int
+) -> None:
+    """With a mask over the longest request MLX would choose other kernels on a GPU."""
+    layer: Any = model.language_model.model.layers[3].self_attn
+    layer.__class__ = attention.SingleRowAttention
+    alone = [KVCache() for _ in range(3)]
+    for cache, past in zip(alone, (9, 40, 1), strict=True):
+        layer(mx.random.normal((1, past, 64), key=mx.random.key(past)), "causal", cache)
+    positions = Positions([cache.offset for cache in alone])
+    [together] = batched([[cache] for cache in alone], positions)
+    x = mx.random.normal((3, rows, 64))
+    wanted = [
+        mx.concatenate([layer(x[b : b + 1, i : i + 1], None, cache) for i in range(rows)], axis=1)
+        for b, cache in enumerate(alone)
+    ]
+    got = layer(x, None, together)
+    positions.moved([rows] * 3)
+    assert mx.array_equal(mx.concatenate(wanted), got).item()
+    for b, cache in enumerate(alone):
+        read = together.of(b)
+        assert isinstance(read, KVCache) and read.offset == cache.offset
+        for mine, theirs in zip(cache.keys_and_values(), read.keys_and_values(), strict=True):
+            assert mine is not None and theirs is not None
+            assert mx.array_equal(mine, theirs).item()
+
+
+@pytest.mark.parametrize("prompt", [1, 9, 250, 256, 512])
+def test_the_size_of_a_buffer_never_lets_mlx_take_cudnn(model: qwen3_5.Model, prompt: int) -> None:
+    """cuDNN reads buffers of a multiple of 256 rows, which drafts would make or avoid."""
+    layer: Any = model.language_model.model.layers[3].self_attn
+    layer.__class__ = attention.SingleRowAttention
+    x = mx.random.normal((1, 40, 64))
+    stepped, blocks = KVCache(), KVCache()
+    for cache in (stepped, blocks):
+        layer(mx.random.normal((1, prompt, 64), key=mx.random.key(1)), "causal", cache)
+    wanted = [layer(x[:, i : i + 1], None, stepped) for i in range(40)]
+    got: list[mx.array] = []
+    for start in range(0, 40, 3):
+        got.append(layer(x[:, start : start + 4], "causal", blocks)[:, :3])
+        if start + 4 <= 40:
+            blocks.trim(1)
+        for cache in (stepped, blocks):
+            assert cache.keys is not None and cache.values is not None
+            assert cache.keys.shape[2] % 256 and cache.values.shape == cache.keys.shape
+    assert mx.allclose(mx.concatenate(wanted, 1), mx.concatenate(got, 1), atol=1e-5).item()
+
+
+def test_a_buffer_that_somebody_else_filled_gets_another_size_with_its_rows() -> None:
+    cache = KVCache()
+    cache.state = (mx.ones((1, 2, 512, 8)), mx.ones((1, 2, 512, 8)) * 2, 300)
+    attention.make_room(cache, 1, (1, 2, 8), mx.float32)
+    keys, values = cache.keys_and_values()
+    assert keys is not None and values is not None and cache.keys is not None
+    assert cache.keys.shape[2] == 520 and cache.offset == 300
+    assert mx.array_equal(keys, mx.ones((1, 2, 300, 8))).item()
+    assert mx.array_equal(values, mx.ones((1, 2, 300, 8)) * 2).item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cudnn"), [(mx.bfloat16, True), (mx.float16, True), (mx.float32, False)]
+)
+def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
+    model: qwen3_5.Model, on_gpu: dict[str, Any], dtype: mx.Dtype, cudnn: bool
+) -> None:
+    """What MLX chooses depends on the buffers of an answer, and no trial sees those."""
+    del on_gpu
+    model.set_dtype(dtype)
+    chosen = kernel_choice.choose_kernels([model], "auto", clock(), lambda _: None)
+    [taken] = [c for c in chosen if c.kernel == "attention"]
+    assert "cuDNN" in taken.reason if cudnn else "cuDNN" not in taken.reason
+    assert taken.used or not cudnn

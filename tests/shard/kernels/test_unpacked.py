@@ -1,0 +1,87 @@
+"""Products of many rows with quantised weights: the numbers, and what is in memory at once."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from exo_node.shard.kernels import kernel_choice, product, trial, unpacked
+
+MANY = product.MAX_ROWS + 1
+
+
+class NoProduct:
+    """Of few rows, which no test here asks for."""
+
+    storage = product.Storage(mx.float32, 4, 64)
+
+    def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
+        raise AssertionError(x.shape)
+
+
+def packed(features: int = 32, inputs: int = 128, bits: int = 4) -> Any:
+    layer: Any = nn.QuantizedLinear.from_linear(nn.Linear(inputs, features, bias=False), 64, bits)
+    product.put_in(layer, NoProduct(), mx.float32)
+    return layer
+
+
+def choose(layers: list[Any]) -> list[Any]:
+    return kernel_choice._unpacking(layers)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_are_those_of_the_unpacked_weights(bits: int) -> None:
+    layer, x = packed(bits=bits), mx.random.normal((1, MANY, 128), key=mx.random.key(1))
+    mlxs = layer(x)
+    [chosen] = choose([layer])
+    assert chosen.used and (chosen.kernel, chosen.layers) == ("unpacked_product", 1)
+    weight = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, bits)
+    assert mx.array_equal(layer(x), x @ weight.T).item()
+    assert trial.relative_error(mlxs, layer(x)) < 1e-5
+
+
+def test_another_dtype_is_mlxs() -> None:
+    layer = packed()
+    x = mx.ones((1, MANY, 128), dtype=mx.bfloat16)
+    wanted = layer(x)
+    _ = choose([layer])
+    assert layer(x).dtype == wanted.dtype and mx.array_equal(layer(x), wanted).item()
+
+
+def test_what_is_large_unpacked_stays_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = packed(32), packed(64)
+    monkeypatch.setattr(unpacked, "MAX_LAYER_BYTES", 32 * 128 * 4)
+    [chosen] = choose([small, large])
+    assert (small.unpacking is None, large.unpacking is None, chosen.layers) == (False, True, 1)
+    assert choose([large]) == []
+
+
+def test_a_group_begins_when_the_one_before_the_last_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[str, int]] = []
+    results: list[mx.array] = []
+    begin: Callable[..., Any] = mx.async_eval
+    wait: Callable[..., Any] = mx.eval
+
+    def begun(y: mx.array) -> None:
+        said.append(("begin", len(results)))
+        begin(y)
+
+    def waited(y: mx.array) -> None:
+        said.append(("wait", next(i for i, each in enumerate(results) if each is y)))
+        wait(y)
+
+    monkeypatch.setattr(mx, "async_eval", begun)
+    monkeypatch.setattr(mx, "eval", waited)
+    layer, x = packed(), mx.ones((1, MANY, 128))
+    one = 32 * 128 * 4
+    multiply = unpacked.Unpacking(group_bytes=2 * one)
+    for _ in range(6):
+        results.append(multiply(x, layer))
+    begins = [("begin", 1), ("begin", 3), ("wait", 1), ("begin", 5), ("wait", 3)]
+    assert said == begins

@@ -1,0 +1,281 @@
+"""`exo-node bench mtp`: its arithmetic on canned figures, its files, its refusals, its child."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_stub import exo_node
+from PIL import Image
+from small import small_checkpoint, small_spec
+
+from exo_node.node.cli import bench as cli_bench
+from exo_node.placement.errors import InvalidSettings
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.tools.bench import main as bench_mtp
+from exo_node.shard.tools.bench.main import run_bench, write_results
+from exo_node.shard.tools.bench.output import Results, as_text
+from exo_node.shard.tools.bench.plot import NoPlot
+from exo_node.shard.tools.bench.request import BenchRequest, parse_bench_request
+
+# ------------------------------------------------------------- a sweep on the small model
+
+MODEL = str(small_checkpoint())
+NAME = Path(MODEL).name
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What one command left."""
+
+    folder: Path
+    stdout: str
+    stderr: str
+    body: dict[str, Any]
+
+    def arm(self, name: str) -> dict[str, Any]:
+        [found] = [arm for arm in self.body["arms"] if arm["arm"] == name]
+        return found
+
+
+PROMPTS = (
+    {"prompt": "Count from 5 to 15.", "id": "count", "category": "list"},
+    {"prompt": "Who are you?", "id": "who", "category": "question"},
+    {"prompt": "word " * 5000, "id": "endless", "category": "long"},
+)
+TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The command itself, once, with every arm."""
+    work = tmp_path_factory.mktemp("bench")
+    prompts, folder = work / "mine.jsonl", work / "out"
+    _ = prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    done = exo_node(
+        *("bench", "mtp", MODEL, "--prompts", str(prompts), "--k", "0,1,2"),
+        *("--max-tokens", str(TOKENS)),
+        *("--repeats", "2", "--dtype", "float32", "--against", "mlx-lm", "--output", str(folder)),
+    )
+    assert done.returncode == 0, done.stderr
+    body = json.loads((folder / "mtp.json").read_text())
+    return Bench(folder, done.stdout, done.stderr, body)
+
+
+def test_every_arm_answers_every_prompt_in_every_repeat(swept: Bench) -> None:
+    names = ["mlx-lm", "K=0", "K=1", "K=2", "adaptive"]
+    assert [arm["arm"] for arm in swept.body["arms"]] == names
+    ran = sorted((run["repeat"], run["prompt"], run["arm"]) for run in swept.body["runs"])
+    assert ran == sorted((r, p, name) for r in range(2) for p in range(2) for name in names)
+    assert all(run["tokens"] == TOKENS for run in swept.body["runs"])
+    assert all(run["decode_s"] > 0 and run["ttft_s"] > 0 for run in swept.body["runs"])
+
+
+def test_the_arms_draft_what_they_say_and_give_the_same_ids(swept: Bench) -> None:
+    for k in (1, 2):
+        arm = swept.arm(f"K={k}")
+        assert arm["k"] == k
+        assert 0 < arm["accepted"] <= arm["proposed"] <= k * arm["rounds"]
+        assert len(arm["acceptance_per_position"]) == k
+        assert arm["tokens_per_round"] > 1
+        assert arm["verify_steps"] > 0
+        assert arm["draft_steps"] > 0
+    assert swept.arm("K=0")["draft_k_histogram"] == [2 * 2 * (TOKENS - 1)]
+    assert swept.arm("adaptive")["kind"] == "adaptive"
+    assert {arm["same_ids"] for arm in swept.body["arms"]} == {2}
+    assert swept.arm("K=0")["vs_off"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+
+
+def test_a_prompt_over_the_context_is_skipped_and_named(swept: Bench) -> None:
+    [skipped] = swept.body["skipped"]
+    assert skipped.startswith("endless: its ")
+    assert f"skipped {skipped}\n" in swept.stderr
+    assert [prompt["name"] for prompt in swept.body["prompts"]] == ["count", "who"]
+
+
+def test_the_json_names_device_versions_settings_and_model(swept: Bench) -> None:
+    body = swept.body
+    assert (body["kind"], body["schema"]) == ("exo-node bench mtp", 1)
+    assert set(body["versions"]) == {"exo-node", "mlx", "mlx-lm", "Python"}
+    assert body["device"]["chip"] and body["device"]["peak_memory_bytes"] > 0
+    assert body["settings"]["prompts"] == "mine.jsonl"
+    assert body["settings"]["repeats"] == 2
+    assert (body["model"]["id"], body["model"]["dtype"]) == (NAME, "float32")
+    assert (body["no_drafts"], body["greedy_identity"]) == ("", "bitwise")
+    assert len(body["costs"]["verify"]) == 4
+    assert body["costs"]["verify"][0] == 1.0
+    assert str(Path(MODEL).parent) not in json.dumps(body)
+
+
+def test_the_csv_has_one_row_an_arm_with_the_jsons_figures(swept: Bench) -> None:
+    rows = list(csv.DictReader(io.StringIO((swept.folder / "mtp.csv").read_text())))
+    assert [row["arm"] for row in rows] == [arm["arm"] for arm in swept.body["arms"]]
+    for row, arm in zip(rows, swept.body["arms"], strict=True):
+        for part, column in (("median", ""), ("least", "_least"), ("most", "_most")):
+            assert float(row[f"tok_s{column}"]) == pytest.approx(arm["tok_s"][part], rel=1e-4)
+        assert row["accepted"] == ("" if arm["accepted"] is None else str(arm["accepted"]))
+        assert (row["model"], row["device"]) == (NAME, swept.body["device"]["chip"])
+
+
+def test_the_plot_is_a_picture(swept: Bench) -> None:
+    with Image.open(swept.folder / "mtp.png") as picture:
+        picture.verify()
+        assert picture.format == "PNG"
+        assert min(picture.size) > 600
+    drawn = (swept.folder / "mtp.svg").read_text()
+    for text in ("tokens per second", "% accepted of proposed", "adaptive", f"{NAME}, float32"):
+        assert text in drawn
+
+
+def test_the_tables_go_to_stdout_and_the_notes_to_stderr(swept: Bench) -> None:
+    lines = swept.stdout.splitlines()
+    assert lines[0] == f"{NAME}, float32, greedy, 2 prompts, at most 10 tokens, 2 repeats"
+    for start in ("K=2 ", "adaptive ", "mlx-lm ", "list ", "question "):
+        assert any(line.startswith(start) for line in lines), start
+    [header] = [line for line in lines if "tok/s" in line]
+    for column in ("vs K=0", "vs mlx-lm", "TTFT ms", "same ids"):
+        assert column in header
+    assert "break-even" in swept.stdout
+    assert max(map(len, lines)) <= 120
+    assert str(swept.folder / "mtp.png") in swept.stderr
+
+
+# --------------------------------------------------------------- sweeps inside this process
+
+
+def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
+    prompts = tmp_path / "prompts.txt"
+    _ = prompts.write_text("Who are you?\n")
+    fields: dict[str, Any] = {
+        "stage": "00",
+        "depths": (),
+        "adaptive": False,
+        "against_mlx_lm": False,
+        "prompts": str(prompts),
+        "max_tokens": 6,
+        "repeats": 1,
+        "temperature": 0.0,
+        "output": str(tmp_path / "out"),
+        "chip": "a chip",
+        "backend": "cpu",
+        "memory_bytes": 1,
+    }
+    return BenchRequest(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    wanted = small_spec(native_mtp=False, mtp_off_reason="no head, says a test")
+    return run_bench(bench_request(tmp_path_factory.mktemp("headless"), adaptive=True), wanted)
+
+
+def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results) -> None:
+    assert [arm.arm for arm in headless.arms] == ["K=0"]
+    assert headless.no_drafts == "no head, says a test"
+    assert headless.costs is None
+    assert as_text(headless).endswith("only K=0 ran: no head, says a test")
+
+
+def test_without_matplotlib_the_rest_is_written_and_the_reason_told(
+    headless: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files, no_plot = write_results(headless, tmp_path / "out")
+    assert sorted(file.name for file in files) == ["mtp.csv", "mtp.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mtp.csv", "mtp.json"]
+    assert no_plot == NoPlot(
+        "matplotlib is not installed; `pip install 'exo-node[bench]'` brings it"
+    )
+
+
+def test_a_figure_of_k_0_alone_can_be_drawn(headless: Results, tmp_path: Path) -> None:
+    files, no_plot = write_results(headless, tmp_path)
+    assert no_plot is None
+    assert {"mtp.png", "mtp.svg"} < {file.name for file in files}
+
+
+def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_path: Path) -> None:
+    _ = (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidSettings, match=r"^--output .*cannot be written"):
+        _ = write_results(headless, tmp_path / "file")
+
+
+def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
+    wanted = small_spec(native_mtp=True, max_draft_tokens=1)
+    results = run_bench(bench_request(tmp_path, depths=(1,), temperature=1.0), wanted)
+    assert [arm.same_ids for arm in results.arms] == [None, None]
+    text = as_text(results)
+    assert "temperature 1" in text
+    assert "same ids" not in text
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["demmo"], 1, "Did you mean demo?"),
+        (["./nowhere"], 1, "./nowhere"),
+        (["--k", "9"], 2, "--k: 9, and demo drafts at most 3 tokens a round"),
+        (["--k", "1;2"], 2, "--k: '1;2'; write numbers with commas between them"),
+        (["--prompts", "nowhere.txt"], 2, "nowhere.txt: there is no such file"),
+        (["--against", "vllm"], 2, "--against: 'vllm'; it knows mlx-lm"),
+        (["--dtype", "int4"], 2, "--dtype: "),
+        (["--output", str(Path(__file__))], 2, "is not a folder"),
+        (["--output", str(Path(__file__).parents[2])], 2, "is not empty"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    tmp_path: Path, arguments: list[str], status: int, says: str
+) -> None:
+    output = [] if "--output" in arguments else ["--output", str(tmp_path / "out")]
+    done = exo_node("bench", "mtp", *arguments, *output)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("exo-node: ")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def _requested(changes: Mapping[str, object]) -> bytes:
+    wanted = pb.StageSpec(model="demo", native_mtp=True, max_draft_tokens=2)
+    body: dict[str, object] = {
+        "stage": wanted.SerializeToString().hex(),
+        "depths": [1, 2],
+        "adaptive": True,
+        "against_mlx_lm": False,
+        "prompts": None,
+        "max_tokens": 8,
+        "repeats": 1,
+        "temperature": 0,
+        "output": "o",
+        "chip": "c",
+        "backend": "cpu",
+        "memory_bytes": 1,
+    }
+    return json.dumps({**body, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("depths", [3]), ("repeats", 0), ("stage", "ff"), ("more", 1), ("backend", None)],
+)
+def test_the_child_checks_what_it_is_asked(field: str, value: object) -> None:
+    with pytest.raises(InvalidSettings) as refused:
+        _ = parse_bench_request(_requested({field: value}))
+    assert refused.value.param == field
+
+
+def test_what_the_command_asks_passes_the_childs_checks() -> None:
+    request, wanted = parse_bench_request(_requested({}))
+    assert (request.depths, wanted.model) == ((1, 2), "demo")
+
+
+def test_the_childs_module_is_the_one_that_the_command_starts() -> None:
+    assert bench_mtp.__name__ == cli_bench._CHILD  # pyright: ignore[reportPrivateUsage]

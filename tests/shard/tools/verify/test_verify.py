@@ -1,0 +1,497 @@
+"""`exo-node verify`: what it finds on an exact machine, an inexact one, and with seeded faults."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+import getpass
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from shims import by_contents, by_rows, perturb
+from small import small_checkpoint
+from tiny import VOCABULARY, taped_qwen
+
+from exo_node.mtp import ahead
+from exo_node.mtp.accept import VerifyResult, accept_matching
+from exo_node.mtp.batch_caches import Positions
+from exo_node.mtp.batch_drafter import BatchHead
+from exo_node.mtp.drafters import NativeDrafter
+from exo_node.mtp.probe import FixedRowsCheck
+from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
+from exo_node.mtp.sampler import Sampler
+from exo_node.mtp.sampling import Distribution, Noise
+from exo_node.node.cli.verify import run_verify
+from exo_node.node.machine.settings import load_settings
+from exo_node.node.placements.local_model import resolve
+from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.local import FamilyTarget
+from exo_node.shard.tools.verify import main as verify
+from exo_node.shard.tools.verify.answers import (
+    Compared,
+    check_greedy,
+    check_strict,
+    first_difference,
+    pattern_of,
+    surprise,
+)
+from exo_node.shard.tools.verify.numbers import chain_of, check_blocks, compare
+from exo_node.shard.tools.verify.report import Check, Report, as_json, as_text
+from exo_node.shard.tools.verify.subject import ModelUnderTest
+
+EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
+PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
+FEWER = verify.Effort(prompts=1, tokens=16, rows=8, samples=200)
+"""Enough to see a seeded fault."""
+ALL = (
+    "blocks",
+    "rollback",
+    "fixed_rows",
+    "priming",
+    "greedy",
+    "batch",
+    "strict",
+    "seeded",
+    "marginals",
+)
+
+Key = Callable[[mx.array, int], Any]
+
+
+def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -> ModelUnderTest:
+    model = taped_qwen()
+    family = Qwen35Family(model)
+    mx.random.seed(5)
+    made: Any = family.make_head()
+    mx.eval(made.parameters())
+    if shim is not None:
+        _ = perturb(model, shim, size=size)
+
+    def make_drafter(chooser: Sampler, k: int) -> NativeDrafter:
+        return NativeDrafter(made, family.embed, family.lm_head, chooser, k, overlap=True)
+
+    def make_caches() -> list[Any]:
+        return with_tapes(model.make_cache())
+
+    return ModelUnderTest(
+        FamilyTarget(family),
+        make_caches,
+        VOCABULARY,
+        mx.float32,
+        chunk=8,
+        max_k=3,
+        make_drafter=make_drafter if head else None,
+        batch_head=BatchHead(made, family.embed, family.lm_head) if head else None,
+        no_drafts="" if head else "its weights were stripped",
+    )
+
+
+def checked(
+    of: ModelUnderTest, upto: str = ALL[-1], effort: verify.Effort = EFFORT
+) -> dict[str, Check]:
+    """The checks up to the one that is asked about."""
+    found: dict[str, Check] = {}
+    for check in verify.run_checks(of, PROMPTS, effort, lambda _: None):
+        found[check.name] = check
+        if check.name == upto:
+            break
+    return found
+
+
+def findings(checks: dict[str, Check]) -> dict[str, str]:
+    return {name: check.finding for name, check in checks.items()}
+
+
+def report(checks: Sequence[Check], head: str = "loaded") -> Report:
+    model: dict[str, Any] = {"id": "m", "dtype": "float32", "quantization": None, "head": head}
+    model["kv_bits"] = None
+    device = {"chip": "a chip", "backend": "cpu", "memory_bytes": 2**34}
+    return Report("now", {"mlx": "0"}, device, model, {}, tuple(checks), 1.0)
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[str, Check]:
+    return checked(subject())
+
+
+def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
+    assert findings(exact) == dict.fromkeys(ALL, "ok")
+    assert report(list(exact.values())).verdict == "exact"
+    per_k = exact["blocks"].numbers["per_k"]
+    assert [each["k"] for each in per_k] == [1, 2, 3]
+    assert all(each["rows"] == 14 and each["rows_different"] == 0 for each in per_k)
+    assert exact["priming"].numbers["rows"] > 40
+
+
+def test_a_backend_that_rounds_by_rows_is_a_near_tie_and_strict_holds() -> None:
+    found = checked(subject(by_rows, 1e-4), effort=FEWER)
+    assert found["blocks"].finding == "differs"
+    assert {found[name].finding for name in ("rollback", "fixed_rows", "strict")} == {"ok"}
+    assert "defect" not in findings(found).values()
+    assert report(list(found.values())).verdict == "near_tie"
+    assert found["blocks"].numbers["per_k"][0]["near_tie_tau"] > 0
+
+
+def test_near_ties_explain_greedy_answers_that_differ() -> None:
+    of, prompts = subject(by_rows, 1e-3), [[(5 * i + 1) % VOCABULARY for i in range(19)]]
+    blocks, found = check_blocks(of, chain_of(of, PROMPTS[0], PROMPTS[0]))
+    assert blocks.finding == "differs"
+    tau = max(each.tau for each in found)
+    greedy = check_greedy(of, prompts, 16, tau, bitwise=False)
+    assert greedy.finding == "differs"
+    gaps = [gap for each in greedy.numbers["per_k"] for gap in each["top2_gap_at_difference"]]
+    assert 0 < max(gaps) < greedy.numbers["largest_near_tie"]
+    assert check_greedy(of, prompts, 16, tau, bitwise=True).finding == "defect"
+    assert check_greedy(of, prompts, 16, min(gaps) / 100, bitwise=False).finding == "defect"
+    assert check_strict(of, prompts, 16, FixedRowsCheck(True)).finding == "ok"
+
+
+@pytest.mark.parametrize(
+    ("at", "pattern"),
+    [
+        ((None, None, None), "none"),
+        ((9, 9, 9), "at the same token for every K"),
+        ((30, 20, 10), "earlier with every further draft"),
+        ((30, 10, 20), "mixed"),
+    ],
+)
+def test_where_answers_differ_first_tells_rounding_from_a_fault(
+    at: tuple[int | None, ...], pattern: str
+) -> None:
+    assert pattern_of([Compared(k, (first,), (), 0, 0) for k, first in enumerate(at, 1)]) == pattern
+
+
+def test_numbers_beyond_rounding_are_a_defect() -> None:
+    found = checked(subject(by_rows, 0.1), "blocks")
+    assert found["blocks"].finding == "defect"
+
+
+def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
+    found = checked(subject(by_contents, 1e-5), "strict", FEWER)
+    assert found["fixed_rows"].finding == "differs"
+    assert "EXO_NATIVE_MTP_STRICT" in found["fixed_rows"].summary
+    assert found["rollback"].finding == "differs"
+    assert found["strict"].finding == "skipped"
+
+
+def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
+    found = checked(subject(head=False), effort=FEWER)
+    for name in ("blocks", "rollback", "fixed_rows", "batch"):
+        assert found[name].finding == "ok"
+    for name in ("priming", "greedy", "strict", "seeded", "marginals"):
+        assert found[name] == Check(name, "skipped", "its weights were stripped", {})
+    text = as_text(report(list(found.values()), head="stripped"))
+    assert "drafts nothing here" in text
+
+
+# ------------------------------------------------------------------------------ seeded faults
+
+
+def leave_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected row stays in every cache."""
+
+    def short(caches: Sequence[object], rows: int) -> None:
+        rollback(caches, rows - 1 if rows > 1 else rows)
+
+    monkeypatch.setattr("exo_node.shard.pipeline.request_state.rollback", short)
+
+
+def keep_the_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is trimmed, the recurrence is not."""
+
+    def forget(self: TapedCache, rows: int) -> None:
+        del rows
+        self.forget()
+
+    monkeypatch.setattr(TapedCache, "rollback", forget)
+
+
+def leave_the_heads_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculative rows stay in the head's cache."""
+    whole = NativeDrafter._append_pending  # pyright: ignore[reportPrivateUsage]
+
+    def untrimmed(self: NativeDrafter) -> mx.array | None:
+        self._speculative = 0  # pyright: ignore[reportPrivateUsage]
+        return whole(self)
+
+    monkeypatch.setattr(NativeDrafter, "_append_pending", untrimmed)
+
+
+def accept_likely_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepts a draft where it is the target's likeliest token: biased when sampling."""
+
+    def by_argmax(
+        p: Distribution, q: Distribution, drafts: mx.array, noise: Noise, at: int
+    ) -> VerifyResult:
+        del q, noise, at
+        best = p.log_p.argmax(axis=-1)
+        ids = best if p.ids is None else mx.take_along_axis(p.ids, best[:, None], axis=-1)[:, 0]
+        return accept_matching(ids, drafts)
+
+    monkeypatch.setattr("exo_node.mtp.sampler.accept_by_ratio", by_argmax)
+
+
+def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft is taken unseen."""
+
+    def trusting(targets: mx.array, drafts: mx.array) -> VerifyResult:
+        return accept_matching(mx.concatenate([drafts[:1], targets[1:]]), drafts)
+
+    monkeypatch.setattr("exo_node.mtp.sampler.accept_matching", trusting)
+
+
+def show_everybody_the_longest_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of a batch see rows that are not theirs."""
+
+    def longest(self: Positions, rows: int, window: int | None) -> mx.array:
+        del window
+        past = mx.arange(self.extent(rows)) <= max(self.rows) + mx.arange(rows)[:, None]
+        return mx.broadcast_to(past, (len(self.rows), 1, *past.shape))
+
+    monkeypatch.setattr(Positions, "mask", longest)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen_by"),
+    [
+        (show_everybody_the_longest_past, {"batch"}),
+        (leave_one_row, {"rollback", "greedy", "seeded"}),
+        (keep_the_recurrent_state, {"rollback", "greedy", "seeded"}),
+        (leave_the_heads_rows, {"priming"}),
+        (accept_likely_drafts, {"marginals"}),
+        (accept_one_too_many, {"greedy", "seeded", "strict"}),
+    ],
+)
+def test_a_seeded_fault_is_a_defect(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    seen_by: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = subject()
+    fault(monkeypatch)
+    found = checked(of, max(seen_by, key=ALL.index), FEWER)
+    assert seen_by <= {name for name, finding in findings(found).items() if finding == "defect"}
+    assert report(list(found.values())).exit_status == 1
+
+
+def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = replace(subject(), runs_ahead=True)
+    sound = checked(of, "greedy", FEWER)
+    assert {sound[name].finding for name in ("blocks", "rollback", "greedy")} == {"ok"}
+
+    def keep_all(caches: object, kept: object) -> None:
+        """A rejected draft's row stays in the recurrent states."""
+
+    monkeypatch.setattr(ahead, "keep_of", keep_all)
+    assert checked(of, "greedy", FEWER)["greedy"].finding == "defect"
+
+
+def test_a_rollback_fault_is_seen_on_a_backend_that_rounds_by_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = subject(by_rows, 1e-4)
+    leave_one_row(monkeypatch)
+    assert checked(of, "rollback", FEWER)["rollback"].finding == "defect"
+
+
+# --------------------------------------------------------------------------------- its figures
+
+
+def test_logits_are_compared_row_by_row() -> None:
+    wanted = mx.array([[0.0, 4.0, 3.0], [1.0, 0.0, 5.0]])
+    same = compare(wanted, wanted)
+    assert (same.rows, same.rows_different, same.largest, same.gaps) == (2, 0, 0.0, ())
+    other = compare(wanted, mx.array([[0.0, 3.0, 3.5], [1.0, 0.0, 5.0]]))
+    assert (other.rows_different, other.largest, other.gaps, other.tau) == (1, 1.0, (1.0,), 2.0)
+
+
+def test_numbers_that_are_none_are_an_error() -> None:
+    with pytest.raises(InvalidCheckpoint, match="no finite numbers in this dtype"):
+        _ = compare(mx.array([[0.0, 1.0]]), mx.array([[0.0, float("nan")]]))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "at"), [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 2), 1)]
+)
+def test_answers_differ_first_at(a: tuple[int, ...], b: tuple[int, ...], at: int | None) -> None:
+    assert first_difference(a, b) == at
+
+
+@pytest.mark.smoke
+def test_surprise_is_small_for_the_right_distribution_and_large_for_another() -> None:
+    p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
+    rng = np.random.default_rng(0)
+    fair = [surprise(rng.choice(5, 400, p=p), p) for _ in range(200)]
+    assert abs(float(np.mean(fair))) < 0.3
+    assert 0.7 < float(np.std(fair)) < 1.3
+    assert surprise(rng.choice(5, 400, p=[0.65, 0.15, 0.15, 0.05, 0]), p) > 5
+    assert surprise(np.array([0] * 399 + [4]), p) == 100.0
+
+
+# ------------------------------------------------------------------------- report and process
+
+
+def test_the_report_is_json_with_its_schema_and_names_nobody(exact: dict[str, Check]) -> None:
+    told = json.loads(as_json(report(list(exact.values()))))
+    assert (told["schema"], told["kind"], told["verdict"]) == (1, "exo-node verify", "exact")
+    assert [check["name"] for check in told["checks"]] == list(ALL)
+
+
+def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where exo-node came by PYTHONPATH: a report was lost to a traceback there."""
+
+    def version(name: str) -> str:
+        if name == "exo-node":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(verify, "version", version)
+    told = verify._versions()  # pyright: ignore[reportPrivateUsage]
+    assert (told["exo_node"], told["mlx"]) == ("not installed", "1.0")
+
+
+def test_a_defect_says_what_to_do() -> None:
+    text = as_text(report([Check("greedy", "defect", "answers differ", {})]))
+    assert "defect  greedy      answers differ" in text
+    assert "send us the report" in text
+
+
+@pytest.fixture
+def whole_request(tmp_path: Path) -> tuple[verify.VerifyRequest, pb.StageSpec]:
+    """As the command makes it, of a folder with a card that declares the head."""
+    return request_of(tmp_path / "model", small_checkpoint())
+
+
+def request_of(
+    folder: Path, source: Path, card: str = ""
+) -> tuple[verify.VerifyRequest, pb.StageSpec]:
+    _ = shutil.copytree(source, folder)
+    head = "[native_mtp]\ndefault_k = 1\nmax_k = 3\n"
+    _ = (folder / "exo-card.toml").write_text(card + head)
+    found = resolve(str(folder), load_settings({"dtype": "float32"}, {}), frozenset())
+    request = verify.VerifyRequest(
+        stage=found.spec.SerializeToString().hex(),
+        k=1,
+        quick=True,
+        json_file="",
+        chip="a chip",
+        backend="cpu",
+        memory_bytes=2**34,
+        quantization=None,
+    )
+    return verify.parse_request(request.model_dump_json().encode())
+
+
+def test_a_model_is_exact_from_its_files_to_the_report(
+    whole_request: tuple[verify.VerifyRequest, pb.StageSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = verify.Effort(prompts=1, tokens=6, rows=4, samples=40)
+    monkeypatch.setattr(verify, "QUICK", small)
+    request, spec = whole_request
+    done = verify.run_verify(request, spec, lambda _: None)
+    assert (done.verdict, done.exit_status, done.settings["max_k"]) == ("exact", 0, 1)
+    file = tmp_path / "report.json"
+    verify.write_report(done, str(file))
+    assert "Exact: on this machine drafts change no answer" in capsys.readouterr().out
+    text = file.read_text()
+    told = json.loads(text)
+    assert told["model"]["head"] == "loaded"
+    assert len(told["model"]["fingerprint"]) == 64
+    assert {"exo_node", "mlx", "mlx_lm"} <= told["versions"].keys()
+    for private in (str(Path.home()), spec.path, platform.node(), f'"{getpass.getuser()}"'):
+        assert private not in text
+    verify.write_report(done, "-")
+    assert json.loads(capsys.readouterr().out) == told
+    with pytest.raises(InvalidSettings, match="cannot be written"):
+        verify.write_report(done, str(tmp_path))
+
+
+def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = verify.Effort(prompts=1, tokens=6, rows=4, samples=40)
+    monkeypatch.setattr(verify, "QUICK", small)
+    folder = small_checkpoint(hidden=128)  # a head has 32 numbers, the smallest group
+    request, spec = request_of(tmp_path / "model", folder, "kv_bits = 8\n")
+    assert (spec.kv_bits, spec.kv_group_size) == (8, 32)
+    done = verify.run_verify(request, spec, lambda _: None)
+    assert (done.verdict, done.model["kv_bits"]) == ("exact", 8)
+    assert "(float32, caches of 8 bits on both sides" in as_text(done)
+    told = findings({c.name: c for c in done.checks})
+    assert (told["rollback"], told["batch"]) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b"\xff", b'{"stage": "zz"}'])
+def test_a_malformed_request_is_refused(line: bytes) -> None:
+    with pytest.raises(InvalidSettings, match="malformed"):
+        _ = verify.parse_request(line)
+
+
+def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
+        assert (module, "EXO_DTYPE" in environment) == ("exo_node.shard.tools.verify.main", False)
+        asked.append(request)
+        return 0
+
+    monkeypatch.setattr("exo_node.node.cli.child.run_child", run_child)
+    wanted: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
+    assert run_verify("demo", k=2, json_file="-", **wanted) == 0
+    request, spec = verify.parse_request(asked[0].encode())
+    assert (request.k, request.json_file, request.quick) == (2, "-", True)
+    assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
+    with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):
+        _ = run_verify("demo", k=4, json_file=None, **wanted)
+
+
+def test_the_child_ends_with_one_line_for_an_error() -> None:
+    done = subprocess.run(
+        (sys.executable, "-P", "-m", "exo_node.shard.tools.verify.main"),
+        input=b"{}\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode().count("\n") == 1
+    assert "exo-node: the request of `exo-node verify` is malformed" in done.stderr.decode()
+
+
+# --------------------------------------------------------------------------- models by name
+
+
+def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
+    settings = load_settings({}, {"EXO_NATIVE_MTP_STRICT": "1"})
+    by_id = resolve("demo", settings, frozenset())
+    assert (by_id.spec.native_mtp, by_id.spec.fixed_rows) == (True, 4)
+    assert by_id.spec.end_layer == by_id.card.num_layers
+    by_folder = resolve(str(by_id.folder), load_settings({}, {}), frozenset())
+    assert by_folder.folder == by_id.folder
+    assert by_folder.spec.fixed_rows == 0
+    assert (by_folder.spec.native_mtp, by_folder.spec.max_draft_tokens) == (True, 3)  # no card
+    with pytest.raises(InvalidCheckpoint, match=r"holds no config\.json"):
+        _ = resolve(str(tmp_path), settings, frozenset())
+    with pytest.raises(ModelNotFound, match="Did you mean demo"):
+        _ = resolve("demp", settings, frozenset())
+
+
+def test_a_node_that_has_drafts_turned_off_says_so() -> None:
+    found = resolve("demo", load_settings({}, {"EXO_NATIVE_MTP_ENABLED": "0"}), frozenset())
+    assert not found.spec.native_mtp
+    assert "EXO_NATIVE_MTP_ENABLED=0" in found.spec.mtp_off_reason
