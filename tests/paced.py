@@ -100,8 +100,10 @@ class _Thread:
                 message()
                 return
             self._turns.add(message)
-        run = self._turns.next()
-        if run.turn():
+        run, before = self._turns.next(), self._world.taken_s
+        goes_on = run.turn()
+        self._turns.took(self._world.taken_s - before)
+        if goes_on:
             self._turns.add(run)
         elif run.waited:
             self._turns.spare()

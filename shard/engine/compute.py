@@ -1,7 +1,8 @@
 """The one thread that owns MLX: short jobs first, running generations in turn.
 
-A turn of one that reads its prompt is a chunk or a part of one (`mtp/parts.py`), and there is one
-such turn between two rounds of those that answer, however many prompts are read. A chunk that was
+A turn of one that reads its prompt is a chunk or a part of one (`mtp/parts.py`). Behind it those
+that answer have a round each, and as much time as it took: with prompts being read they keep half
+of their speed at least, however many these are and whatever a chunk costs. A chunk that was
 begun ends before another one begins, so that no two of them are in memory at once. The turn of an
 answer whose rounds come from other nodes begins when one is back, and ends when the next one has
 set out.
@@ -13,6 +14,7 @@ happen here; bytes, ids and texts are handed over.
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -150,10 +152,17 @@ class ComputeThread:
     """Started at construction; `close` ends it after the current step."""
 
     def __init__(
-        self, name: str = "compute", died: Callable[[BaseException], None] | None = None
+        self,
+        name: str = "compute",
+        died: Callable[[BaseException], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`died` is told, on the thread itself, of a fault of its own; nothing runs after it."""
+        """`died` is told, on the thread itself, of a fault of its own; nothing runs after it.
+
+        `clock`: seconds, by which prompts and answers share the thread.
+        """
         self._died = died
+        self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None] | Run | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.progress = 0
@@ -211,8 +220,10 @@ class ComputeThread:
             try:
                 message = self._inbox.get(block=not turns)
             except queue.Empty:
-                run = turns.next()
-                if run.turn():
+                run, begun = turns.next(), self._clock()
+                goes_on = run.turn()
+                turns.took(self._clock() - begun)
+                if goes_on:
                     turns.add(run)
                 elif run.waited:
                     turns.spare()
@@ -229,7 +240,8 @@ class ComputeThread:
 
 
 class Turns:
-    """Who is next: all that answer, each once, then one of those that read, and so on.
+    """Who is next: all that answer, each once and for as long as the last chunk took, then one of
+    those that read, and so on.
 
     Of those that read, the ones in the background are last.
     """
@@ -244,6 +256,8 @@ class Turns:
         """Grows with each chunk: those of `_answering` are due that had their turn before it."""
         self._read = False
         """Whether the last turn was one of those that read."""
+        self._owed_s = 0.0
+        """Seconds of chunks that those that answer have not had since."""
         self._spares = 0
         """Turns without a chunk that those that read may still have before the others'."""
 
@@ -266,11 +280,17 @@ class Turns:
             self._spares -= 1
             self._time -= 1
 
+    def took(self, seconds: float) -> None:
+        """Of the turn that `next` gave."""
+        self._owed_s = max(0.0, self._owed_s + (seconds if self._read else -seconds))
+
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
         reading = self._parts or self._reading or self._reading_behind
         due = any(run.had < self._time for run in self._answering)
-        if due or not reading:
+        if not self._answering:
+            self._owed_s = 0.0
+        if due or self._owed_s > 0 or not reading:
             # In order, whoever is due: one that gives others a turn does not pass them.
             run = self._answering.popleft()
             run.had, self._read = self._time, False

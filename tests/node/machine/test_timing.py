@@ -28,7 +28,7 @@ CONSTANTS = {
         "_LIMIT_S",
         "_MEASURE_ALL_LIMIT_S",
     },
-    "node/runners/runner_client.py": {"PARK_TIMEOUT_S", "ENCODE_TIMEOUT_S"},
+    "node/runners/runner_client.py": {"ENCODE_TIMEOUT_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
     "node/machine/setting_values.py": {"MAX_SECONDS"},

@@ -46,7 +46,7 @@ class Compute:
     """A compute thread that can be held, so that what comes meanwhile is all there at once."""
 
     def __init__(self) -> None:
-        self.thread = ComputeThread()
+        self.thread = ComputeThread(clock=lambda: 0.0)
 
     def drive(self, steps: Steps) -> tuple[Run, Outcome]:
         outcome = Outcome()
@@ -207,13 +207,15 @@ def test_answers_go_on_between_parts_of_a_chunk_and_other_chunks_only_behind_it(
     assert re.split("[XY]", told)[1:-1] == ["ab"] * 11
 
 
-def test_who_only_waits_does_not_hold_up_those_that_answer() -> None:
-    def run(reads: bool) -> Run:
-        made = Run(counting("", []), lambda _: None, lambda _: None, lambda _: None)
-        made.reads = reads
-        return made
+def _made(*, reads: bool) -> Run:
+    made = Run(counting("", []), lambda _: None, lambda _: None, lambda _: None)
+    made.reads = reads
+    return made
 
-    turns, answers, waits = Turns(), run(False), [run(True), run(True)]
+
+def test_who_only_waits_does_not_hold_up_those_that_answer() -> None:
+    turns, answers = Turns(), _made(reads=False)
+    waits = [_made(reads=True), _made(reads=True)]
     for each in (*waits, answers):
         turns.add(each)
     had = list[Run]()
@@ -224,6 +226,48 @@ def test_who_only_waits_does_not_hold_up_those_that_answer() -> None:
         turns.add(had[-1])
     assert had.count(answers) >= 60 // 3
     assert all(had.count(each) >= 60 // 4 for each in waits)
+
+
+@pytest.mark.parametrize(("chunk_s", "round_s"), [(0.13, 0.01), (0.02, 0.012), (0.001, 0.03)])
+@pytest.mark.parametrize("prompts", [1, 5])
+def test_while_prompts_are_read_answers_keep_half_of_their_speed(
+    chunk_s: float, round_s: float, prompts: int
+) -> None:
+    turns, answer = Turns(), _made(reads=False)
+    reading = [_made(reads=True) for _ in range(prompts)]
+    for each in (*reading, answer):
+        turns.add(each)
+    had = {"chunk": 0.0, "round": 0.0}
+    gaps, gap = list[float](), 0.0
+    while sum(had.values()) < 20:
+        run = turns.next()
+        kind, seconds = ("round", round_s) if run is answer else ("chunk", chunk_s)
+        turns.took(seconds)
+        had[kind] += seconds
+        gap += seconds
+        if kind == "round":
+            gaps.append(gap)
+            gap = 0.0
+        turns.add(run)
+    assert had["round"] >= had["chunk"] * 0.99
+    chunks = had["chunk"] / chunk_s
+    assert had["round"] <= had["chunk"] + chunks * round_s + 0.2, "prompts have the rest"
+    assert max(gaps) <= chunk_s + round_s + 1e-9
+
+
+def test_an_answer_that_comes_later_is_owed_nothing_for_chunks_before_it() -> None:
+    turns, reading, answer = Turns(), _made(reads=True), _made(reads=False)
+    turns.add(reading)
+    for _ in range(9):
+        turns.add(turns.next())
+        turns.took(1.0)
+    turns.add(answer)
+    told = list[Run]()
+    for _ in range(4):
+        told.append(turns.next())
+        turns.took(1.0 if told[-1] is reading else 0.5)
+        turns.add(told[-1])
+    assert told == [answer, answer, reading, answer] or told == [answer, reading, answer, answer]
 
 
 def test_an_answer_whose_round_is_back_sets_out_before_the_next_chunk(compute: Compute) -> None:
