@@ -3,6 +3,7 @@
     python bench/drafting_clients.py demo [--clients 1,2,8] [--prompt 300] [--tokens 96]
         [--repeats 5]
     python bench/drafting_clients.py 27B:4 --prompt 1012 --tokens 128 [--layers 0.05]
+    python bench/drafting_clients.py demo --beside 3000
 
 Each repeat answers with both kinds of requests, in turn, in one process that holds one engine, on
 a compute thread as a runner's; which kind is first alternates. No cache knows a prompt. Ratios are
@@ -15,6 +16,9 @@ A shape (see bench/shapes.py) has random weights. Its layers are scaled by `--la
 last token decides most of the next one, and its head drafts from that token alone: the fewer
 layers count, the more drafts are right; `accepted` tells. It ends with status 1 where a default
 answer has other ids than one without drafts and the engine's probes said that all are equal.
+
+`--beside ROWS` measures what is left of an answer's speed, without drafts, while a prompt of so
+many rows is read, and how long that takes alone and beside the answer.
 """
 
 import argparse
@@ -157,6 +161,11 @@ def main() -> int:
     engine = compute.submit(lambda: _engine(options)).result()
     bitwise = engine.identity == engine.batch_identity == "bitwise"
     print(f"{mx.default_device()}: drafts {engine.identity}, batches {engine.batch_identity}")
+    if options.beside:
+        for repeat in range(-1, options.repeats):
+            print(json.dumps(_beside(compute, engine, options, repeat)), flush=True)
+        compute.close()
+        return 0
     same = True
     for count in options.clients:
         for kind in KINDS:
@@ -174,6 +183,46 @@ def main() -> int:
         print(f"{count} clients, default / K=0: {_ratios(pairs)}; same ids: {same}", flush=True)
     compute.close()
     return 1 if bitwise and not same else 0
+
+
+def _beside(
+    compute: ComputeThread, engine: TextEngine, options: argparse.Namespace, repeat: int
+) -> dict[str, float]:
+    """An answer's tokens a second alone, and while a prompt is read; that one's seconds."""
+    draw = random.Random(f"beside {repeat}")
+
+    def driven(name: str, rows: int, tokens: int) -> tuple[Client, Any]:
+        prompt = [draw.randrange(3, 4000) for _ in range(rows)]
+        given = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
+        client = Client(EngineRequest(*given, ignore_end=True))
+        run = compute.drive(engine.generate(client.asked), client.take, client.end)
+        run.read(ENDLESS)
+        return client, run
+
+    def reads(name: str) -> float:
+        begun = time.perf_counter()
+        client, _ = driven(name, options.beside, 1)
+        _ = client.over.wait()
+        return client.times[0] - begun
+
+    alone_s = reads("alone")
+    answer, run = driven("answer", options.prompt, ENDLESS)
+    while len(answer.times) < options.tokens:
+        time.sleep(0.01)
+    begun = time.perf_counter()
+    beside_s = reads("beside")
+    told = sum(begun <= when <= begun + beside_s for when in answer.times)
+    before = answer.times[options.tokens // 2 : options.tokens]
+    run.cancel()
+    _ = answer.over.wait()
+    rate = (len(before) - 1) / (before[-1] - before[0])
+    return {
+        "alone_tokens_s": round(rate, 1),
+        "beside_tokens_s": round(told / beside_s, 1),
+        "kept": round(told / beside_s / rate, 2),
+        "prompt_alone_s": round(alone_s, 2),
+        "prompt_beside_s": round(beside_s, 2),
+    }
 
 
 def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
@@ -233,6 +282,7 @@ def _engine(options: argparse.Namespace) -> TextEngine:
 
 def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
     context = max(options.clients) * (options.prompt + options.tokens + 64)
+    context = max(context, 2 * options.beside + 8192)
     return EngineOptions(
         dtype,
         max(4400, context),
@@ -300,6 +350,7 @@ def _options() -> argparse.Namespace:
     _ = add("--prompt", type=int, default=300, help="ids of each prompt")
     _ = add("--tokens", type=int, default=96, help="of each answer")
     _ = add("--repeats", type=int, default=5)
+    _ = add("--beside", type=int, default=0, help="rows of a prompt that is read beside an answer")
     _ = add("--prefixes", type=int, default=4096, help="MiB for prefixes and requests; 0: none")
     _ = add("--layers", type=float, default=0.05, help="how much a shape's layers count")
     return parser.parse_args()

@@ -418,7 +418,7 @@ def test_two_established_clusters_name_each_other_once_and_stay_apart(tmp_path: 
             eventually(lambda each=each: "is of another cluster" in each.log.read_text(), WITHIN_S)
             assert each.log.read_text().count("is of another cluster") == 1
             assert "Handshake failed" not in each.log.read_text(), "gRPC tells it every second"
-        assert "of this cluster" in two.log.read_text()
+        eventually(lambda: "of this cluster" in two.log.read_text(), WITHIN_S)
         assert alive(one) == alive(two) == 1
 
 
