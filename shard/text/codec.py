@@ -200,7 +200,8 @@ def _named_ends(folder: Path) -> object:
     for name in ("config.json", "generation_config.json"):
         if (path := folder / name).exists():
             found = parse_object(path, read_bytes(path, 0, size_of(path)), unique=False)
-            ends = found.get("eos_token_id") or ends
+            if (named := found.get("eos_token_id")) not in (None, []):  # 0 is an id as others are
+                ends = named
     return ends
 
 
