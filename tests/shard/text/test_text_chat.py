@@ -163,7 +163,7 @@ def test_a_template_that_cannot_continue_an_answer_refuses_it(
         ([IM_END, END_OF_TEXT], {IM_END, END_OF_TEXT}),
         (None, {IM_END}),
         ([], {IM_END}),
-        (0, {0}),
+        (0, {0, IM_END}),
     ],
 )
 def test_the_end_tokens_are_those_that_the_generation_config_names_if_it_does(
