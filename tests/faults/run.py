@@ -86,6 +86,8 @@ class Copy:
                 fault.revert(self._folder)
         if done.returncode in (0, 5):  # 5: nothing was selected
             return None
+        if done.returncode == 4 and "not found" in done.stdout:
+            raise SystemExit(f"{MAP.name} names tests that are gone; make it anew with --map")
         failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+)?)", done.stdout, re.M)
         if failed is None:
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
