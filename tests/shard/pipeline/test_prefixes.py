@@ -96,6 +96,7 @@ def _ends(prompt: Sequence[int]) -> list[int]:
     return [end for end in (160, 300, 460) if end < len(prompt)] + [len(prompt)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("evicts", [1, 2, 3], ids=["first", "last", "both"])
 def test_where_a_stage_evicted_all_read_again_and_keep_it_again(evicts: int) -> None:
     warm = pipeline()
@@ -111,6 +112,7 @@ def test_where_a_stage_evicted_all_read_again_and_keep_it_again(evicts: int) -> 
     assert warm.forwards == [1, 2] * TOKENS
 
 
+@pytest.mark.smoke
 def test_they_begin_behind_the_most_that_all_of_them_have() -> None:
     warm = pipeline()
     _ = ask(warm, SECOND)

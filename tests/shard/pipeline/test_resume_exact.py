@@ -98,6 +98,7 @@ def test_seeded_noise_goes_on_where_it_was(engines: dict[str, TextEngine]) -> No
     assert resumed(engines["split"], first, 12, 0, **sampled).ids == first.ids[12:]
 
 
+@pytest.mark.smoke
 def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, TextEngine]) -> None:
     greedy = Sampling()
     # What was said draws what comes: the small model hardly repeats itself of its own accord.
