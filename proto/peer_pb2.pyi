@@ -2220,9 +2220,9 @@ class Frame(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2238,11 +2238,11 @@ class Frame(_message.Message):
     @_builtins.property
     def renew(self) -> Global___Renew: ...
     @_builtins.property
-    def prefix(self) -> Global___PrefixQuery: ...
-    @_builtins.property
     def together(self) -> Global___Together: ...
     @_builtins.property
     def computed(self) -> Global___Computed: ...
+    @_builtins.property
+    def prefix(self) -> Global___PrefixQuery: ...
     def __init__(
         self,
         *,
@@ -2254,15 +2254,15 @@ class Frame(_message.Message):
         release: Global___Release | None = ...,
         failure: Global___Failure | None = ...,
         renew: Global___Renew | None = ...,
-        prefix: Global___PrefixQuery | None = ...,
         together: Global___Together | None = ...,
         computed: Global___Computed | None = ...,
+        prefix: Global___PrefixQuery | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "prefix", "together", "computed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "together", "computed", "prefix"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2270,8 +2270,7 @@ Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class Together(_message.Message):
-    """Rows of hidden states. Large blocks travel as several frames with growing `offset`.
-    Rows of several requests, computed by one forward where their states allow it. The frame around it
+    """Rows of several requests, computed by one forward where their states allow it. The frame around it
     is addressed as the first of them.
     """
 
@@ -2297,6 +2296,8 @@ Global___Together: _TypeAlias = Together  # noqa: Y015
 
 @_typing.final
 class Hidden(_message.Message):
+    """Rows of hidden states. Large blocks travel as several frames with growing `offset`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
