@@ -1,6 +1,7 @@
 """Runner processes as supervised children: started, watched, stopped; never outliving the node."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -93,7 +94,8 @@ class RunnerProcess:
             self._apart(self._relay_log()),
             self._apart(self._end_if_stuck(watch, progress)),
         ]
-        await self._send(pb.ToRunner(start=self._start_message(host)))
+        with contextlib.suppress(ConnectionError):  # it has ended: `_loaded` finds out why
+            await self._send(pb.ToRunner(start=self._start_message(host)))
         self.ready = await self._loaded(reader, progress, watch)
         self.status = "ready"
         self._tasks += [self._apart(self._watch(reader)), self._apart(self._end_if_silent())]

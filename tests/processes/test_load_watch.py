@@ -101,6 +101,25 @@ def test_strangers_at_a_runners_port_do_not_fill_the_log(
     assert 0 < len(noise) <= 10
 
 
+def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
+    tmp_path: Path, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = RunnerProcess._send  # pyright: ignore[reportPrivateUsage]
+
+    async def late(runner: RunnerProcess, message: pb.ToRunner) -> None:
+        assert runner._process is not None  # pyright: ignore[reportPrivateUsage]
+        _ = await runner._process.wait()  # pyright: ignore[reportPrivateUsage]
+        await send(runner, message)
+
+    async def play() -> None:
+        supervisor = Supervisor(faulty(tmp_path, "import os; os._exit(3)"), lambda _, why: None)
+        with pytest.raises(LoadFailed, match="exited with status 3"):
+            _ = await supervisor.load(last_spec(), lambda _: None)
+
+    monkeypatch.setattr(RunnerProcess, "_send", late)
+    loop.run(play())
+
+
 # ------------------------------------------------------------------------------- the rule
 
 
