@@ -23,7 +23,8 @@ MOST_S: Final = 0.25
 class Parts:
     """Those of one engine: each takes SHARE of what the others had between the last two.
 
-    So while others answer, prompts have three eighths of the time, and no answer waits for much
+    So where layers are that short, prompts have three eighths of the time while others answer
+    (half at most: whoever gives turns sees to that), and no answer waits for much
     more than a round of all. All methods run on the compute thread.
     """
 

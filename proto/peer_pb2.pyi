@@ -2576,7 +2576,7 @@ class GenerateRequest(_message.Message):
     top_logprobs: _builtins.int
     """absent: no log-probabilities; 0: of the emitted token only"""
     alone: _builtins.bool
-    """it shares no forward and no kept prefix: one of them may have failed"""
+    """it shares no forward, and over stages begins behind no prefix"""
     background: _builtins.bool
     """its prompt is read behind those that are not"""
     tools: _builtins.str

@@ -23,7 +23,8 @@ class EngineRequest:
     drafting_reason: str
     replay: Sequence[Round] = ()
     alone: bool = False
-    """It shares no forward, and begins behind no prefix: one of them may be what failed before."""
+    """It shares no forward, which may be what failed before; over stages it begins behind no prefix.
+    """
     ignore_end: bool = False
     continues: bool = False
     """The answer goes on in a text, so a space that begins it is part of it."""
