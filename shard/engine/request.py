@@ -23,8 +23,7 @@ class EngineRequest:
     drafting_reason: str
     replay: Sequence[Round] = ()
     alone: bool = False
-    """It shares no forward, which may be what failed before; over stages it begins behind no prefix.
-    """
+    """It shares no forward, since one may have failed; over stages it begins behind no prefix."""
     ignore_end: bool = False
     continues: bool = False
     """The answer goes on in a text, so a space that begins it is part of it."""
