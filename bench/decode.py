@@ -31,10 +31,10 @@ from mlx_lm.utils import load as load_mlx_lm
 from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import load
 from exo_node.shard.model.tensors import DTYPES
 

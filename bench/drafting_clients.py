@@ -46,10 +46,11 @@ from shapes import SHAPES, Subject
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.compute import Run as Steps
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import Driven, TextEngine
 from exo_node.shard.kernels.chunked_delta import take_chunks
 from exo_node.shard.model.load import load
 from exo_node.shard.model.stage_model import StageModel
@@ -71,8 +72,15 @@ class Client:
     done: Done | None = None
     fault: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
+    run: Driven | Steps | None = None
+
+    def drive(self, compute: ComputeThread, engine: TextEngine) -> None:
+        """Begins the answer."""
+        self.run = engine.drive(compute, self.asked, self.take, self.end)
 
     def take(self, event: object) -> None:
+        if self.run is not None:
+            self.run.read()  # it is never slow
         if isinstance(event, Delta):
             self.times.append(time.perf_counter())
             self.ids += event.round.tokens
@@ -191,30 +199,29 @@ def _beside(
     """An answer's tokens a second alone, and while a prompt is read; that one's seconds."""
     draw = random.Random(f"beside {repeat}")
 
-    def driven(name: str, rows: int, tokens: int) -> tuple[Client, Any]:
+    def driven(name: str, rows: int, tokens: int) -> Client:
         prompt = [draw.randrange(3, 4000) for _ in range(rows)]
         given = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
         client = Client(EngineRequest(*given, ignore_end=True))
-        run = compute.drive(engine.generate(client.asked), client.take, client.end)
-        run.read(ENDLESS)
-        return client, run
+        client.drive(compute, engine)
+        return client
 
     def reads(name: str) -> float:
         begun = time.perf_counter()
-        client, _ = driven(name, options.beside, 1)
+        client = driven(name, options.beside, 1)
         _ = client.over.wait()
         return client.times[0] - begun
 
     alone_s = reads("alone")
-    answer, run = driven("answer", options.prompt, ENDLESS)
+    answer = driven("answer", options.prompt, ENDLESS)
     while len(answer.times) < options.tokens:
         time.sleep(0.01)
     begun = time.perf_counter()
     beside_s = reads("beside")
     told = sum(begun <= when <= begun + beside_s for when in answer.times)
     before = answer.times[options.tokens // 2 : options.tokens]
-    run.cancel()
-    _ = answer.over.wait()
+    assert answer.run is not None
+    answer.run.cancel()
     rate = (len(before) - 1) / (before[-1] - before[0])
     return {
         "alone_tokens_s": round(rate, 1),
@@ -237,12 +244,10 @@ def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
 
 def _run(compute: ComputeThread, engine: TextEngine, asked: Sequence[EngineRequest]) -> Run:
     # Neither kind finds the prefixes of the other.
-    compute.submit(engine._earlier.prefixes.clear).result()  # pyright: ignore[reportPrivateUsage]
+    compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
     clients, begun, cpu = [Client(each) for each in asked], time.perf_counter(), time.process_time()
     for client in clients:
-        events = engine.generate(client.asked)
-        driven = compute.drive(events, client.take, client.end)
-        driven.read(ENDLESS)  # a reader that is never slow
+        client.drive(compute, engine)
     for client in clients:
         _ = client.over.wait()
         if client.fault is not None:

@@ -30,10 +30,10 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import PUBLISHED, Subject, Variant
 
-from exo_node.mtp.ahead import AHEAD_BY
 from exo_node.mtp.batch_caches import Positions, batched
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.rollback import cache_arrays, with_tapes
+from exo_node.shard.engine.text_engine import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
 
 _ROWS = (1, 2, 3, 4)
@@ -154,7 +154,7 @@ def _arm(
     print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
     arm |= _speedups(measured, plan.acceptance)
-    if set(measured["kernels"]) >= AHEAD_BY:
+    if set(measured["kernels"]) >= COUNTS_ON_DEVICE:
         ahead = subject.measure(Variant(ahead=1))
         print(json.dumps(ahead), flush=True)
         arm["ahead"] = _speedups(ahead, plan.acceptance)

@@ -30,23 +30,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 
 from exo_node.mtp.accept import VerifyResult
-from exo_node.mtp.ahead import Ahead
-from exo_node.mtp.batch_drafter import BatchHead
-from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import draft_logits, prepare
-from exo_node.mtp.fixed_rows import FixedRows
-from exo_node.mtp.loop import Generation
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
-from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import FinishReason, Round, Sampling
-from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
+from exo_node.mtp.steps import Step
+from exo_node.mtp.types import Round, Sampling
+from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.kernel_choice import Mode, choose_kernels
 from exo_node.shard.kernels.trial import Choice
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 _HYBRID = {
     "linear_key_head_dim": 128,
@@ -104,6 +100,10 @@ class _Forced(Sampler):
         super().__init__(Sampling(), entropy=1)
         self._accept = accept
 
+    @property
+    def is_argmax(self) -> bool:
+        return False  # its verdict is its own
+
     def judge(self, logits: mx.array, drafts: Drafts | None, position: int) -> VerifyResult:
         verdict = super().judge(logits, drafts, position)
         if drafts is None:
@@ -111,12 +111,6 @@ class _Forced(Sampler):
         k = drafts.tokens.shape[0] if self._accept else 0
         # Reading `accepted` must still wait for the verify: it is one synchronisation of the round.
         return VerifyResult(verdict.accepted * 0 + k, verdict.tokens)
-
-
-class _Endless:
-    def push(self, token: int) -> FinishReason | None:
-        del token
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,31 +213,30 @@ class Subject:
 
     def _run(self, variant: Variant, head: Any, k: int, accept: bool) -> tuple[float, float]:
         """(seconds to the first token, median seconds a round)."""
-        chooser = _Forced(accept)
         logits = draft_logits(self._family, head, variant.vocabulary)
-        drafter = (
-            NativeDrafter(head, self._family.embed, logits, chooser, k, overlap=True)
-            if k
-            else NoDrafter()
+        engine = bare_engine(
+            self.target,
+            lambda: with_tapes(self.model.make_cache()),
+            DraftModel(head, self._family.embed, logits),
+            fixed_rows=variant.rows,
+            runs_ahead=bool(variant.ahead) or not k,
         )
-        local = LocalVerifier(self.target, with_tapes(self.model.make_cache()))
-        verifier = FixedRows(local, variant.rows) if variant.rows else local
-        task = Task(self._ids, max_tokens=10_000, prefill_chunk=512)
-        ahead = None
-        if k and variant.ahead:
-            drafting = BatchHead(head, self._family.embed, logits)
-            ahead = Ahead(self.target, drafting, local, chooser)
-        made = task, verifier, drafter, chooser, _Endless()
-        steps = Generation(*made, ahead=ahead).steps()
-        begun = time.perf_counter()
         times: list[float] = []
-        for step in steps:
-            if not isinstance(step, Prefilled):
-                assert isinstance(step, Round)
+
+        def deliver(step: Step) -> None:
+            if isinstance(step, Round):
                 times.append(time.perf_counter())
-                if len(times) > self._repeats + 5:
-                    break
-        steps.close()
+
+        request = bare_request(
+            self._ids, 10_000, 512, k, sampler=_Forced(accept) if k else None, deliver=deliver
+        )
+        begun = time.perf_counter()
+        engine.add(request)
+        while len(times) <= self._repeats + 5 and engine.step():
+            pass
+        engine.cancel(request)
+        while engine.step():
+            pass
         gaps = [b - a for a, b in itertools.pairwise(times[5:])]
         return times[0] - begun, statistics.median(gaps)
 

@@ -29,8 +29,8 @@ from models import DEMO
 from random_schemas import random_schema
 from readers import Reader, together
 
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars import GrammarSpec

@@ -148,7 +148,8 @@ class BatchKVCache:
     def of(self, index: int) -> KVCache:
         """One request's, alone; views of these."""
         cache = KVCache()
-        assert self.keys is not None and self.values is not None
+        if self.keys is None or self.values is None:
+            return cache
         cache.offset = self._positions.rows[index]
         room = room_for(cache.offset)
         cache.keys, cache.values = (
@@ -467,6 +468,5 @@ def own(cache: LoneCache) -> None:
             tuple(mx.contiguous(a) for a in cast("tuple[mx.array, ...]", held))
             for held in (cache.keys, cache.values)
         )
-    else:
-        assert cache.keys is not None and cache.values is not None
+    elif cache.keys is not None and cache.values is not None:
         cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)

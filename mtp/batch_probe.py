@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from .batch import BatchTarget
 from .batch_caches import Positions, batched, take_back
-from .batch_prompts import PromptTarget, read_together
+from .batch_prompts import BatchTarget, PromptTarget, read_together
 from .probe import CONTEXTS, PROMPT_ROWS, Forward, Identity, lengthen, live_arrays, probe_ids
 from .rollback import rollback
 from .seams import as_row

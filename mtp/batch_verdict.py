@@ -1,16 +1,36 @@
 """The verdict over a batch's verify: what each request keeps of its drafts, in one read."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from .answer import Answer
-from .batch_drafter import RowDrafts
 from .finite import tokens_of
-from .logprobs import Scores
+from .logprobs import Scores, score
+from .sampler import Sampler
 from .sampling import greedy_choice
 from .seams import Drafts, as_row
+
+
+class Chooser(Protocol):
+    """What the verdict needs of a request."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """None: no log-probabilities; else the chosen token's and those of so many others."""
+        ...
+
+
+class RowDrafts(NamedTuple):
+    """K drafts of each request; lazy."""
+
+    tokens: mx.array  # (B, K) int32
+    finite: mx.array  # (B, K) whether the logits of each were
+    drawn: tuple[Drafts | None, ...]
+    """By request: as its sampler wants them back; None: `tokens` tell all, or there are none."""
 
 
 class Judged(NamedTuple):
@@ -31,7 +51,7 @@ class Judged(NamedTuple):
 
 
 def judge(
-    answers: Sequence[Answer],
+    requests: Sequence[Chooser],
     logits: mx.array,
     drafts: RowDrafts | None,
     limits: Sequence[int],
@@ -41,20 +61,32 @@ def judge(
 
     A row of the verdict depends on that request's logits and drafts alone.
     """
-    table, scores = _greedy(logits, drafts, limits), list[Scores | None]()
-    rows: list[mx.array] = []
-    for index, answer in enumerate(answers):
-        row = table[index]
+    are_argmax = [request.sampler.is_argmax for request in requests]
+    greedy = _greedy(logits, drafts, limits) if any(are_argmax) else None
+    plain = all(are_argmax) and all(request.top_logprobs is None for request in requests)
+    if plain and greedy is not None:
+        return Judged(greedy, [None] * len(requests))
+    rows, scores = list[mx.array](), list[Scores | None]()
+    for index, request in enumerate(requests):
         k = limits[index]
         own = _drafts_of(drafts, index, k)
-        if not answer.sampler.is_argmax:
-            row = _sampled(answer, logits[index, : k + 1], own, starts[index] + 1, logits.shape[1])
-        chosen = row[2 : k + 3]
-        scores.append(answer.scores(logits[index, : k + 1], own, chosen) if answer.scored else None)
-        rows.append(row)
-    if not all(answer.sampler.is_argmax for answer in answers):
-        table = mx.stack(rows)
-    return Judged(table, scores)
+        mine = logits[index, : k + 1]
+        if greedy is not None and are_argmax[index]:
+            rows.append(greedy[index])
+        else:
+            rows.append(_sampled(request, mine, own, starts[index] + 1, logits.shape[1]))
+        scores.append(_scores(request, mine, own, rows[-1][2 : k + 3]))
+    return Judged(mx.stack(rows), scores)
+
+
+def _scores(
+    request: Chooser, logits: mx.array, drafts: Drafts | None, tokens: mx.array
+) -> Scores | None:
+    """Of `tokens` (n,) in the target's logits (n, V); before they are committed."""
+    if request.top_logprobs is None:
+        return None
+    chosen = request.sampler.target_logprobs(logits, drafts)
+    return score(chosen, tokens, request.top_logprobs)
 
 
 def _greedy(logits: mx.array, drafts: RowDrafts | None, limits: Sequence[int]) -> mx.array:
@@ -75,10 +107,10 @@ def _greedy(logits: mx.array, drafts: RowDrafts | None, limits: Sequence[int]) -
 
 
 def _sampled(
-    answer: Answer, logits: mx.array, drafts: Drafts | None, position: int, width: int
+    request: Chooser, logits: mx.array, drafts: Drafts | None, position: int, width: int
 ) -> mx.array:
     """One request's row of the table by its own sampler; tokens padded to `width`."""
-    verdict = answer.sampler.judge(logits, drafts, position)
+    verdict = request.sampler.judge(logits, drafts, position)
     sound = mx.array([1], dtype=mx.int32)
     if drafts is not None and drafts.finite is not None:
         sound = drafts.finite.all()[None].astype(mx.int32)

@@ -14,17 +14,22 @@ from typing import Any, Literal, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from .fixed_rows import PADDING_ID
 from .rollback import cache_arrays, holds_rows, rollback, state_arrays
 from .sampling import greedy_token
-from .seams import Block, Drafter, Want, as_row
+from .seams import Block, Want, as_row
 
 Identity = Literal["bitwise", "near_tie"]
+PADDING_ID = 0
+"""Of rows that strict mode pads a forward with: any id would do, what they compute is discarded."""
 PROMPT_ROWS = 24
 CONTEXTS = (PROMPT_ROWS, 1100, 4200)
 """Rows of context that are probed: backends change their kernels of attention in between."""
 LONGEST_PROBED = CONTEXTS[-1] + 64
 """No longer context than this makes a difference to what is measured."""
+
+
+Draft = Callable[[mx.array, mx.array, int], mx.array]
+"""Drafts so many tokens behind one more row: its hidden (1, 1, H), and the token (1,) after it."""
 
 
 class Forward(Protocol):
@@ -256,13 +261,16 @@ class Costs:
 def measure_costs(
     forward: Forward,
     make_caches: Callable[[], list[Any]],
-    make_drafter: Callable[[int], Drafter],
+    make_drafter: Callable[[], Draft],
     prompt: Sequence[int],
     k: int,
     repeats: int,
     clock: Callable[[], float],
 ) -> Costs:
-    """Medians of `repeats` behind `prompt`, after one warm-up each."""
+    """Medians of `repeats` behind `prompt`, after one warm-up each.
+
+    `make_drafter` gives a draft head with nothing read.
+    """
     caches = make_caches()
     hidden = forward(as_row(prompt), caches, want="last").hidden
     assert hidden is not None
@@ -273,15 +281,14 @@ def measure_costs(
         mx.eval(greedy_token(block.logits))
         rollback(caches, rows)
 
-    def draft(drafter: Drafter, depth: int) -> None:
-        drafter.observe(last, token)
-        mx.eval(drafter.draft(depth, len(prompt)).tokens)
+    def draft(drafted: Draft, depth: int) -> None:
+        mx.eval(drafted(last, token, depth))
 
     def median(work: Callable[[], None]) -> float:
         work()
         return statistics.median(_seconds(work, clock) for _ in range(repeats))
 
-    drafters = [make_drafter(depth) for depth in range(1, k + 1)]
+    drafters = [make_drafter() for _ in range(k)]
     return Costs(
         tuple(median(partial(verify, rows)) for rows in range(1, k + 2)),
         tuple(median(partial(draft, d, depth)) for depth, d in enumerate(drafters, 1)),

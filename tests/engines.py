@@ -13,10 +13,10 @@ from loopback import LoopbackLink
 
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.pipeline.stage import StageWorker
 

@@ -13,18 +13,15 @@ from typing import Any, cast
 
 import mlx.core as mx
 from models import Family as Name
-from tables import EndAt
 
-from exo_node.mtp.drafters import NativeDrafter, NoDrafter
 from exo_node.mtp.family import Family, draft_logits, family_of
 from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.loop import Generation
-from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import Round, Sampling
+from exo_node.mtp.types import Round
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
-from exo_node.shard.engine.local import FamilyTarget, LocalVerifier
+from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.engine.targets import FamilyTarget
 from exo_node.shard.model.stage_model import StageModel, open_model, read_layers
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, rounds_of
 
 ORACLE = Path(__file__).parent / "oracle"
 FED: dict[str, tuple[HiddenKind, ...]] = {
@@ -96,12 +93,8 @@ def row(ids: Sequence[int]) -> mx.array:
 
 
 def generated(it: Opened, prompt: list[int], k: int, chunk: int) -> list[Round]:
-    chooser = Sampler(Sampling(), 0)
-    verifier = LocalVerifier(FamilyTarget(it.family), it.stage.make_caches())
-    drafter = NoDrafter()
-    if k:
-        logits = draft_logits(it.family, it.head)
-        drafter = NativeDrafter(it.head, it.family.embed, logits, chooser, k, overlap=True)
+    model = DraftModel(it.head, it.family.embed, draft_logits(it.family, it.head))
+    engine = bare_engine(FamilyTarget(it.family), it.stage.make_caches, model)
     tokens = len(it.expected[0]["greedy_ids"])
-    steps = Generation(Task(prompt, tokens, chunk), verifier, drafter, chooser, EndAt()).steps()
-    return [step for step in steps if isinstance(step, Round)]
+    (rounds,) = rounds_of(engine, [bare_request(prompt, tokens, chunk, k)])
+    return list(rounds)

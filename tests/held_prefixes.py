@@ -6,17 +6,17 @@ from typing import Any
 import mlx.core as mx
 
 from exo_node.mtp.rollback import cache_arrays
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import Node
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.pipeline.request_state import RequestState
+from exo_node.shard.engine.state import State
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.tools.bare_engine import Endless
 
 
 def kept(engine: TextEngine) -> PrefixCache:
-    earlier: Any = engine._earlier  # pyright: ignore[reportPrivateUsage]
-    return earlier.prefixes
+    return engine._prefixes.memory  # pyright: ignore[reportPrivateUsage]
 
 
 def nodes(cache: PrefixCache) -> list[Node]:
@@ -33,9 +33,10 @@ def held_bytes(engine: TextEngine) -> int:
     return counted(kept(engine)) + engine.cache_bytes()
 
 
-def prefix_of(engine: TextEngine, request: EngineRequest) -> RequestState | None:
+def prefix_of(engine: TextEngine, asked: EngineRequest) -> State | None:
     """What the engine of a whole model has for it."""
-    return engine._earlier.prefix_of(request, engine.cache_bytes)  # pyright: ignore[reportPrivateUsage]
+    request = engine._request(asked, Endless())  # pyright: ignore[reportPrivateUsage]
+    return engine._prefixes.find(request, engine.cache_bytes())  # pyright: ignore[reportPrivateUsage]
 
 
 def counted(cache: PrefixCache) -> int:
@@ -54,5 +55,5 @@ def _arrays(node: Node) -> Iterator[mx.array]:
                 yield from rows.arrays
     for state in node.states or ():
         yield from cache_arrays([state.cache])
-    if node.drafter is not None:
-        yield from (each for each in (node.drafter.read, node.drafter.pending) if each is not None)
+    if node.drafter is not None and node.drafter.pending is not None:
+        yield node.drafter.pending

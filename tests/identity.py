@@ -21,16 +21,10 @@ from engines import engine_of, load_quietly, spec
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from models import Family, make_checkpoint
-from tables import EndAt
 
-from exo_node.mtp.drafters import NativeDrafter, NoDrafter
-from exo_node.mtp.family import draft_logits
-from exo_node.mtp.loop import Generation
-from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.seams import Drafter, Drafts, as_row
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.local import LocalVerifier
+from exo_node.mtp.types import Round
+from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 Weights = Literal["float32", "bfloat16", "4-bit", "8-bit"]
 Kind = Literal["head", "perfect", "adversarial"]
@@ -98,28 +92,27 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return sample
 
 
-class Scripted:
-    """Drafts what plain decoding emits, or never that."""
+def scripted(prompt: int, ids: Sequence[int], shift: int) -> DraftModel:
+    """Drafts what plain decoding emits behind a prompt of so many ids, or never that.
 
-    rests = False
+    The head's output names its row: row r tells of the token at r + 2.
+    """
+    wanted = [0] * prompt + [(token + shift) % VOCABULARY for token in ids] + [0] * 16
+    script = mx.array(wanted, dtype=mx.int32)
 
-    def __init__(self, k: int, prompt: int, ids: Sequence[int], shift: int) -> None:
-        self.k = k
-        self._prompt, self._ids, self._shift = prompt, ids, shift
+    def head(hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
+        begin, rows = cache.offset, embedding.shape[1]
+        _ = cache.update_and_fetch(embedding[:, None], embedding[:, None])
+        del hidden
+        return mx.arange(begin, begin + rows)[None, :, None]
 
-    def draft(self, k: int, position: int) -> Drafts:
-        start = position - self._prompt
-        ids = [*self._ids, *[0] * k][start : start + k]
-        return Drafts(as_row([(i + self._shift) % VOCABULARY for i in ids]), None)
+    def logits(out: mx.array) -> mx.array:
+        return (mx.arange(VOCABULARY) == script[out + 2]).astype(mx.float32)
 
-    def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
-        del hidden, tokens
+    def embed(ids: mx.array) -> mx.array:
+        return ids[..., None].astype(mx.float32)
 
-    def catch_up(self) -> None:
-        pass
-
-    def arrays(self) -> list[mx.array]:
-        return []
+    return DraftModel(head, embed, logits)
 
 
 class Subject:
@@ -143,7 +136,6 @@ class Subject:
         loaded = load_quietly(wanted)
         assert loaded.head is not None, loaded.head_state
         self.engine: Any = engine_of(loaded, wanted)
-        self._head: Any = loaded.head
         self._folder = folder
         self._references: dict[int, list[int]] = {}
 
@@ -170,23 +162,18 @@ class Subject:
 
     def answer(self, case: Case) -> tuple[list[int], list[Round]]:
         """Our ids and rounds."""
-        chooser = Sampler(Sampling(), 0)
-        verifier = LocalVerifier(self.engine._target, self.engine._stage.make_caches())
-        task = Task(self.prompt(case.length), TOKENS, CHUNK)
-        drafter = self._drafter(case, chooser)
-        steps = Generation(task, verifier, drafter, chooser, EndAt()).steps()
-        rounds = [step for step in steps if isinstance(step, Round)]
-        return [token for r in rounds for token in r.tokens], rounds
+        parts = self.engine._target, self.engine._stage.make_caches, self._draft_model(case)
+        asked = bare_request(self.prompt(case.length), TOKENS, CHUNK, case.k)
+        (rounds,) = rounds_of(bare_engine(*parts), [asked])
+        return list(ids_of(rounds)), list(rounds)
 
-    def _drafter(self, case: Case, chooser: Sampler) -> Drafter:
+    def _draft_model(self, case: Case) -> DraftModel | None:
         if case.k == 0:
-            return NoDrafter()
+            return None
         if case.kind == "head":
-            family = self.engine.drafting._family
-            logits = draft_logits(family, self._head)
-            return NativeDrafter(self._head, family.embed, logits, chooser, case.k, overlap=True)
+            return self.engine.drafting.model()
         shift = 0 if case.kind == "perfect" else 1
-        return Scripted(case.k, case.length, self.reference(case.length), shift)
+        return scripted(case.length, self.reference(case.length), shift)
 
 
 class Subjects:

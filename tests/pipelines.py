@@ -19,9 +19,9 @@ from small import LAYERS, small_checkpoint
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.stage import StageWorker

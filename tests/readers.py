@@ -9,13 +9,12 @@ from typing import Any
 from engines import ORACLE, Answer, answer, engine_of, load_quietly
 from small import small_spec
 
-from exo_node.mtp.batch import BatchBroken
 from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import ExoNodeError
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 PROMPTS: list[list[int]] = [row["prompt_ids"] for row in ORACLE]
@@ -88,7 +87,7 @@ def together(
                 event = next(running[id(reader)])
             except StopIteration:
                 live.remove(reader)
-            except (ExoNodeError, BatchBroken) as fault:
+            except ExoNodeError as fault:
                 reader.fault = fault
                 live.remove(reader)
             else:

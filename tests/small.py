@@ -18,7 +18,7 @@ from engines import CHUNK, ORACLE, Answer, answer, engine_of, load_quietly, requ
 from models import make_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.text_engine import TextEngine
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 LAYERS = 4

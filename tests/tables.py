@@ -1,26 +1,33 @@
-"""Fakes of the loop's seams: a target and a drafter that are tables over a tiny vocabulary."""
+"""A target and a draft head that are tables over a tiny vocabulary, for the real engine.
 
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future
+Their caches are mlx-lm's own and hold ids, so that a test can read what was kept.
+"""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.models.cache import KVCache
 
-from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation
 from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.seams import Block, Drafter, Drafts, Wait, Want, as_ids, as_row
+from exo_node.mtp.seams import Block, Want, as_ids
 from exo_node.mtp.steps import Step
-from exo_node.mtp.task import Task
 from exo_node.mtp.types import FinishReason, Round, Sampling
+from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 Logits = npt.NDArray[np.float32]
 """(positions, vocabulary, vocabulary): the logits after a token at a position."""
 
 PROMPT = (1, 0, 2)
+BEYOND = 16
+"""Positions behind the last of a table: rounds in flight may reach them, and nobody reads them."""
 
 
 def random_table(vocabulary: int, seed: int, positions: int = 64, spread: float = 1.0) -> Logits:
@@ -28,101 +35,78 @@ def random_table(vocabulary: int, seed: int, positions: int = 64, spread: float 
     return (spread * draws).astype(np.float32)
 
 
-def hidden_of(first: int, ids: Sequence[int]) -> mx.array:
-    """(1, n, 2): a hidden that names its row, so that a drafter can tell what it was shown."""
-    return mx.array([[[first + i, token] for i, token in enumerate(ids)]], dtype=mx.int32)
+def _embed(ids: mx.array) -> mx.array:
+    return ids[..., None].astype(mx.float32)
+
+
+def _device(table: Logits) -> mx.array:
+    return mx.array(np.concatenate([table, table[-1:].repeat(BEYOND, axis=0)]))
+
+
+class TableTarget:
+    """A whole model whose logits are rows of a table; its hidden states name their rows."""
+
+    def __init__(self, table: Logits) -> None:
+        self._table = _device(table)
+        self.forwards: list[tuple[int, Want]] = []
+        """Rows of each forward, and whose logits were wanted."""
+
+    def forward(self, tokens: mx.array, caches: Sequence[Any], *, want: Want) -> Block:
+        logits, hidden = self._append(tokens[None], caches)
+        self.forwards.append((tokens.shape[0], want))
+        rows = {"all": logits[0], "last": logits[0, -1:], "none": logits[0, :0]}[want]
+        return Block(rows, hidden)
+
+    def forward_batch(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        self.forwards.append((tokens.shape[1], "all"))
+        return self._append(tokens, caches)
+
+    def _append(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        (cache,) = caches
+        starts = mx.array(cache.offset).reshape(-1, 1)
+        positions = mx.broadcast_to(starts + mx.arange(tokens.shape[1]), tokens.shape)
+        rows = tokens[:, None, :, None].astype(mx.float32)
+        _ = cache.update_and_fetch(rows, rows)
+        hidden = mx.stack([positions, tokens], axis=-1).astype(mx.float32)
+        return self._table[positions, tokens], hidden
 
 
 @dataclass
-class TableVerifier:
-    """The `Verifier` whose logits are rows of a table; it keeps what was written and called."""
+class TableHead:
+    """A draft head that drafts from a table; its cache holds (position, id there, id after it)."""
 
     table: Logits
-    overlaps: bool = False
-    takes_back: bool = True
-    waits: bool = False
-    """Whether each forward first yields a `Wait` on a future that is done."""
-    ids: list[int] = field(default_factory=list[int])
-    calls: list[str] = field(default_factory=list[str])
-    last_rows: int = 0
+    cache: Any = None
+    asked: list[int] = field(default_factory=list[int])
+    """Tokens that each draft had, by its passes: committed rows, then one for each further one."""
 
     def __post_init__(self) -> None:
-        self._table = mx.array(self.table)
+        self._table = _device(self.table)
+        self.passes: list[int] = []
+        """Rows of each pass."""
 
     @property
-    def position(self) -> int:
-        return len(self.ids)
+    def model(self) -> DraftModel:
+        return DraftModel(self._head, _embed, self._logits)
 
-    def forward(self, tokens: mx.array, *, want: Want) -> Generator[Wait, None, Block]:
-        if self.waits:
-            done: Future[None] = Future()
-            done.set_result(None)
-            yield Wait(done)
-        ids, start = as_ids(tokens), self.position
-        self.calls.append(f"forward {len(ids)} {want}")
-        self.ids += ids
-        self.last_rows = len(ids)
-        logits = self._table[mx.arange(start, start + len(ids)), tokens]
-        rows = {"all": logits, "last": logits[-1:], "none": logits[:0]}[want]
-        return Block(rows, hidden_of(start, ids))
+    @property
+    def seen(self) -> list[tuple[int, int, int]]:
+        """What the cache holds, of one request."""
+        if self.cache is None or self.cache.keys is None:
+            return []
+        held: list[list[float]] = self.cache.keys[0, 0, : self.cache.offset].tolist()
+        return [(int(a), int(b), int(c)) for a, b, c in held]
 
-    def rollback(self, rows: int) -> None:
-        assert self.takes_back
-        assert 0 < rows <= self.last_rows, "only rows of the last forward can be taken back"
-        self.calls.append(f"rollback {rows}")
-        del self.ids[-rows:]
-        self.last_rows = 0
+    def _head(self, hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
+        self.cache = cache
+        self.passes.append(hidden.shape[1])
+        rows = mx.concatenate([hidden, embedding], axis=-1)[:, None]
+        _ = cache.update_and_fetch(rows, rows)
+        return mx.concatenate([hidden[..., :1] + 1, embedding], axis=-1)
 
-    def arrays(self) -> list[mx.array]:
-        return []
-
-
-class TableDrafter:
-    """The `Drafter` that draws from a table of its own; it keeps each (row, next token) seen."""
-
-    rests = False
-
-    def __init__(
-        self, table: Logits, chooser: Sampler, k: int, *, says_finite: bool = False
-    ) -> None:
-        """`says_finite`: its drafts tell whether their logits were, so that it may be parked."""
-        self.k = k
-        self._says_finite = says_finite
-        self.seen: list[tuple[int, int, int]] = []
-        """(position, the id there, the id after it), as committed."""
-        self.asked: list[int] = []
-        self._table = mx.array(table)
-        self._sampler = chooser
-
-    def draft(self, k: int, position: int) -> Drafts:
-        assert 0 < k <= self.k
-        assert position == self.seen[-1][0] + 2, "drafts continue after the last committed token"
-        self.asked.append(k)
-        token = as_row([self.seen[-1][2]])
-        drafts: list[Drafts] = []
-        for at in range(position, position + k):
-            drafts.append(self._sampler.draft(self._table[at - 1, token], at, drafts))
-            token = drafts[-1].tokens
-        rows = [d.log_probabilities for d in drafts if d.log_probabilities is not None]
-        ids = [d.support for d in drafts if d.support is not None]
-        finite = [d.finite for d in drafts if self._says_finite and d.finite is not None]
-        tokens = mx.concatenate([d.tokens for d in drafts])
-        return Drafts(
-            tokens, *(mx.concatenate(each) if each else None for each in (rows, ids, finite))
-        )
-
-    def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
-        assert hidden is not None
-        named: list[list[int]] = hidden[0].tolist()  # pyright: ignore[reportAssignmentType]
-        after = as_ids(tokens)
-        assert len(named) == len(after)
-        self.seen += [(at, token, then) for (at, token), then in zip(named, after, strict=True)]
-
-    def catch_up(self) -> None:
-        pass
-
-    def arrays(self) -> list[mx.array]:
-        return []
+    def _logits(self, out: mx.array) -> mx.array:
+        at = out.astype(mx.int32)
+        return self._table[at[..., 0], at[..., 1]]
 
 
 @dataclass
@@ -140,12 +124,19 @@ class EndAt:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one run of the loop gave, and the fakes it left behind."""
+    """What one answer gave, and what it left behind."""
 
     steps: tuple[Step, ...]
-    reason: FinishReason
-    verifier: TableVerifier
-    drafter: Drafter
+    end: FinishReason | BaseException
+    target: TableTarget
+    head: TableHead | None
+    cache: KVCache
+    """The target's, one row for each id."""
+
+    @property
+    def reason(self) -> FinishReason:
+        assert not isinstance(self.end, BaseException), self.end
+        return self.end
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -154,6 +145,14 @@ class Told:
     @property
     def ids(self) -> tuple[int, ...]:
         return tuple(token for round_ in self.rounds for token in round_.tokens)
+
+    @property
+    def held(self) -> list[int]:
+        """The ids whose rows the target's cache holds."""
+        keys = cast(Any, self.cache).keys
+        if keys is None:
+            return []
+        return as_ids(keys[0, 0, : self.cache.offset, 0].astype(mx.int32))
 
 
 def tell(
@@ -168,20 +167,45 @@ def tell(
     prefill_chunk: int = 256,
     replay: Sequence[Round] = (),
     ending: EndAt | None = None,
-    says_finite: bool = False,
-    **verifier: Any,
+    runs_ahead: bool = False,
+    fixed_rows: int = 0,
+    **fields: Any,
 ) -> Told:
-    """Runs the real loop over tables to its end; `draft` None decodes plainly."""
-    chooser = Sampler(sampling or Sampling(), entropy)
-    fake = TableVerifier(target, **verifier)
-    drafter = (
-        NoDrafter() if draft is None else TableDrafter(draft, chooser, k, says_finite=says_finite)
+    """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
+
+    `fields`: others of the request. Raises nothing: see `Told.end`.
+    """
+    model, head, caches = TableTarget(target), None, list[KVCache]()
+    if draft is not None:
+        head = TableHead(draft)
+
+    def make_caches() -> list[Any]:
+        caches.append(KVCache())
+        return caches[-1:]
+
+    engine = bare_engine(
+        model,
+        make_caches,
+        head.model if head else None,
+        chunk=prefill_chunk,
+        runs_ahead=runs_ahead,
+        fixed_rows=fixed_rows,
     )
-    task = Task(prompt, max_tokens, prefill_chunk, replay)
-    generation = Generation(task, fake, drafter, chooser, ending or EndAt()).steps()
-    steps: list[Step] = []
-    while True:
-        try:
-            steps.append(next(generation))
-        except StopIteration as end:
-            return Told(tuple(steps), end.value, fake, drafter)
+    steps, ends = list[Step](), list[FinishReason | BaseException]()
+    request = bare_request(
+        prompt,
+        max_tokens,
+        prefill_chunk,
+        k if head else 0,
+        sampler=Sampler(sampling or Sampling(), entropy, (), prompt),
+        ending=ending or EndAt(),
+        log=replay,
+        deliver=steps.append,
+        finish=ends.append,
+        **fields,
+    )
+    engine.add(request)
+    while engine.step():
+        request.taken = len(steps)
+    (end,) = ends
+    return Told(tuple(steps), end, model, head, caches[-1])

@@ -14,23 +14,19 @@ from loopback import LoopbackLink
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
-from tables import EndAt
 from zoo import VOCABULARY
 
-from exo_node.mtp.drafters import NoDrafter
 from exo_node.mtp.family import family_of
-from exo_node.mtp.loop import Generation
-from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.seams import Verifier
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import Round, Sampling
+from exo_node.mtp.types import Round
 from exo_node.placement.config import hidden_size
-from exo_node.shard.engine.local import FamilyTarget, LocalVerifier, WholeTarget
+from exo_node.shard.engine.staged_answer import StagedAnswer
+from exo_node.shard.engine.targets import FamilyTarget, WholeTarget
 from exo_node.shard.model.split_check import small_model
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.pipeline.verifier import PipelineVerifier
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
 """Longer than a window, and no multiple of a chunk."""
@@ -71,7 +67,9 @@ def on_one_node(model: nn.Module, chunk: int = CHUNK, tokens: int = TOKENS) -> l
     family = family_of(model)
     target = WholeTarget(model) if family is None else FamilyTarget(family)
     stage = StageModel(model, 0, len(cast(Any, model).layers))
-    return _ids(LocalVerifier(target, stage.make_caches()), chunk, tokens)
+    asked = bare_request(PROMPT, tokens, chunk)
+    (rounds,) = rounds_of(bare_engine(target, stage.make_caches), [asked])
+    return list(ids_of(rounds))
 
 
 def as_two_stages(
@@ -87,11 +85,6 @@ def as_two_stages(
     expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
     worker = StageWorker(second, expected, time.monotonic)
     link = LoopbackLink([worker], [expected])
-    return _ids(PipelineVerifier(first, link, "r", 1, "float32"), chunk, tokens)
-
-
-def _ids(verifier: Verifier, chunk: int, tokens: int) -> list[int]:
-    task = Task(PROMPT, tokens, chunk)
-    steps = Generation(task, verifier, NoDrafter(), Sampler(Sampling(), 0), EndAt()).steps()
-    rounds = [step for step in steps if isinstance(step, Round)]
-    return [token for each in rounds for token in each.tokens]
+    verifier = PipelineVerifier(first, link, "r", 1, "float32")
+    steps = StagedAnswer(bare_request(PROMPT, tokens, chunk), verifier).steps()
+    return list(ids_of([step for step in steps if isinstance(step, Round)]))

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
@@ -11,6 +11,16 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from ...mtp.rollback import TapedCache, cache_arrays, holds_rows, state_arrays
 
 RowCache = KVCache | QuantizedKVCache
+
+
+class KeptDraft(NamedTuple):
+    """What the draft head holds behind a prefix; the ids of its rows are known otherwise."""
+
+    cache: KVCache
+    rows: int
+    """Rows in the cache."""
+    hidden: mx.array | None
+    """The target's hidden states (1, n, H) of the rows behind those, which it has not read."""
 
 
 @dataclass(frozen=True, slots=True)

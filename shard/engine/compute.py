@@ -1,11 +1,9 @@
-"""The one thread that owns MLX: short jobs first, running generations in turn.
+"""The one thread that owns MLX: short jobs first, then the engine's next step, or turns.
 
-A turn of one that reads its prompt is a chunk or a part of one (`mtp/parts.py`). Behind it those
-that answer have a round each, and as much time as it took: with prompts being read they keep half
-of their speed at least, however many these are and whatever a chunk costs. A chunk that was
-begun ends before another one begins, so that no two of them are in memory at once. The turn of an
-answer whose rounds come from other nodes begins when one is back, and ends when the next one has
-set out.
+A whole model's requests are an engine's (`attach`). Over stages each request is a generation that
+takes turns with the others. A turn of one that reads its prompt is a chunk. Behind it those that
+answer have a round each, and as much time as it took. The turn of an answer whose rounds come from
+other nodes begins when one is back, and ends when the next one has set out.
 
 MLX arrays belong to the thread that made them, so loading, forwards and the conversion to bytes all
 happen here; bytes, ids and texts are handed over.
@@ -61,8 +59,6 @@ class Run:
         """Whether its next turn is likely a chunk of its prompt."""
         self.goes_on = False
         """Whether its last turn was only a part of one: it comes before the next chunk."""
-        self.part = False
-        """Whether its last turn was a part of a chunk: the next one goes on with that."""
         self._back = 0
         """Items since it waited that are no turn: it hands them out before it sets out again."""
         self.had = 0
@@ -97,8 +93,7 @@ class Run:
         # The edge of the compute thread: whatever a request met, SystemExit too, the others go on.
         except BaseException as fault:
             return self._end(as_exception(fault))
-        self.part = isinstance(item, Wait) and item.part
-        self.waited = isinstance(item, Wait) and not item.part
+        self.waited = isinstance(item, Wait)
         if isinstance(item, Wait):
             self.goes_on, self._back = item.goes_on, BACK
             self.reads = self.reads if item.reads is None else item.reads
@@ -165,6 +160,7 @@ class ComputeThread:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None] | Run | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._step: Callable[[], bool] | None = None
         self.progress = 0
         """Jobs and steps finished: it grows while the thread is alive and has work."""
         self._thread.start()
@@ -195,6 +191,11 @@ class ComputeThread:
         self._inbox.put(run)
         return run
 
+    def attach(self, step: Callable[[], bool]) -> None:
+        """`step` does an engine's next piece of work, if there is any: it is called between jobs
+        until it says that there was none, and then again behind the next job."""
+        self._step = step
+
     def close(self, timeout_s: float = 5.0) -> None:
         self._inbox.put(None)
         self._thread.join(timeout_s)
@@ -215,11 +216,16 @@ class ComputeThread:
             self._died(fault)
 
     def _loop(self) -> None:
-        turns = Turns()
+        turns, busy = Turns(), False
         while True:
             try:
-                message = self._inbox.get(block=not turns)
+                message = self._inbox.get(block=not (turns or busy))
             except queue.Empty:
+                if not turns:
+                    assert self._step is not None
+                    busy = self._step()
+                    self.progress += busy
+                    continue
                 run, begun = turns.next(), self._clock()
                 goes_on = run.turn()
                 turns.took(self._clock() - begun)
@@ -237,6 +243,7 @@ class ComputeThread:
                 case job:
                     job()
                     self.progress += 1
+                    busy = self._step is not None
 
 
 class Turns:
@@ -249,8 +256,6 @@ class Turns:
     def __init__(self) -> None:
         self._answering: deque[Run] = deque()
         self._reading: deque[Run] = deque()
-        self._parts: deque[Run] = deque()
-        """Those of `_reading` that are in the middle of a chunk: no other one is begun before."""
         self._reading_behind: deque[Run] = deque()
         self._time = 1
         """Grows with each chunk: those of `_answering` are due that had their turn before it."""
@@ -262,15 +267,13 @@ class Turns:
         """Turns without a chunk that those that read may still have before the others'."""
 
     def __bool__(self) -> bool:
-        return bool(self._answering or self._parts or self._reading or self._reading_behind)
+        return bool(self._answering or self._reading or self._reading_behind)
 
     def add(self, run: Run) -> None:
         if not run.reads:
             if run.goes_on:
                 run.had = 0
             self._answering.append(run)
-        elif run.part:
-            self._parts.append(run)
         else:
             (self._reading_behind if run.background else self._reading).append(run)
 
@@ -286,7 +289,7 @@ class Turns:
 
     def next(self) -> Run:
         """One of those that were added; it has a turn."""
-        reading = self._parts or self._reading or self._reading_behind
+        reading = self._reading or self._reading_behind
         due = any(run.had < self._time for run in self._answering)
         if not self._answering:
             self._owed_s = 0.0

@@ -1,19 +1,15 @@
 """Who drafts for a request, how many tokens, and why nobody does."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
-from ...mtp.batch_drafter import BatchHead
 from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.drafters import PENDING_ROWS, NativeDrafter, NoDrafter
 from ...mtp.family import Family, draft_logits
 from ...mtp.head import DraftHead
-from ...mtp.sampler import Sampler
-from ...mtp.seams import Drafter
 from ...placement.errors import InvalidRequest
 from ..model.numeric import parked
 from .draft_profile import Profile
+from .drafter import DraftModel
 from .options import EngineOptions
 from .request import EngineRequest
 
@@ -34,7 +30,6 @@ class Drafting:
         """`family` None: the model gives no hidden states, or not all of it is here."""
         self._head = head
         self._family = family
-        self._overlap = options.async_draft_eval
         self._profile = profile
         # A card may name more ids than this checkpoint has: then all of them are drafted.
         drafted = options.draft_vocabulary
@@ -74,31 +69,9 @@ class Drafting:
             return FixedDepth(request.k)
         return AdaptiveDepth(request.k, request.k, self._profile.prior, self._profile.costs)
 
-    def drafter(
-        self,
-        sampler: Sampler,
-        k: int,
-        overlap: bool | None = None,
-        patience: Callable[[], int] | None = None,
-    ) -> Drafter:
-        """Of up to `k` tokens a round; `overlap` None: as the engine was opened with; `patience`:
-        see `NativeDrafter`."""
-        if k == 0:
-            return NoDrafter()
-        assert self._head is not None and self._family is not None
-        return NativeDrafter(
-            self._head,
-            self._family.embed,
-            draft_logits(self._family, self._head, self._vocabulary),
-            sampler,
-            k,
-            overlap=self._overlap if overlap is None else overlap,
-            patience=patience or (lambda: PENDING_ROWS),
-        )
-
-    def batch_head(self) -> BatchHead | None:
-        """For requests that are decoded together."""
+    def model(self) -> DraftModel | None:
+        """What drafts; None without a head."""
         if self._head is None or self._family is None:
             return None
         logits = draft_logits(self._family, self._head, self._vocabulary)
-        return BatchHead(self._head, self._family.embed, logits, self._overlap)
+        return DraftModel(self._head, self._family.embed, logits)

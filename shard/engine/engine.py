@@ -1,359 +1,230 @@
-"""The engine of a generator: drives one answer from ids to text and its final stats."""
+"""The engine of a runner: plans a step, issues it, reads the oldest one, delivers its tokens."""
 
 import logging
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from ...mtp.ahead import AHEAD_BY, Ahead
-from ...mtp.batch import Batch, BatchBroken
-from ...mtp.batch_prompts import PromptBatch, PromptsBroken
-from ...mtp.family import family_of
-from ...mtp.finite import DraftNotFinite, NotFinite
-from ...mtp.head import DraftHead
-from ...mtp.parts import Parts
-from ...mtp.probe import Costs
-from ...mtp.sampler import Sampler
-from ...mtp.seams import Drafter, Wait
-from ...mtp.stats import StatsCollector
-from ...mtp.steps import Prefilled, Rebuilt, Steps
-from ...mtp.types import FinishReason, Round, Sampling
-from ...placement.errors import InvalidRequest, NumericError, StateLost
-from ..kernels.first_choices import choose_first
-from ..model.numeric import numeric_error
-from ..model.stage_model import MODEL_FAULTS, StageModel, said
-from ..model.tensors import DTYPES
-from ..pipeline.meeting import Meeting
-from ..pipeline.merged import Merged
-from ..pipeline.verifier import Link
-from .admission import Admission
-from .attempts import Attempt
-from .batching import Batching
-from .draft_profile import Profile, ProfileKey
-from .drafting import Drafting
-from .earlier import Earlier
-from .events import Delta, Done, EngineEvent, Retold
-from .live import LiveAttempts, Measured
-from .local import FamilyTarget, LocalVerifier, Target, WholeTarget
-from .options import EngineOptions
-from .prefix_disk import PrefixDisk
-from .probing import (
-    Subject,
-    probe_batch_identity,
-    probe_costs,
-    probe_fixed_rows,
-    probe_identity,
-)
-from .request import EngineRequest
-from .request_limits import RequestLimits
+import mlx.core as mx
 
-if TYPE_CHECKING:
-    from ..text.codec import TextCodec
+from ...mtp.steps import Prefilled, Rebuilt, Step
+from ...mtp.types import FinishReason
+from ...placement.errors import StateLost
+from .batch import Flight, Outcome
+from .executor import LocalExecutor
+from .reading import Reading
+from .request import Request
+from .scheduler import Decode, GoOn, Prefill, Replay, Scheduler
 
 log = logging.getLogger(__name__)
 
-MORE: Final = 64
-"""Tokens of an answer that what is kept makes room for at once."""
-NO_PROFILE = ProfileKey("", "", "", "", 0, 0)
+SHARED: Final = "a forward that several requests shared failed"
+CLEAR_EVERY: Final = 256
+"""Rounds between calls of `mx.clear_cache`, as in mlx-lm: buffers of many sizes pile up."""
+GROWS: Final = 32
+"""Rows of an answer between two looks at what is kept of prompts."""
 
 
-class TextEngine:
-    """Answers requests on the generator. Everything but `encode` runs on the compute thread."""
+class Engine:
+    """Drives requests from their prompts to their ends. All methods run on the compute thread."""
 
     def __init__(
-        self,
-        codec: "TextCodec",
-        stage: StageModel,
-        vocabulary: int,
-        options: EngineOptions,
-        *,
-        head: DraftHead | None = None,
-        link: Link | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        profile: Profile | None = None,
-        kernels: tuple[str, ...] = (),
-        prefix_disk: PrefixDisk | None = None,
-        runs_ahead: bool | None = None,
+        self, executor: LocalExecutor, scheduler: Scheduler, clock: Callable[[], float]
     ) -> None:
-        """`link` leads to the other stages; None when this stage is the whole model.
-
-        `profile`: what adaptive drafting knows and learns; None: nothing that outlives this engine.
-        `kernels`: those of our own under the model, for the stats.
-        `prefix_disk`: where prefixes outlive this engine.
-        `runs_ahead`: whether rounds are built while others run; None: where `kernels` make it pay,
-        and where the device computes meanwhile, rounds of a batch.
-        """
-        self._codec = codec
-        self._stage = stage
-        self._options = options
-        self._kernels = kernels
+        self.executor = executor
+        self.scheduler = scheduler
         self._clock = clock
-        self._alone = link is None
-        self._fixed_rows = options.fixed_rows if link is None else 0
-        self._profile = profile or Profile.open("", NO_PROFILE, clock)
-        self.limits = RequestLimits(options.context_length, vocabulary)
-        self.token_bytes = codec.token_bytes
-        self.answer_format = codec.answer_format
-        self.has_call_grammar = codec.has_call_grammar
-        self.grammars = codec.grammars
-        self.call_grammar = codec.call_grammar
-        fed = None if head is None else head.hidden_kind
-        family = family_of(stage.model, fed) if link is None else None
-        self._target: Target = WholeTarget(stage.model) if family is None else FamilyTarget(family)
-        self.drafting = Drafting(head, family, vocabulary, options, self._profile)
-        self._batching = self._new_batching(runs_ahead)
-        self._parts = Parts(clock)
-        self._meeting = self._new_meeting(link)
-        self._prompts = self._new_prompts()
-        turn_ends = codec.end_tokens if options.prefix_cache_bytes else frozenset[int]()
-        self._earlier = self._new_earlier(turn_ends, link, prefix_disk)
-        fit = set(kernels) >= AHEAD_BY if runs_ahead is None else runs_ahead
-        self._runs_ahead = fit and options.async_draft_eval
-        self._live = self._new_live(turn_ends)
-        self._admission = Admission(options.context_length)
-        self.identity = "off"
-        self.batch_identity = "off"
-        """Measured by `probe`; "off" where no answers are decoded together."""
+        self._requests: list[Request] = []
+        self._in_flight: deque[Flight] = deque()
+        self._reading: Reading | None = None
+        self._rounds = 0
 
-    def _new_live(self, turn_ends: frozenset[int]) -> LiveAttempts:
-        return LiveAttempts(
-            self.drafting,
-            self._earlier,
-            self._batching,
-            self._options.prefill_chunk,
-            turn_ends,
-            self._codec.special_tokens,
-            self._clock,
-            lambda: self._batching.patience,
-            self._new_ahead if self._runs_ahead else None,
-        )
+    def add(self, request: Request) -> None:
+        """The request begins when it has room."""
+        self._requests.append(request)
 
-    def _new_ahead(self, verifier: LocalVerifier, sampler: Sampler) -> Ahead:
-        head = self.drafting.batch_head()
-        assert head is not None
-        return Ahead(self._target, head, verifier, sampler)
-
-    def _new_earlier(
-        self, turn_ends: frozenset[int], link: Link | None, disk: PrefixDisk | None
-    ) -> Earlier:
-        return Earlier(
-            self._stage,
-            self._target,
-            self._options,
-            turn_ends,
-            link=link,
-            meeting=self._meeting,
-            disk=disk,
-            parts=self._parts,
-        )
-
-    def _new_batching(self, runs_ahead: bool | None) -> Batching:
-        if self._options.fixed_rows:
-            return Batching(None, "strict mode computes each request by forwards of its own")
-        if not self._options.batching:
-            return Batching(None, "EXO_BATCHING_ENABLED is 0")
-        if not self._alone:
-            return Batching(None)
-        made = self._target, self.drafting.batch_head(), self._clock
-        return Batching(Batch(*made, ahead=runs_ahead))
-
-    def _new_meeting(self, link: Link | None) -> Meeting | None:
-        """Where rows of several requests set out through a pipeline together."""
-        stage, dtype = self._stage, self._options.dtype
-        if link is None or self._batching.why_alone(stage.make_caches()):
-            return None
-        return Meeting(stage, Merged(stage, DTYPES[dtype]), link, self._options.stages, dtype)
-
-    def _new_prompts(self) -> PromptBatch | None:
-        """Only used where a batch changes no bit: states behind prompts are kept for others."""
-        target, caches = self._target, self._stage.make_caches()
-        if isinstance(target, WholeTarget) or self._batching.why_alone(caches):
-            return None
-        assert isinstance(target, FamilyTarget)
-        return PromptBatch(target, self._options.prefill_chunk, self._parts)
-
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Any thread. Raises InvalidRequest."""
-        return self._codec.encode_chat(messages)
-
-    def probe(self) -> None:
-        """Measures both identities for the largest K and what rounds cost, or finds them in the
-        profile. Warms the kernels up as well.
-        """
-        subject, k = self._subject(), self.drafting.max_k
-        choose_first(self.limits.vocabulary, k, DTYPES[self._options.dtype])
-        if self._meeting is not None:
-            self._meeting.probe(self.limits.vocabulary, self._options.context_length)
-            if self._meeting.refused:
-                self._batching.refuse(self._meeting.refused)
-        elif not self._batching.why_alone(self._stage.make_caches()):
-            self._probe_batch(subject, k)
-        if not k:
+    def cancel(self, request: Request) -> None:
+        """Ends a request without another word. The others lose nothing."""
+        if request.phase == "finished":
             return
-        if self._fixed_rows:
-            if why := probe_fixed_rows(subject, self._fixed_rows):
-                self.drafting.turn_off(why)
-                self._fixed_rows = 0
-                return
-            self.identity = "bitwise"
+        if self._reading is not None and request in self._reading.requests:
+            # The others' rows are computed all the same.
+            self._leave_reading(request)
+        self._end(request)
+
+    def step(self) -> bool:
+        """Does the next piece of work; False: there is none."""
+        begun = self._clock()
+        self._admit()
+        step = self.scheduler.plan(
+            self._requests, self._in_flight, reading=self._reading is not None
+        )
+        is_reading = step is not None and not isinstance(step, Decode)
+        if isinstance(step, Decode):
+            issued = self._issue(step)
+            if not issued and self._in_flight:
+                self._land()
+        elif step is not None:
+            self._read(step)
+        elif self._in_flight:
+            self._land()
         else:
-            self.identity = probe_identity(subject, k, self._profile)
-        probe_costs(subject, k, self._fixed_rows, self._profile)
-        self._profile.save(at_once=True)
+            return False
+        self.scheduler.took(self._clock() - begun, reading=is_reading)
+        return True
 
-    def _probe_batch(self, subject: Subject, k: int) -> None:
-        try:
-            self.batch_identity = probe_batch_identity(subject, k, self._profile)
-        except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
-            why = f"this model cannot be computed in batches ({said(fault)})"
-            log.warning("%s: its requests take turns", why)
-            self._batching.refuse(why)
-            self._prompts = None
-            return
-        self._profile.save(at_once=True)
-
-    def measure_costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """What verifies and drafts up to `k` cost here; see `mtp.probe`."""
-        return self._subject().costs(prompt, k, repeats)
-
-    def _subject(self) -> Subject:
-        def make_drafter(depth: int, prompt: Sequence[int]) -> Drafter:
-            return self.drafting.drafter(Sampler(Sampling(), 1), depth)
-
-        return Subject(
-            self._target.forward,
-            self._target,
-            self._stage.make_caches,
-            make_drafter,
-            self.limits.vocabulary,
-            self._options.context_length,
-            self._clock,
-            self._target if isinstance(self._target, FamilyTarget) else None,
-        )
-
-    def generate(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
-        """Drives one answer; closing the generator frees its state here and on every stage."""
-        self.drafting.check(request.k)
-        request = self.drafting.granted(request)
-        self._live.enter(request)
-        try:
-            entry = yield from self._admission.enter(
-                len(request.prompt), request.max_tokens, background=request.background
-            )
-            try:
-                yield from self._answer(request)
-            finally:
-                self._admission.leave(entry)
-        finally:
-            self._live.end(request)
-
-    def _answer(self, request: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
-        stats = StatsCollector(self._clock)
-        for round_ in request.replay:
-            stats.add(round_, replayed=True)
-        stops = request.stop_strings()
-        text = self._codec.stream(stops, ignore_end=request.ignore_end, continues=request.continues)
-        common = yield from self._earlier.common(request)
-        attempt = self._live.begin(request, text, self._measured(), common)
-        try:
-            steps = _with_text(attempt.steps(), stats, text)
-            reason = yield from self._with_prefixes(request, attempt, steps)
-            self.drafting.park(attempt.generation.answer.parked_at)
-            final = stats.finish(
-                prompt_tokens=len(request.prompt),
-                rule=request.sampling.rule_of(request.k),
-                policy=request.policy,
-                k=request.k,
-                reason=request.drafting_reason or self.drafting.parked,
-                resumes=request.attempt - 1,
-                parked=bool(self.drafting.parked),
-                kernels=self._kernels,
-                cached=attempt.cached,
-                alone_because=attempt.alone_because,
-            )
-            identity = self.identity if request.k else "off"
-            if self._meeting is not None:
-                self.batch_identity = "bitwise" if self._meeting.same else "near_tie"
-            batched = self.batch_identity if final.batched_tokens else "off"
-            rest = text.finish()
-            yield Done(reason, rest, final, identity, batched, text.stopped_by)
-        except NotFinite as fault:
-            if request.grammar is not None and request.grammar.failed:
-                raise InvalidRequest(request.grammar.failed) from fault
-            self._earlier.prefixes.clear()
-            raise numeric_error(fault.position, self._options.dtype, alone=self._alone) from fault
-        except NumericError:  # of a stage's numbers
-            self._earlier.prefixes.clear()
-            raise
-        except (BatchBroken, PromptsBroken, DraftNotFinite) as fault:
-            if request.grammar is not None and request.grammar.failed:
-                raise InvalidRequest(request.grammar.failed) from fault
-            if fault.__cause__ is not None:  # the others hear of it as well
-                log.error("%s", fault, exc_info=fault)
-            # Its entry node has all that it was told: the next attempt computes it alone.
-            raise StateLost(str(fault)) from fault
-        finally:
-            if request.adaptive:
-                self._profile.save()
-
-    def _with_prefixes(
-        self,
-        request: EngineRequest,
-        attempt: Attempt,
-        events: Generator[Wait | EngineEvent, None, FinishReason],
-    ) -> Generator[Wait | EngineEvent, None, FinishReason]:
-        """Passes events on; keeps prefixes of the prompt, and makes room for the answer."""
-        rows = due = len(request.ids)
-        while True:
-            try:
-                event = next(events)
-            except StopIteration as end:
-                return end.value
-            if isinstance(event, Delta):
-                rows += len(event.round.tokens)
-                if rows >= due:
-                    self._earlier.goes_on(attempt, MORE, self.cache_bytes)
-                    due = rows + MORE // 2
-            elif isinstance(event, Prefilled):
-                self._earlier.keep_prefix(request, attempt, event.done, self.cache_bytes)
-            yield event
-
-    def _measured(self) -> Measured:
-        # Strict mode has forwards of one size, which `identity` says nothing of.
-        same = self.identity == "bitwise" and not self._fixed_rows
-        return Measured(
-            self._prompts if self.batch_identity == "bitwise" else None,
-            self._fixed_rows,
-            self.drafting.max_k + 1 if same else 0,
-        )
+    @property
+    def _running(self) -> int:
+        """Answers in progress, of readers that take what they are given."""
+        return sum(r.phase != "waiting" and not r.paused for r in self._requests)
 
     @property
     def live_requests(self) -> int:
-        return len(self._live)
+        """Requests that have begun and are not over."""
+        return sum(request.phase != "waiting" for request in self._requests)
 
-    def cache_bytes(self) -> int:
-        """Bytes of KV and recurrent state of all live requests on this stage."""
-        return self._live.bytes
+    def _admit(self) -> None:
+        if not any(request.phase == "waiting" for request in self._requests):
+            return
+        for request in self.scheduler.admit(self._requests):
+            try:
+                self.executor.begin(request)
+            except BaseException as fault:  # of what is kept: this request's alone
+                self._end(request, fault)
+                continue
+            self._deliver(request, Prefilled(request.rows, len(request.prompt)))
 
-    @property
-    def prefix_cache_bytes(self) -> int:
-        return self._earlier.prefixes.bytes
-
-
-def _with_text(
-    steps: Steps, stats: StatsCollector, text: Any
-) -> Generator[Wait | EngineEvent, None, FinishReason]:
-    while True:
+    def _issue(self, step: Decode) -> bool:
         try:
-            step = next(steps)
-        except StopIteration as end:
-            assert end.value is not None, "an answer that left came back"
-            return end.value
-        if isinstance(step, Round):
-            stats.add(step)
-            yield Delta(step, text.take())
-            continue
-        if isinstance(step, Rebuilt):
-            yield Retold(step.done, step.total, text.take())
-            continue
-        yield step
+            flight = self.executor.issue(step, self._running)
+        except BaseException as fault:
+            self._lost(step.requests, fault)
+            return True
+        if flight is None:
+            return False
+        self._in_flight.append(flight)
+        return True
+
+    def _land(self) -> None:
+        """Reads the oldest round and hands out its tokens; where the device computes meanwhile,
+        behind the next round's issue."""
+        flight = self._in_flight.popleft()
+        try:
+            outcomes = self.executor.land(flight, self._running)
+        except BaseException as fault:
+            self._lost(flight.requests, fault)
+            return
+        for outcome in outcomes:
+            if outcome.reason is not None or outcome.fault is not None:
+                outcome.request.phase = "finished"
+        if self.executor.overlaps:
+            self._issue_next()
+        self._rounds += 1
+        if self._rounds % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        self._hand_out(outcomes)
+
+    def _issue_next(self) -> None:
+        """Issues the next round, if one may follow those in flight."""
+        live = [request for request in self._requests if request.phase != "finished"]
+        step = self.scheduler.follow(live, self._in_flight, reading=self._reading is not None)
+        if step is not None:
+            _ = self._issue(step)
+
+    def _read(self, step: Prefill | GoOn | Replay) -> None:
+        if isinstance(step, Replay):
+            self._replay(step.request)
+            return
+        if isinstance(step, Prefill):
+            try:
+                self._reading = self.executor.read(step)
+            except BaseException as fault:
+                self._lost(step.requests, fault)
+                return
+        assert self._reading is not None
+        reading = self._reading
+        try:
+            if not reading.go_on():
+                return
+            self._reading = None
+            outcomes = self.executor.end_read(reading, self._running)
+        except BaseException as fault:
+            self._reading = None
+            self._lost(reading.requests, fault)
+            return
+        for request in reading.requests:
+            self._guarded(request, self.executor.keep_prefix)
+            self._deliver(request, Prefilled(request.rows, len(request.prompt)))
+        self._hand_out(outcomes)
+
+    def _replay(self, request: Request) -> None:
+        try:
+            reason = self.executor.replay(request)
+        except BaseException as fault:
+            self._lost([request], fault)
+            return
+        self._deliver(request, Rebuilt(request.replayed, len(request.log)))
+        if reason is not None:  # the log holds all of the answer
+            self._end(request, reason)
+        if request.phase == "replay" and request.replayed == len(request.log):
+            request.phase = "decode"
+
+    def _hand_out(self, outcomes: Sequence[Outcome]) -> None:
+        for request, made, reason, fault, _ in outcomes:
+            if request not in self._requests:
+                continue
+            if made is not None:
+                self._grow(request, len(made.tokens))
+                self._deliver(request, made)
+            if fault is not None or reason is not None:
+                self._end(request, fault if fault is not None else reason)
+
+    def _grow(self, request: Request, rows: int) -> None:
+        """Now and then what is kept of prompts makes room for an answer."""
+        if request.emitted // GROWS > (request.emitted - rows) // GROWS or request.emitted == 1:
+            self._guarded(request, self.executor.make_room)
+
+    def _deliver(self, request: Request, step: Step) -> None:
+        request.delivered += 1
+        self._guarded(request, lambda request: request.deliver(step))
+
+    def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
+        """What goes wrong with one request's delivery ends that request alone."""
+        if request not in self._requests:
+            return
+        try:
+            work(request)
+        except BaseException as fault:  # its reader's, or SystemExit of a library
+            self._end(request, fault)
+
+    def _lost(self, requests: Sequence[Request], fault: BaseException) -> None:
+        """A forward failed: nobody knows what the caches of those that shared it hold.
+
+        Their entry nodes have all that they were told: the next attempt of each shares no forward.
+        """
+        lost = self.executor.forget(requests)
+        self._in_flight = deque(f for f in self._in_flight if set(lost).isdisjoint(f.requests))
+        if len(lost) > 1:
+            log.error("%s", SHARED, exc_info=fault)
+        for request in lost:
+            if request not in self._requests:
+                continue
+            own = fault
+            if len(lost) > 1:  # an error each, whose traceback holds on to its request
+                own = StateLost(SHARED)
+                own.__cause__ = fault
+            self._end(request, own)
+
+    def _leave_reading(self, request: Request) -> None:
+        assert self._reading is not None
+        if len(self._reading.requests) == 1:
+            self._reading = None
+
+    def _end(self, request: Request, why: FinishReason | BaseException | None = None) -> None:
+        """`why` None: nobody listens any more."""
+        request.phase = "finished"
+        if request in self._requests:
+            self._requests.remove(request)
+        self.executor.release(request)
+        if why is not None:
+            request.finish(why)

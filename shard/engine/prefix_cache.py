@@ -17,9 +17,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
-from .cache_parts import State, has_rows, joined, state_of
+from .cache_parts import KeptDraft, State, has_rows, joined, state_of
 from .prefix_tree import DrafterPart, Node, Salt, drafter_spans, key_of, pending_of
 from .spans import Span, bytes_of_row, joined_size, rows_in
 
@@ -33,7 +32,7 @@ class Prefix:
 
     caches: list[Any]
     position: int
-    drafter: DrafterState | None
+    drafter: KeptDraft | None
     first_turn: int = 0
     """The row behind the prompt's first turn, if that is among them; else 0."""
 
@@ -95,7 +94,7 @@ class PrefixCache:
         ends: Sequence[int],
         rows: int,
         caches: Sequence[Any],
-        drafter: DrafterState | None,
+        drafter: KeptDraft | None,
         turn_ends: frozenset[int],
         live: int = 0,
         salt: Salt = b"",
@@ -121,7 +120,7 @@ class PrefixCache:
         prompt: Sequence[int],
         done: Sequence[int],
         caches: Sequence[Any],
-        drafter: DrafterState | None,
+        drafter: KeptDraft | None,
         first_turn: int,
         *,
         live: int = 0,
@@ -264,7 +263,7 @@ class PrefixCache:
         if drafts and (last := node.drafter) is not None:
             rows = rows_in(drafter_spans(path), 0)
             cache = cast("KVCache", joined(rows)) if rows else KVCache()  # never quantised
-            drafter = DrafterState(cache, last.end, last.read, pending_of(path))
+            drafter = KeptDraft(cache, last.end, pending_of(path))
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in path if each.first_turn), 0)
         return Prefix(caches, node.end, drafter, first_turn)
@@ -300,7 +299,7 @@ def _copy_size(node: Node, ends: Sequence[int], *, drafts: bool) -> int:
 
 
 def _behind(
-    node: Node, caches: Sequence[Any], drafter: DrafterState | None
+    node: Node, caches: Sequence[Any], drafter: KeptDraft | None
 ) -> tuple[tuple[State, ...], DrafterPart | None]:
     """The states to be kept at `node`, behind whose rows `caches` and `drafter` are; lazy."""
     states, part = node.states, node.drafter

@@ -22,21 +22,21 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ...mtp.drafters import DrafterState
 from ...mtp.rollback import TapedCache, cache_arrays
 from ..checkpoint.files import write_atomic
-from .cache_parts import Rows, has_rows, joined, rows_of
+from .cache_parts import KeptDraft, Rows, has_rows, joined, rows_of
 from .prefix_cache import Prefix
 from .prefix_tree import Salt, mark_of
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = "2"
+FORMAT: Final = "3"
 """Another one where files of before would be misread."""
 MIN_ROWS: Final = 256
 """A shorter first turn is read again as fast as a file."""
 _SUFFIX: Final = ".safetensors"
 _DRAFTER: Final = "drafter"
+_HIDDEN: Final = "drafter.hidden"
 _KINDS: Final = (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache, TapedCache)
 """Caches whose state is numbers and arrays; a list of caches is not."""
 
@@ -88,7 +88,7 @@ class PrefixDisk:
         ends: Sequence[int],
         rows: int,
         caches: Sequence[Any],
-        drafter: DrafterState | None,
+        drafter: KeptDraft | None,
         turn_ends: frozenset[int],
         salt: Salt = b"",
     ) -> None:
@@ -162,7 +162,7 @@ def _names(prompt: Sequence[int], ends: Sequence[int], salt: Salt) -> Iterator[t
 
 
 def _described(
-    caches: Sequence[Any], drafter: DrafterState | None, rows: int
+    caches: Sequence[Any], drafter: KeptDraft | None, rows: int
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """The arrays of a prefix by name, lazy, and what is needed to read them."""
     tensors: dict[str, mx.array] = {}
@@ -171,8 +171,8 @@ def _described(
     if drafter is not None:
         cache = _layer(drafter.cache, drafter.rows, f"{_DRAFTER}.cache.", tensors)
         described["drafter"] = {"rows": drafter.rows, "cache": cache}
-        hiddens = {"read": drafter.read, "pending": drafter.pending}
-        tensors |= {f"{_DRAFTER}.{n}": each for n, each in hiddens.items() if each is not None}
+        if drafter.hidden is not None:
+            tensors[_HIDDEN] = drafter.hidden
     bfloat16 = [name for name, each in tensors.items() if each.dtype == mx.bfloat16]
     for name in tensors:
         tensors[name] = mx.contiguous(tensors[name])
@@ -235,8 +235,7 @@ def _loaded(path: Path, caches: list[Any], rows: int) -> Prefix:
     if (drafter := described["drafter"]) is None:
         return Prefix(filled, rows, None)
     cache = cast("KVCache", _filled(KVCache(), drafter["cache"], tensors))
-    hiddens = (tensors.get(f"{_DRAFTER}.{name}") for name in ("read", "pending"))
-    return Prefix(filled, rows, DrafterState(cache, drafter["rows"], *hiddens))
+    return Prefix(filled, rows, KeptDraft(cache, drafter["rows"], tensors.get(_HIDDEN)))
 
 
 def _filled(cache: Any, plain: Any, tensors: Mapping[str, mx.array]) -> Any:

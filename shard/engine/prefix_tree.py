@@ -7,9 +7,8 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from ...mtp.drafters import DrafterState
 from ...mtp.rollback import cache_arrays
-from .cache_parts import State
+from .cache_parts import KeptDraft, State
 from .spans import Span
 
 Salt: TypeAlias = bytes
@@ -18,47 +17,45 @@ Salt: TypeAlias = bytes
 
 @dataclass(frozen=True, slots=True)
 class DrafterPart:
-    """The drafter's state behind a node's rows; see `DrafterState`."""
+    """What the draft head holds behind a node's rows; see `KeptDraft`."""
 
     begin: int
     span: Span | None
     """Of its cache, from row `begin` on, where those of an earlier node end."""
     end: int
-    read: mx.array | None
     pending: mx.array | None
     first: int
     """The row that `pending` begins at. Where the head rested it is behind `end`: what lies between
     is pending at earlier nodes, see `pending_of`."""
     whole: bool = True
-    """False: `read` and `pending` were dropped."""
+    """False: `pending` was dropped."""
 
     @classmethod
-    def of(cls, drafter: DrafterState, above: "Node | None") -> "DrafterPart":
+    def of(cls, drafter: KeptDraft, above: "Node | None") -> "DrafterPart":
         """`above`: the nearest node before that has a drafter's state."""
         begin, rested = 0, False
         if above is not None and above.drafter is not None:
             begin = above.drafter.end
             rested = above.drafter.whole and begin == drafter.rows < above.end
-        end, span, pending = drafter.rows, None, drafter.pending
+        end, span, pending = drafter.rows, None, drafter.hidden
         if end > begin:
             span = Span.of([drafter.cache], begin, end)
         first = above.end if above is not None and rested else end
         if pending is not None and first > end:
             pending = mx.contiguous(pending[:, first - end :])
-        return cls(begin, span, end, drafter.read, pending, first)
+        return cls(begin, span, end, pending, first)
 
     @property
     def hidden_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.read, self.pending) if each is not None)
+        return 0 if self.pending is None else self.pending.nbytes
 
-    def with_hidden(self, drafter: DrafterState) -> "DrafterPart":
+    def with_hidden(self, drafter: KeptDraft) -> "DrafterPart":
         if self.whole or drafter.rows != self.end:
             return self
-        hidden = {"read": drafter.read, "pending": drafter.pending, "first": self.end}
-        return replace(self, **hidden, whole=True)
+        return replace(self, pending=drafter.hidden, first=self.end, whole=True)
 
     def without_hidden(self) -> "DrafterPart":
-        return replace(self, read=None, pending=None, whole=False)
+        return replace(self, pending=None, whole=False)
 
 
 @dataclass(slots=True, eq=False)

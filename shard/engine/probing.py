@@ -4,21 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...mtp.batch import BatchTarget
 from ...mtp.batch_probe import batch_identity
-from ...mtp.batch_prompts import PromptTarget
+from ...mtp.batch_prompts import BatchTarget, PromptTarget
 from ...mtp.costs import RoundCosts
 from ...mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
     Costs,
+    Draft,
     Forward,
     fixed_rows_identity,
     greedy_identity,
     measure_costs,
     warm_up,
 )
-from ...mtp.seams import Drafter
 from .draft_profile import MeasuredIdentity, Profile
 
 REPEATS = 3
@@ -31,8 +30,7 @@ class Subject:
     forward: Forward
     batch_target: BatchTarget
     make_caches: Callable[[], list[Any]]
-    make_drafter: Callable[[int, Sequence[int]], Drafter]
-    """Of a depth K, behind a prompt."""
+    make_drafter: Callable[[], Draft]
     vocabulary: int
     context_length: int
     clock: Callable[[], float]
@@ -41,11 +39,10 @@ class Subject:
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """What verifies and drafts up to `k` cost; see `mtp.probe`."""
-        make_drafter = self.make_drafter
         return measure_costs(
             self.forward,
             self.make_caches,
-            lambda depth: make_drafter(depth, prompt),
+            self.make_drafter,
             prompt,
             k,
             repeats,

@@ -10,9 +10,8 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.drafters import join
 from ...mtp.sampler import Sampler
-from ...mtp.seams import Drafts
+from ...mtp.seams import Drafts, joined_drafts
 from ...mtp.types import Penalties, Sampling
 from .cuda import available
 
@@ -41,5 +40,5 @@ def choose_first(vocabulary: int, k: int, dtype: mx.Dtype, ways: Sequence[Sampli
         drafts = list[Drafts]()
         for index in range(k):
             drafts.append(sampler.draft(logits[:1], 1 + index, drafts))
-        verdict = sampler.judge(logits, join(drafts) if drafts else None, 1)
+        verdict = sampler.judge(logits, joined_drafts(drafts) if drafts else None, 1)
         mx.eval(token, verdict.accepted, verdict.tokens)

@@ -10,5 +10,5 @@ seen_attempts.py: which attempts are over
 stage.py: what a stage does with a frame: sessions, forwards, leases
 stage_queue.py: what waits for a stage's compute thread, and in which order
 streams.py: gRPC streams between runners
-verifier.py: the Verifier of a model in stages
+verifier.py: one request of a model in stages
 """

@@ -110,7 +110,7 @@ class Meeting:
         self._merged.drop(traveller.state)
 
     def forward(self, traveller: Traveller, token: mx.array) -> Generator[Wait, None, Block]:
-        """As `Verifier.forward` of one row."""
+        """As `PipelineVerifier.forward` of one row."""
         self._present[id(traveller)] = traveller
         if self._most < 2 or not self._merged.takes(traveller.state):
             return (yield from traveller.forward_alone(token))

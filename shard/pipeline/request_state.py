@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...mtp.drafters import DrafterState
 from ...mtp.rollback import can_roll_back, rollback
 from .prefixes import PromptRead
 
@@ -21,9 +20,6 @@ class RequestState:
     position: int = 0
     last_rows: int = 0
     """Of the last forward: how far it goes back."""
-    drafter: DrafterState | None = None
-    """The drafter's state behind a kept prefix. Set only where the whole model is here and drafts.
-    """
     read: PromptRead = field(default_factory=PromptRead)
     """Of a pipeline's stage: the prompt, as far as forwards here read it."""
     group: "Group | None" = None

@@ -8,9 +8,9 @@ from ...placement.errors import ExoNodeError, InvalidRequest
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..engine.compute import ComputeThread, Run
-from ..engine.engine import TextEngine
 from ..engine.events import Delta, Done, EngineEvent, Retold
 from ..engine.request import EngineRequest
+from ..engine.text_engine import Driven, TextEngine
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.channels import AnswerFormat, ReasoningCount
@@ -65,8 +65,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         thought = ReasoningCount(asked.answer_format, asked.prompt)
         for replayed in asked.replay:
             thought.take(replayed.tokens)
-        steps, shared = self._engine.generate(asked), shared_stats(self._expected)
-        run = self._compute.drive(steps, put, put, background=asked.background)
+        shared = shared_stats(self._expected)
+        run = self._engine.drive(self._compute, asked, put, put)
         try:
             async for event in _drain(events, run):
                 told = await _told(event, pieces)
@@ -238,7 +238,7 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
 
 
 async def _drain(
-    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Run
+    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Run | Driven
 ) -> AsyncIterator[EngineEvent]:
     """The events up to the end; raises what ended the generation otherwise."""
     while True:

@@ -37,9 +37,9 @@ from ...proto.bound_server import BoundNumbers
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
-from ..engine.engine import TextEngine
 from ..engine.options import EngineOptions
 from ..engine.stage_prefixes import StagePrefixes
+from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, kept_at_the_end
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers, probed_rows

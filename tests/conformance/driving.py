@@ -6,13 +6,10 @@ loopback link of the tests. Rounds that overlap are a choice of the engine on CU
 makes the same choice on a CPU.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
-from unittest.mock import patch
 
 from cases import (
     CANCELLED,
@@ -30,12 +27,11 @@ from loopback import LoopbackLink
 from readers import Reader, together
 from subjects import loaded, room_of, spec_of
 
-from exo_node.mtp import parts
 from exo_node.mtp.types import Penalties, Round, Sampling
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
@@ -77,12 +73,6 @@ class Driver:
 
     def answers(self, case: Case) -> list[Answer]:
         """What the case's questions are answered, in their order."""
-        with ExitStack() as stack:
-            for bound in ("LEAST_S", "MOST_S"):  # no clock decides who shares a forward
-                stack.enter_context(patch.object(parts, bound, math.inf))
-            return self._answers(case)
-
-    def _answers(self, case: Case) -> list[Answer]:
         served = self._engine(case)
         if case.way == "prefix":
             question, _ = case.questions[0]
@@ -176,7 +166,8 @@ def whole_engine(case: Case) -> TextEngine:
         wanted.fixed_rows = STRICT_ROWS
     if case.way == "prefix":
         (wanted.prefix_cache_bytes,) = room_of([part])
-    made = engine_of(part, wanted, runs_ahead=case.way == "overlapped")
+    # No clock decides who shares a forward.
+    made = engine_of(part, wanted, runs_ahead=case.way == "overlapped", clock=lambda: 0.0)
     if case.model != "uneven":
         made.batch_identity = "bitwise"  # prompts are read together
     return made

@@ -4,14 +4,15 @@ import random
 from dataclasses import dataclass, replace
 from unittest import mock
 
+from driven import driven
 from engines import request
 from held_prefixes import held_bytes
-from readers import Reader, alone, engine, together
+from readers import Reader, alone, engine
 
-from exo_node.mtp import parts
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine import reading
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.text_engine import TextEngine
 
 END = 4095
 """The tokenizer's end token."""
@@ -53,7 +54,7 @@ def follow(warm: TextEngine, seed: int, room: int) -> Told:
 
     In every second trace the others have a turn behind each layer of a prompt.
     """
-    with mock.patch.object(parts, "MOST_S", 0.0 if seed % 2 else parts.MOST_S):
+    with mock.patch.object(reading, "MOST_S", 0.0 if seed % 2 else reading.MOST_S):
         return _follow(warm, seed, room)
 
 
@@ -66,7 +67,7 @@ def _follow(warm: TextEngine, seed: int, room: int) -> Told:
 
     for _ in range(draw.randrange(1, 4)):
         readers = [_reader(draw) for _ in range(draw.randrange(1, 6))]
-        together(warm, readers, check)
+        driven(warm, readers, check)
         for reader in readers:
             told += _compared(reader)
         assert warm.live_requests == warm.cache_bytes() == 0, seed

@@ -13,27 +13,29 @@ import mlx.core as mx
 import pytest
 from engines import request
 
-from exo_node.mtp.answer import CLEAR_EVERY
-from exo_node.mtp.drafters import NativeDrafter
-from exo_node.mtp.seams import Drafts, as_ids, as_row
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.mtp.batch_verdict import RowDrafts
+from exo_node.mtp.seams import as_ids, as_row
+from exo_node.shard.engine.drafter import Drafter
+from exo_node.shard.engine.engine import CLEAR_EVERY
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.text_engine import TextEngine
 
 
 @contextmanager
 def watched_heads() -> Generator[list[tuple[int, int]]]:
-    """(rows that a head's cache holds without its speculative ones, committed tokens - 1), one
-    for each round, when its first draft has been made."""
+    """(rows that a head's cache holds without its speculative ones, rows of the target), one for
+    each round of one request that drafts, when its drafts have been made."""
     seen: list[tuple[int, int]] = []
-    draft = NativeDrafter.draft
+    draft = Drafter.draft
 
-    def noting(self: NativeDrafter, k: int, position: int) -> Drafts:
-        drafts = draft(self, k, position)
-        seen.append((self.cache.offset - (k - 1), position - 1))
+    def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
+        drafts = draft(self, k, *rest)
+        *_, (position,) = rest
+        seen.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
         return drafts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeDrafter, "draft", noting)
+        patch.setattr(Drafter, "draft", noting)
         yield seen
 
 
@@ -45,32 +47,36 @@ def steered_heads(ids: Sequence[int], prompt: int) -> Generator[None]:
     `ids` is the answer, after `prompt` tokens.
     """
     rounds = itertools.count()
-    draft = NativeDrafter.draft
+    draft = Drafter.draft
 
-    def steered(self: NativeDrafter, k: int, position: int) -> Drafts:
-        own = as_ids(draft(self, k, position).tokens)
+    def steered(self: Drafter, k: int, *rest: Any) -> RowDrafts:
+        drafts = draft(self, k, *rest)
+        *_, (position,) = rest
         right = (k, 1, 0)[next(rounds) % 3]
         start = position - prompt
-        return Drafts(as_row([*ids[start : start + right], *own[right:]]), None)
+        own = as_ids(drafts.tokens[0])
+        steered_to = as_row([*ids[start : start + right], *own[right:]])
+        return drafts._replace(tokens=steered_to[None])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeDrafter, "draft", steered)
+        patch.setattr(Drafter, "draft", steered)
         yield
 
 
 @contextmanager
 def holed_heads() -> Generator[None]:
     """exo#2110's fault: the last row of a block that was accepted as a whole is lost."""
-    observe = NativeDrafter.observe
+    observe = Drafter.observe
 
-    def holed(self: NativeDrafter, hidden: mx.array | None, tokens: mx.array) -> None:
-        assert hidden is not None
-        if tokens.shape[0] == self.k + 1:
-            hidden, tokens = hidden[:, :-1], tokens[:-1]
-        observe(self, hidden, tokens)
+    def holed(
+        self: Drafter, hidden: mx.array, tokens: mx.array, kept: Sequence[int], *rest: int
+    ) -> None:
+        if 1 < kept[0] == hidden.shape[1]:
+            hidden, tokens, kept = hidden[:, :-1], tokens[:, :-1], [kept[0] - 1]
+        observe(self, hidden, tokens, kept, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeDrafter, "observe", holed)
+        patch.setattr(Drafter, "observe", holed)
         yield
 
 
@@ -79,6 +85,7 @@ class Memory:
     """Bytes after some tokens: what MLX holds besides the caches, and what it keeps for reuse."""
 
     tokens: int
+    rounds: int
     beside_caches: int
     kept: int
 
@@ -88,14 +95,14 @@ def memory_over(
 ) -> list[Memory]:
     """Memory every so many tokens of one answer whose end token is ignored."""
     samples: list[Memory] = []
-    emitted = 0
+    emitted = rounds = 0
     for event in engine.generate(request(prompt, k, tokens, ignore_end=True)):
         if not isinstance(event, Delta):
             continue
-        emitted += len(event.round.tokens)
+        rounds, emitted = rounds + 1, emitted + len(event.round.tokens)
         if emitted // every > len(samples):
             beside = mx.get_active_memory() - engine.cache_bytes()
-            samples.append(Memory(emitted, beside, mx.get_cache_memory()))
+            samples.append(Memory(emitted, rounds, beside, mx.get_cache_memory()))
     return samples
 
 
@@ -113,7 +120,7 @@ def kept_after_clearing(samples: list[Memory], clear_every: int = CLEAR_EVERY) -
     """
     stretches: dict[int, int] = {}
     for s in samples:
-        stretch = s.tokens // (clear_every + clear_every // 4)
+        stretch = s.rounds // (clear_every + clear_every // 4)
         stretches[stretch] = min(s.kept, stretches.get(stretch, s.kept))
     *whole, _ = stretches.values()  # the last may have ended before its moment
     return max(whole)

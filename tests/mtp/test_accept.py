@@ -1,4 +1,4 @@
-"""Acceptance on given rows; that the real loop keeps the distribution: test_distribution.py."""
+"""Acceptance on given rows; that the engine keeps the distribution: test_distribution.py."""
 
 import math
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from exo_node.mtp.batch_caches import Positions
 from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.rollback import with_tapes
-from exo_node.shard.engine.local import FamilyTarget
+from exo_node.shard.engine.targets import FamilyTarget
 
 
 def probe(model: Any, k: int) -> str:

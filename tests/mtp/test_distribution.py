@@ -1,4 +1,4 @@
-"""The real loop over Markov tables: what it emits has the target's joint distribution.
+"""The real engine over Markov tables: what it emits has the target's joint distribution.
 
 One long answer for each case. Cut into windows of K + 2 tokens, the windows after a token are
 independent draws of that token's row in the exact joint distribution (numpy, float64), so Pearson's
@@ -129,14 +129,23 @@ def pooled(
     return cells
 
 
-def told(target: Logits, draft: Logits, k: int, s: Sampling, tokens: int = TOKENS) -> float:
+def told(
+    target: Logits,
+    draft: Logits,
+    k: int,
+    s: Sampling,
+    tokens: int = TOKENS,
+    *,
+    runs_ahead: bool = False,
+) -> float:
     """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
 
     The longest windows show what a round does to the next one; the short ones are more and show a
     small bias sooner.
     """
     wide = [np.broadcast_to(t, (tokens + 8, *t.shape[1:])) for t in (target, draft)]
-    answer = tell(wide[0], wide[1], k, sampling=s, entropy=k, max_tokens=tokens)
+    made = wide[0], wide[1], k
+    answer = tell(*made, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead)
     rows = exact(target, s)
     return max(surprise(answer.ids, rows, length) for length in range(1, k + 3))
 
@@ -184,6 +193,11 @@ def test_it_holds_where_every_draft_is_impossible(k: int) -> None:
 def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -> None:
     """A drafter that knows three of four ids, and one that knows as few as top_k keeps."""
     assert told(TARGET, DRAFTS["near"][..., : 4 - k], k, s) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "sure", "top_p")])
+def test_it_holds_where_rounds_are_issued_ahead(k: int, draft: str, name: str) -> None:
+    assert told(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True) < SUSPICIOUS
 
 
 def test_a_seeds_tokens_have_the_targets_distribution() -> None:

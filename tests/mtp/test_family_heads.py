@@ -24,12 +24,14 @@ from families import (
     row,
     stage_of,
 )
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import GROUP_SIZE, make_checkpoint
 from models import Family as Name
+from tiny import row_of_ids, taped_qwen
 
-from exo_node.mtp.family import Family, draft_logits
+from exo_node.mtp.family import Family, draft_logits, family_of
 from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.model.stage_model import StageModel
 
@@ -202,6 +204,20 @@ def test_copies_of_shared_tensors_are_not_loaded(tmp_path: Path) -> None:
     loaded = sum(value.nbytes for _, value in parameters)
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     assert loaded == sum(v.nbytes for k, v in tensors.items() if k not in copies)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_familys_hidden_and_logits_make_up_the_models_own(tied: bool) -> None:
+    """Those of the oracle's models: test_families.py."""
+    model = taped_qwen(tie_word_embeddings=tied)
+    family, ids = family_of(model), row_of_ids(6)[None]
+    assert family is not None
+    whole = model(ids, cache=model.make_cache())
+    assert mx.array_equal(family.logits(family.hidden(ids, model.make_cache())), whole)
+
+
+def test_other_models_have_no_family() -> None:
+    assert family_of(nn.Linear(2, 2)) is None
 
 
 def test_families_are_imported_when_their_models_turn_up() -> None:

@@ -12,7 +12,6 @@ from mlx import nn
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 
-from exo_node.mtp.drafters import join
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import (
     ACCEPT,
@@ -26,7 +25,7 @@ from exo_node.mtp.sampling import (
     draw,
     greedy_token,
 )
-from exo_node.mtp.seams import Drafts, as_ids
+from exo_node.mtp.seams import Drafts, as_ids, joined_drafts
 from exo_node.mtp.types import Penalties, Sampling
 
 VOCABULARY = 64
@@ -298,7 +297,9 @@ def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
     for seed in (None, 3):
         for s in (replace(FILTERS[name], seed=seed), Sampling()):
             chooser = Sampler(s, 1)
-            drafts = join([chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)])
+            drafts = joined_drafts(
+                [chooser.draft(random_logits(1, i)[:, :40], 5 + i) for i in range(2)]
+            )
             never, sure = random_logits(3, 8), random_logits(3, 8)
             never[:, :40] = -math.inf
             for row, token in enumerate(as_ids(drafts.tokens)):

@@ -30,14 +30,15 @@ ROOMS: dict[str, str] = {
         "placement proto mtp "
         "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
-    "shard/tools": "",
+    "shard/tools": "mtp shard/engine",
     "shard/tools/prompts": "placement",
     "shard/tools/bench": (
         "placement proto mtp shard/engine shard/model shard/kernels shard/tools/prompts"
     ),
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint",
     "shard/tools/verify": (
-        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools/prompts"
+        "placement proto mtp shard/engine shard/model shard/kernels shard/text shard/tools "
+        "shard/tools/prompts"
     ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
@@ -315,14 +316,14 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
     [
         ("placement/plan.py", "from ..mtp.types import Round", "placement imports mtp"),
         ("placement/plan.py", "from .. import node", "placement imports node"),
-        ("mtp/loop.py", "from ..shard.model.load import load", "mtp imports shard/model"),
+        ("mtp/sampler.py", "from ..shard.model.load import load", "mtp imports shard/model"),
         ("dashboard/__init__.py", "from ..node import run", "dashboard imports node"),
         ("shard/pipeline/stage.py", "from ...node.machine import log", "imports node/machine"),
         ("shard/pipeline/stage.py", "from ...dashboard import asset", "imports dashboard"),
-        ("shard/model/load.py", "from ..engine.engine import TextEngine", "imports shard/engine"),
+        ("shard/model/load.py", "from ..engine.engine import Engine", "imports shard/engine"),
         ("shard/checkpoint/fetch.py", "from ..model import load", "imports shard/model"),
-        ("node/chat/chat.py", "from ...mtp.loop import Task", "node/chat imports mtp.loop"),
-        ("node/chat/chat.py", "from ...mtp import types, loop", "node/chat imports mtp.loop"),
+        ("node/chat/chat.py", "from ...mtp.accept import Rule", "node/chat imports mtp.accept"),
+        ("node/chat/chat.py", "from ...mtp import types, accept", "node/chat imports mtp.accept"),
         ("node/chat/chat.py", "from ... import shard", "node/chat imports shard"),
         ("node/chat/chat.py", "def f():\n    from ...shard import engine", "imports shard/engine"),
         ("node/chat/chat.py", "from ..api.sse import frames", "node/chat imports node/api"),
@@ -403,7 +404,7 @@ def test_a_seeded_breach_is_seen(path: str, source: str, says: str) -> None:
         ("node/chat/chat.py", "from ...mtp.types import Sampling\nfrom ..machine import settings"),
         ("node/run.py", "from ..dashboard import asset\nfrom ..placement.plan import plan"),
         ("node/cli/start.py", "from ..run import run\nfrom ..machine.settings import Settings"),
-        ("shard/engine/engine.py", "import mlx.core as mx\nfrom ...mtp.loop import Task"),
+        ("shard/engine/engine.py", "import mlx.core as mx\nfrom ...mtp.sampler import Sampler"),
         ("shard/text/codec.py", "load(trust_remote_code=False)\nx = {'trust_remote_code': False}"),
         ("node/trust/certificates.py", "import grpc\nimport os\nos.open('a', 0)"),
         ("node/machine/settings.py", "import os\nos.environ"),

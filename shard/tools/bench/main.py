@@ -24,7 +24,7 @@ from .report import summarise, summarise_categories
 from .request import BenchRequest, parse_bench_request
 
 if TYPE_CHECKING:
-    from ...engine.engine import TextEngine
+    from ...engine.text_engine import TextEngine
     from ...model.load import Loaded
 
 MAX_REQUEST_BYTES: Final = 1 << 20

@@ -14,10 +14,10 @@ from mlx_lm.utils import load_config, load_model
 from ....mtp.types import GenerationStats, Sampling
 from ....placement.errors import LoadFailed
 from ....proto import peer_pb2 as pb
-from ...engine.engine import TextEngine
 from ...engine.events import Delta, Done
 from ...engine.options import EngineOptions
 from ...engine.request import EngineRequest
+from ...engine.text_engine import TextEngine
 from ...model.load import Loaded, load
 from ...model.tensors import DTYPES
 from .report import ADAPTIVE, MLX_LM, OFF, Arm, Run, StepCosts

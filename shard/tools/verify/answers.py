@@ -10,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ....mtp.batch_caches import can_batch
-from ....mtp.drafters import NativeDrafter
 from ....mtp.probe import FixedRowsCheck
 from ....mtp.sampler import Sampler
 from ....mtp.sampling import Noise, TargetDistribution
 from ....mtp.seams import as_row
 from ....mtp.types import Round, Sampling
+from ...engine.drafter import Drafter, DraftModel
+from ...engine.state import DraftState
+from ..bare_engine import ids_of
 from .numbers import Difference, ReferenceRun, batch_difference
 from .report import Check, Finding
-from .subject import ModelUnderTest, answer, answer_together, forward, ids_of
+from .subject import Forwards, ModelUnderTest, answer, answer_together
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,7 +67,7 @@ def check_greedy(
 
     `tau` is the largest near-tie gap that `check_blocks` saw.
     """
-    if subject.make_drafter is None:
+    if subject.draft_model is None:
         return Check("greedy", "skipped", subject.no_drafts, {})
     plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in prompts]
     found = [_compared(subject, prompts, plain, k, tokens) for k in subject.depths]
@@ -147,7 +149,7 @@ def check_batch(
     shorter = (chain.prompt[: -3 * n] for n in range(1, LEAST_BATCH))
     asked = [*prompts, *itertools.islice(shorter, max(0, LEAST_BATCH - len(prompts)))]
     steps = batch_difference(subject, chain, asked[1:])
-    k = subject.max_k if subject.make_drafter is not None else 0
+    k = subject.max_k if subject.draft_model is not None else 0
     plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in asked]
     got = answer_together(subject, asked, k, tokens)
     differ = list[float]()
@@ -175,7 +177,7 @@ def check_strict(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, fixed: FixedRowsCheck
 ) -> Check:
     """In strict mode nothing may differ at all."""
-    if subject.make_drafter is None:
+    if subject.draft_model is None:
         return Check("strict", "skipped", subject.no_drafts, {})
     if not fixed.holds:
         reason = "strict mode turns drafts off here (see fixed_rows)"
@@ -198,7 +200,7 @@ def check_seeded(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, *, bitwise: bool
 ) -> Check:
     """A seed gives the same sampled tokens at every K."""
-    if subject.make_drafter is None:
+    if subject.draft_model is None:
         return Check("seeded", "skipped", subject.no_drafts, {})
     depths = sorted({1, subject.max_k})
     per_k: list[dict[str, Any]] = [{"k": k, "first_difference": []} for k in depths]
@@ -239,7 +241,7 @@ def check_marginals(subject: ModelUnderTest, chain: ReferenceRun, samples: int) 
     distribution and from a badly wrong one; what a round leaves open is drawn from the model.
     Each place is tested by chi-square over its likely tokens.
     """
-    if subject.make_drafter is None:
+    if subject.draft_model is None:
         return Check("marginals", "skipped", subject.no_drafts, {})
     rows = _uncertain(chain.logits, subject.max_k + 1)
     head = _head_rows(subject, chain.prompt)
@@ -275,15 +277,15 @@ def _uncertain(logits: mx.array, rows: int) -> mx.array:
 
 def _head_rows(subject: ModelUnderTest, prompt: Sequence[int]) -> mx.array:
     """The head's own log-probabilities behind the prompt, (max_k, V')."""
-    assert subject.make_drafter is not None
-    drafter = subject.make_drafter(Sampler(SAMPLINGS[0], 3), subject.max_k)
-    block = forward(subject.verifier(), prompt, "last")
+    assert subject.draft_model is not None
+    block = Forwards(subject, prompt).prompt
     assert block.hidden is not None
-    following = as_row([*prompt[1:], 0])
-    drafter.observe(block.hidden[:, -len(prompt) :], following)
-    log_p = drafter.draft(subject.max_k, len(prompt)).log_probabilities
-    assert log_p is not None
-    return log_p
+    k, state = subject.max_k, DraftState()
+    state.observe(block.hidden[:, -len(prompt) :], as_row([*prompt[1:], 0]))
+    drafter = Drafter(subject.draft_model, [state])
+    (drawn,) = drafter.draft(k, [k], [Sampler(SAMPLINGS[0], 3)], [len(prompt)]).drawn
+    assert drawn is not None and drawn.log_probabilities is not None
+    return drawn.log_probabilities
 
 
 def _sampled(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.NDArray[np.int64]:
@@ -297,11 +299,13 @@ def _sampled(p: mx.array, q: mx.array, sampling: Sampling, samples: int) -> npt.
     def row_of(hidden: mx.array) -> mx.array:
         return q[hidden[0, :, 0]][None]
 
+    model = DraftModel(_next_row, _as_is, row_of)
     for number in range(samples):
         sampler = Sampler(sampling, number)
-        drafter = NativeDrafter(_next_row, _as_is, row_of, sampler, k, overlap=True)
-        drafter.observe(mx.array([[[-1]]]), as_row([0]))
-        verdict = sampler.judge(p, drafter.draft(k, 1), 1)
+        state = DraftState()
+        state.observe(mx.array([[[-1]]]), as_row([0]))
+        (drawn_here,) = Drafter(model, [state]).draft(k, [k], [sampler], [1]).drawn
+        verdict = sampler.judge(p, drawn_here, 1)
         drawn.append(mx.concatenate([verdict.accepted[None], verdict.tokens]))
         if number % 64 == 63:
             mx.eval(drawn)
@@ -314,9 +318,10 @@ def _as_is(tokens: mx.array) -> mx.array:
     return tokens
 
 
-def _next_row(hidden: mx.array, embedding: mx.array, cache: object) -> mx.array:
+def _next_row(hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
     """Stands for the head: its hidden is the number of a row of draft logits."""
-    del embedding, cache
+    del embedding
+    _ = cache.update_and_fetch(hidden[:, None], hidden[:, None])
     return hidden + 1
 
 

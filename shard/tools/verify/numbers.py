@@ -8,16 +8,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ....mtp.batch_caches import Positions, batched
-from ....mtp.drafters import NativeDrafter
 from ....mtp.probe import FixedRowsCheck, fixed_rows_identity, live_arrays
 from ....mtp.rollback import holds_rows
-from ....mtp.sampler import Sampler
 from ....mtp.sampling import greedy_token
-from ....mtp.seams import Drafts, as_ids, as_row
-from ....mtp.types import Sampling
-from ...engine.local import LocalVerifier
+from ....mtp.seams import as_ids, as_row
+from ...engine.drafter import DraftModel
 from .report import Check, Finding, finite
-from .subject import ModelUnderTest, answer, forward
+from .subject import Forwards, ModelUnderTest, answer
 
 NOISE = 8
 """Rounding that a whole model may add up, in units of the dtype's."""
@@ -116,9 +113,8 @@ def floats(row: mx.array) -> list[float]:
 
 
 def chain_of(subject: ModelUnderTest, prompt: Sequence[int], ids: Sequence[int]) -> ReferenceRun:
-    verifier = subject.verifier()
-    _ = forward(verifier, prompt, "last")
-    rows = [forward(verifier, [token]).logits for token in ids]
+    forwards = Forwards(subject, prompt)
+    rows = [forwards.logits([token]) for token in ids]
     return ReferenceRun(tuple(prompt), tuple(ids), mx.concatenate(rows))
 
 
@@ -128,10 +124,9 @@ def check_blocks(
     """Forwards of K + 1 rows against single steps, and the differences for each K."""
     found: list[Difference] = []
     for k in subject.depths:
-        verifier, rows = subject.verifier(), list[mx.array]()
-        _ = forward(verifier, chain.prompt, "last")
+        forwards, rows = Forwards(subject, chain.prompt), list[mx.array]()
         for start in range(0, len(chain.ids), k + 1):
-            rows.append(forward(verifier, chain.ids[start : start + k + 1]).logits)
+            rows.append(forwards.logits(chain.ids[start : start + k + 1]))
         found.append(compare(chain.logits, mx.concatenate(rows)))
     finding = worst([each.finding(subject.dtype) for each in found])
     numbers = {
@@ -197,17 +192,16 @@ def _rolled_back(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> dict[s
     held: list[list[mx.array]] = []
     fit = True
     for wrong in (1, subject.vocabulary // 2):
-        caches = subject.make_caches()
-        verifier, rows, at = LocalVerifier(subject.target, caches), list[mx.array](), 0
-        _ = forward(verifier, chain.prompt, "last")
+        forwards, rows, at = Forwards(subject, chain.prompt), list[mx.array](), 0
+        caches = forwards.caches
         for kept in range(k + 1, 0, -1):
             real = chain.ids[at : at + kept]
             drafts = [(token + wrong) % subject.vocabulary for token in chain.ids[at + kept :]]
-            rows.append(forward(verifier, [*real, *drafts[: k + 1 - kept]]).logits[:kept])
+            rows.append(forwards.logits([*real, *drafts[: k + 1 - kept]])[:kept])
             if kept <= k:
-                verifier.rollback(k + 1 - kept)
+                forwards.rollback(k + 1 - kept)
             at += kept
-        rows.append(forward(verifier, chain.ids[at : at + 1]).logits)
+        rows.append(forwards.logits(chain.ids[at : at + 1]))
         wanted = len(chain.prompt) + at + 1
         offsets = {cache.offset for cache in caches if holds_rows(cache)}
         fit = fit and offsets <= {wanted}
@@ -227,68 +221,52 @@ def rows_for_rollback(k: int) -> int:
     return (k + 1) * (k + 2) // 2 + k + 1
 
 
-class _Watched:
-    """A drafter, what it was shown, and the rows in its cache after each draft."""
+class _WatchedHead:
+    """A draft head, and what its cache was given by position.
 
-    def __init__(self, inner: NativeDrafter) -> None:
-        self.inner = inner
-        self.k = inner.k
-        self.shown: list[tuple[mx.array, mx.array]] = []
-        self.committed = 0
-        self.wrong_lengths = 0
+    Drafting writes rows of its own behind the committed ones; what is committed later takes their
+    places.
+    """
 
-    @property
-    def rests(self) -> bool:
-        return self.inner.rests
+    def __init__(self, model: DraftModel) -> None:
+        self._head = model.head
+        self.model = model._replace(head=self)
+        self.rows: list[tuple[mx.array, mx.array]] = []
+        """Hidden state and embedding (1, 1, H) of each row."""
+        self.holes = 0
+        self.cache = KVCache()
 
-    def draft(self, k: int, position: int) -> Drafts:
-        drafts = self.inner.draft(k, position)
-        # Depths 2 to k wrote a speculative row each.
-        self.wrong_lengths += self.inner.cache.offset != self.committed + k - 1
-        return drafts
-
-    def observe(self, hidden: mx.array | None, tokens: mx.array) -> None:
-        assert hidden is not None
-        self.shown.append((hidden, tokens))
-        self.committed += tokens.shape[0]
-        self.inner.observe(hidden, tokens)
-
-    def catch_up(self) -> None:
-        self.inner.catch_up()
-
-    def arrays(self) -> list[mx.array]:
-        return self.inner.arrays()
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: KVCache) -> mx.array:
+        begin, self.cache = cache.offset, cache
+        self.holes += begin > len(self.rows)
+        given = [(hidden[:, i : i + 1], embedding[:, i : i + 1]) for i in range(hidden.shape[1])]
+        self.rows[begin:] = given
+        return self._head(hidden, embedding, cache)
 
 
 def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -> Check:
     """The head's cache after chunks and rounds against one that got its rows one by one."""
-    if subject.make_drafter is None:
+    if subject.draft_model is None:
         return Check("priming", "skipped", subject.no_drafts, {})
-    watched: list[_Watched] = []
-
-    def watch(drafter: NativeDrafter) -> _Watched:
-        watched.append(_Watched(drafter))
-        return watched[0]
-
-    small = replace(subject, chunk=PRIMING_CHUNK)
-    _ = answer(small, prompt, subject.max_k, tokens, watch=watch)
-    once = watched[0]
-    _ = once.draft(1, once.committed + 1)
-    stepwise = subject.make_drafter(Sampler(Sampling(), 0), subject.max_k)
-    for hidden, ids in once.shown:
-        for i in range(ids.shape[0]):
-            stepwise.observe(hidden[:, i : i + 1], ids[i : i + 1])
-            mx.eval(stepwise.draft(subject.max_k, 1).tokens, stepwise.arrays())
-    rows = once.committed
-    a, b = (_rows(drafter.cache, rows) for drafter in (once.inner, stepwise))
-    return _primed(subject, rows, once.wrong_lengths, a, b)
+    watched = _WatchedHead(subject.draft_model)
+    small = replace(subject, chunk=PRIMING_CHUNK, draft_model=watched.model, runs_ahead=False)
+    rounds = answer(small, prompt, subject.max_k, tokens)
+    rows, stepwise = watched.cache.offset, KVCache()
+    for hidden, embedding in watched.rows[:rows]:
+        mx.eval(subject.draft_model.head(hidden, embedding, stepwise))
+    # The head reads the last rounds' rows when it drafts next.
+    unread = sum(len(each.tokens) for each in rounds[-2:])
+    committed = len(prompt) + tokens - 1
+    wrong = not committed - unread <= rows <= committed
+    a, b = (_rows(each, rows) for each in (watched.cache, stepwise))
+    return _primed(subject, rows, watched.holes + wrong, a, b)
 
 
 def _primed(
-    subject: ModelUnderTest, rows: int, wrong_lengths: int, a: mx.array | None, b: mx.array | None
+    subject: ModelUnderTest, rows: int, holes: int, a: mx.array | None, b: mx.array | None
 ) -> Check:
-    numbers: dict[str, Any] = {"rows": rows, "rounds_of_wrong_length": wrong_lengths}
-    if wrong_lengths or a is None or b is None:
+    numbers: dict[str, Any] = {"rows": rows, "holes": holes}
+    if holes or a is None or b is None:
         summary = "the head's cache does not hold one row for each committed token but the last"
         return Check("priming", "defect", summary, numbers)
     found = compare(b, a)

@@ -1,39 +1,30 @@
-"""A loaded model as `exo-node verify` examines it: through the engine's own verifiers and loop."""
+"""A loaded model as `exo-node verify` examines it: through the engine that requests take."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from ....mtp.ahead import AHEAD_BY, Ahead
-from ....mtp.batch import Batch
-from ....mtp.batch_drafter import BatchHead
-from ....mtp.depth import FixedDepth
-from ....mtp.drafters import NativeDrafter, NoDrafter
 from ....mtp.family import draft_logits, family_of
-from ....mtp.fixed_rows import FixedRows
-from ....mtp.loop import Generation
-from ....mtp.rollback import fixed_kinds
+from ....mtp.rollback import fixed_kinds, rollback
 from ....mtp.sampler import Sampler
-from ....mtp.seams import Block, Drafter, Verifier, Want, as_row
-from ....mtp.steps import Steps
-from ....mtp.task import Task
-from ....mtp.types import FinishReason, Round, Sampling
-from ...engine.batching import Batching
-from ...engine.local import FamilyTarget, LocalVerifier, Target, WholeTarget
+from ....mtp.seams import Block, Want, as_row
+from ....mtp.types import Round, Sampling
+from ...engine.drafter import DraftModel
+from ...engine.targets import FamilyTarget, Target, WholeTarget
+from ...engine.text_engine import COUNTS_ON_DEVICE
 from ...kernels.install import used
 from ...model.load import Loaded
+from ..bare_engine import bare_engine, bare_request, rounds_of
 
-MakeDrafter = Callable[[Sampler, int], NativeDrafter]
 HEADLESS_K = 3
 """Blocks are measured up to here where the model drafts nothing itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUnderTest:
-    """`max_k` is the most drafts to check; `make_drafter` is None because of `no_drafts`."""
+    """`max_k` is the most drafts to check; `draft_model` is None because of `no_drafts`."""
 
     target: Target
     make_caches: Callable[[], list[Any]]
@@ -41,15 +32,15 @@ class ModelUnderTest:
     dtype: mx.Dtype
     chunk: int
     max_k: int
-    make_drafter: MakeDrafter | None
-    batch_head: BatchHead | None = None
+    draft_model: DraftModel | None = None
     no_drafts: str = ""
     special_tokens: tuple[int, ...] = ()
     runs_ahead: bool = False
-    """Whether a node builds rounds while others run."""
+    """Whether a node issues rounds before those in front of them are read."""
 
     @property
     def depths(self) -> range:
+        """The numbers of drafts that are checked."""
         return range(1, self.max_k + 1)
 
     @property
@@ -58,40 +49,37 @@ class ModelUnderTest:
         kinds = fixed_kinds(self.make_caches())
         return f"rows cannot be taken back from its caches ({', '.join(kinds)})" if kinds else ""
 
-    def verifier(self, fixed_rows: int = 0) -> Verifier:
-        local = LocalVerifier(self.target, self.make_caches())
-        return FixedRows(local, fixed_rows) if fixed_rows else local
 
-    def ahead(self, verifier: Verifier, drafter: Drafter, sampler: Sampler) -> Ahead | None:
-        """What builds an answer's rounds ahead, where a node would."""
-        fits = isinstance(verifier, LocalVerifier) and type(drafter) is NativeDrafter
-        if not self.runs_ahead or self.batch_head is None or not fits or not sampler.is_free:
-            return None
-        return Ahead(self.target, self.batch_head, cast("LocalVerifier", verifier), sampler)
+class Forwards:
+    """Forwards of one request, each computed before the next one."""
 
+    def __init__(self, subject: ModelUnderTest, prompt: Sequence[int]) -> None:
+        self.caches = subject.make_caches()
+        self._target = subject.target
+        self.prompt = self._forward(prompt, "last")
+        """What the prompt's forward gave."""
 
-class _Endless:
-    """The `StopCondition` of an answer that only its budget ends."""
+    def logits(self, ids: Sequence[int]) -> mx.array:
+        """Appends ids (n,): logits (n, V)."""
+        return self._forward(ids, "all").logits
 
-    def push(self, token: int) -> FinishReason | None:
-        del token
-        return None
+    def rollback(self, rows: int) -> None:
+        """Drops the last `rows` rows of the last forward."""
+        rollback(self.caches, rows)
+
+    def _forward(self, ids: Sequence[int], want: Want) -> Block:
+        block = self._target.forward(as_row(ids), self.caches, want=want)
+        mx.eval(block.logits)
+        return block
 
 
 def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> ModelUnderTest:
     """`max_k` 0: as far as the model drafts nothing, HEADLESS_K."""
     head, stage = loaded.head, loaded.model
     family = family_of(stage.model, None if head is None else head.hidden_kind)
-    make_drafter: MakeDrafter | None = None
-    batch_head: BatchHead | None = None
+    model = None
     if family is not None and head is not None and max_k:
-        embed, logits = family.embed, draft_logits(family, head)
-        batch_head = BatchHead(head, embed, logits)
-
-        def made(sampler: Sampler, k: int) -> NativeDrafter:
-            return NativeDrafter(head, embed, logits, sampler, k, overlap=True)
-
-        make_drafter = made
+        model = DraftModel(head, family.embed, draft_logits(family, head))
     return ModelUnderTest(
         target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
         make_caches=stage.make_caches,
@@ -99,23 +87,11 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
         dtype=dtype,
         chunk=chunk,
         max_k=max_k or HEADLESS_K,
-        make_drafter=make_drafter,
-        batch_head=batch_head,
-        no_drafts="" if make_drafter else loaded.head_state,
+        draft_model=model,
+        no_drafts="" if model else loaded.head_state,
         special_tokens=loaded.codec.special_tokens if loaded.codec else (),
-        runs_ahead=set(used(loaded.kernels)) >= AHEAD_BY,
+        runs_ahead=set(used(loaded.kernels)) >= COUNTS_ON_DEVICE,
     )
-
-
-def forward(verifier: Verifier, ids: Sequence[int], want: Want = "all") -> Block:
-    """One forward of a verifier that never waits, computed."""
-    try:
-        wait = next(verifier.forward(as_row(ids), want=want))
-    except StopIteration as end:
-        block: Block = end.value
-        mx.eval(block.logits)
-        return block
-    raise AssertionError(f"a local verifier waits for {wait}")
 
 
 def answer(
@@ -127,54 +103,45 @@ def answer(
     sampling: Sampling | None = None,
     fixed_rows: int = 0,
     top: int | None = None,
-    watch: Callable[[NativeDrafter], Drafter] = lambda drafter: drafter,
 ) -> tuple[Round, ...]:
-    """The rounds of an answer of exactly `tokens` tokens, through the loop that requests take.
-
-    `watch` may wrap the drafter; `top` as in `Task.top_logprobs`.
-    """
-    sampler = Sampler(sampling or Sampling(), 1, subject.special_tokens, prompt)
-    drafter: Drafter = NoDrafter()
-    if k:
-        assert subject.make_drafter is not None
-        drafter = watch(subject.make_drafter(sampler, k))
-    task = Task(prompt, tokens, subject.chunk, top_logprobs=top)
-    verifier = subject.verifier(fixed_rows)
-    ahead = None if top is not None else subject.ahead(verifier, drafter, sampler)
-    steps = Generation(task, verifier, drafter, sampler, _Endless(), ahead=ahead).steps()
-    return tuple(step for step in steps if isinstance(step, Round))
+    """The rounds of an answer of exactly `tokens` tokens; `top` as in `Request.top_logprobs`."""
+    (rounds,) = _answers(subject, [prompt], k, tokens, sampling, fixed_rows, top)
+    return rounds
 
 
 def answer_together(
     subject: ModelUnderTest, prompts: Sequence[Sequence[int]], k: int, tokens: int
 ) -> list[tuple[Round, ...]]:
-    """As `answer`, greedily and all at the same time, through the batch that requests take."""
-    batching = Batching(Batch(subject.target, subject.batch_head, time.perf_counter))
-    found: list[list[Round]] = [[] for _ in prompts]
-    running = {index: _seated(subject, batching, p, k, tokens) for index, p in enumerate(prompts)}
-    while running:
-        for index in list(running):
-            step = next(running[index], None)
-            if step is None:
-                del running[index]
-            elif isinstance(step, Round):
-                found[index].append(step)
-    return [tuple(rounds) for rounds in found]
+    """As `answer`, greedily and all at the same time."""
+    return _answers(subject, prompts, k, tokens, None, 0, None)
 
 
-def _seated(
-    subject: ModelUnderTest, batching: Batching, prompt: Sequence[int], k: int, tokens: int
-) -> Steps:
-    sampler = Sampler(Sampling(), 1, subject.special_tokens, prompt)
-
-    drafter: Drafter = NoDrafter()
-    if k:
-        assert subject.make_drafter is not None
-        drafter = subject.make_drafter(sampler, k)
-    verifier = LocalVerifier(subject.target, subject.make_caches())
-    task, depth = Task(prompt, tokens, subject.chunk), FixedDepth(k)
-    return batching.steps(batching.seat(task, verifier, drafter, sampler, _Endless(), depth))
-
-
-def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:
-    return tuple(token for each in rounds for token in each.tokens)
+def _answers(
+    subject: ModelUnderTest,
+    prompts: Sequence[Sequence[int]],
+    k: int,
+    tokens: int,
+    sampling: Sampling | None,
+    fixed_rows: int,
+    top: int | None,
+) -> list[tuple[Round, ...]]:
+    engine = bare_engine(
+        subject.target,
+        subject.make_caches,
+        subject.draft_model,
+        chunk=subject.chunk,
+        fixed_rows=fixed_rows,
+        runs_ahead=subject.runs_ahead and not fixed_rows,
+    )
+    asked = [
+        bare_request(
+            prompt,
+            tokens,
+            subject.chunk,
+            k,
+            sampler=Sampler(sampling or Sampling(), 1, subject.special_tokens, prompt),
+            top_logprobs=top,
+        )
+        for prompt in prompts
+    ]
+    return rounds_of(engine, asked)

@@ -16,18 +16,13 @@ from mlx_lm import models
 from mlx_lm.models import cache as kinds
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
-from tables import EndAt
 
-from exo_node.mtp.drafters import NoDrafter
-from exo_node.mtp.loop import Generation
 from exo_node.mtp.rollback import TapedCache, cache_arrays
-from exo_node.mtp.sampler import Sampler
-from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.task import Task
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.steps import Prefilled, Step
 from exo_node.placement.card import derive_card
 from exo_node.placement.ids import ModelId
-from exo_node.shard.engine.local import LocalVerifier, WholeTarget
+from exo_node.shard.engine.targets import WholeTarget
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -156,12 +151,16 @@ def test_each_chunk_of_a_prompt_is_evaluated_before_the_next() -> None:
     module = importlib.import_module("mlx_lm.models.deepseek_v32")
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
-    caches = make_prompt_cache(model)
-    verifier, chooser = LocalVerifier(WholeTarget(model), caches), Sampler(Sampling(), 0)
-    task = Task([1] * 80, 1, 16)
-    before, held = mx.get_active_memory(), list[int]()
-    for step in Generation(task, verifier, NoDrafter(), chooser, EndAt()).steps():
+    caches, held = make_prompt_cache(model), list[object]()
+    before = mx.get_active_memory()
+
+    def noted(step: Step) -> None:
         if isinstance(step, Prefilled) and 0 < step.done < step.total:
             assert mx.get_active_memory() - before >= sum(cache.nbytes for cache in caches) > 0
             held.append(step.done)
-    assert held == [16, 32, 48, 64]
+
+    engine = bare_engine(WholeTarget(model), lambda: caches, chunk=16)
+    engine.add(bare_request([1] * 80, 1, 16, deliver=noted, finish=held.append))
+    while engine.step():
+        pass
+    assert held == [16, 32, 48, 64, "length"]

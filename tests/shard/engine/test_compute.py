@@ -179,34 +179,6 @@ def test_prompts_hold_up_those_that_answer_for_one_chunk_at_a_time(compute: Comp
     assert re.sub("[ab]", "", told) == "XYZXYZXYZ"  # and no prompt waits for another's end
 
 
-def test_answers_go_on_between_parts_of_a_chunk_and_other_chunks_only_behind_it(
-    compute: Compute,
-) -> None:
-    log: list[str] = []
-
-    def reading(name: str) -> Steps:
-        for chunk in range(2):
-            for _ in range(2):
-                log.append(name)
-                yield Wait.a_part()
-            log.append(name)
-            yield Prefilled(chunk, 4)
-
-    def answering(name: str) -> Steps:
-        yield Prefilled(1, 1)
-        for _ in range(40):
-            log.append(name)
-            yield 0
-
-    with compute.held():
-        given = [answering("a"), answering("b"), reading("X"), reading("Y")]
-        outcomes = [compute.drive(steps)[1] for steps in given]
-    assert [outcome.wait() for outcome in outcomes] == [None] * 4
-    told = "".join(log)
-    assert re.sub("[ab]", "", told) == "XXXYYYXXXYYY"
-    assert re.split("[XY]", told)[1:-1] == ["ab"] * 11
-
-
 def _made(*, reads: bool) -> Run:
     made = Run(counting("", []), lambda _: None, lambda _: None, lambda _: None)
     made.reads = reads

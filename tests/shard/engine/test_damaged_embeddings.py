@@ -15,11 +15,11 @@ from plain_gated_delta import give_kernels
 from readers import Reader, together
 from small import PROMPT, small_spec
 
-from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError, StateLost
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.drafter import Drafter
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 TOKENS = 24
@@ -46,19 +46,21 @@ def engine(*, ahead: bool = False, **changes: Any) -> TextEngine:
 
 
 def refused_draft(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, k: int) -> int:
-    """A token that the head drafts, and the target neither reads nor chooses."""
+    """A token that the head first drafts in the middle of the answer, and the target neither reads
+    nor chooses."""
     drafted = list[int]()
-    draft = NativeDrafter.draft
+    draft = Drafter.draft
 
-    def noted(self: NativeDrafter, k: int, position: int) -> Any:
-        drafts = draft(self, k, position)
-        drafted.extend(as_ids(drafts.tokens))
+    def noted(self: Drafter, *asked: Any) -> Any:
+        drafts = draft(self, *asked)
+        drafted.extend(as_ids(drafts.tokens[0]))
         return drafts
 
     with monkeypatch.context() as patched:
-        patched.setattr(NativeDrafter, "draft", noted)
+        patched.setattr(Drafter, "draft", noted)
         got = answer(engine(), request(PROMPT, k, TOKENS, sampling=sampling, ignore_end=True))
-    return next(token for token in drafted if token not in {*got.ids, *PROMPT})
+    refused = [each for each in dict.fromkeys(drafted) if each not in {*got.ids, *PROMPT}]
+    return refused[len(refused) // 2]
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, token: int, *, kernels: bool = False) -> None:

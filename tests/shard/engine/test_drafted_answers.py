@@ -17,14 +17,14 @@ from models import make_checkpoint
 from small import PROMPT as SMALL_PROMPT
 from small import small_engine
 
-from exo_node.mtp.drafters import NativeDrafter
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.local import LocalVerifier
+from exo_node.shard.engine.state import DraftState
+from exo_node.shard.engine.text_engine import TextEngine
 
 OTHER_PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 
@@ -84,10 +84,10 @@ def test_an_error_of_cache_repair_ends_the_answer(engine: TextEngine) -> None:
     steps = engine.generate(request(SMALL_PROMPT, 2, 60, ignore_end=True))
     with pytest.MonkeyPatch.context() as patch:
 
-        def broken(_self: object, _rows: int) -> None:
+        def broken(*_: object) -> None:
             raise RuntimeError("the cache cannot be repaired")
 
-        patch.setattr(LocalVerifier, "rollback", broken)
+        patch.setattr(CacheSet, "keep", broken)
         with pytest.raises(RuntimeError, match="cannot be repaired"):
             _ = list(steps)
     assert engine.live_requests == 0
@@ -202,18 +202,18 @@ def test_the_head_is_primed_with_the_prompt(
 
     When the first draft is made, the head's cache holds every row of the prompt.
     """
-    observe, rows = NativeDrafter.observe, len(SMALL_PROMPT)
+    observe, rows = DraftState.observe, len(SMALL_PROMPT)
 
     def first() -> tuple[int, int]:
         with watched_heads() as seen:
             _ = answer(engine, request(SMALL_PROMPT, 1, 8))
         return seen[0]
 
-    def unprimed(self: NativeDrafter, hidden: mx.array | None, tokens: mx.array) -> None:
+    def unprimed(self: DraftState, hidden: mx.array, tokens: mx.array) -> None:
         if tokens.shape[0] + 1 != rows:
             observe(self, hidden, tokens)
 
     assert first() == (rows, rows)
-    monkeypatch.setattr(NativeDrafter, "observe", unprimed)
+    monkeypatch.setattr(DraftState, "observe", unprimed)
     held, committed = first()
     assert held < committed == rows, "a fault that this would not show"

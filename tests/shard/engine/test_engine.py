@@ -18,8 +18,8 @@ from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.text_engine import TextEngine
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
 

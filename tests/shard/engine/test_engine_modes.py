@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from exo_node.mtp.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.draft_profile import MeasuredIdentity, Profile, ProfileKey
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.text_engine import TextEngine
 
 KEY = ProfileKey("a test", "", "float32", "", 0, 0)
 
@@ -36,12 +35,12 @@ def plain_ids(engine: TextEngine) -> tuple[int, ...]:
 
 
 def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> TextEngine:
-    """An engine that believes rounds cost so many seconds, on a clock that says nothing else."""
+    """An engine that believes rounds cost so many seconds; its clock stands still, which says
+    nothing else."""
     wanted = small_spec(native_mtp=True)
     loaded = load_quietly(wanted)
     assert loaded.codec is not None
-    clock = itertools.count(0.0, 1e-9)  # far less than `probed`, so the estimates stay
-    profile = Profile(KEY, None, lambda: next(clock), RoundCosts(probed))
+    profile = Profile(KEY, None, lambda: 0.0, RoundCosts(probed))
     if seen:
         profile.prior = Prior([seen] * 3, [accepted] * 3)
     return TextEngine(
@@ -50,7 +49,7 @@ def with_costs(*probed: float, seen: float = 0.0, accepted: float = 0.0) -> Text
         loaded.vocabulary,
         EngineOptions.of(wanted),
         head=loaded.head,
-        clock=lambda: next(clock),
+        clock=lambda: 0.0,
         profile=profile,
     )
 

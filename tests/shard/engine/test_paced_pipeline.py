@@ -10,7 +10,7 @@ from small import PROMPT, small_engine
 
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline import streams
 
 CHUNKS = 12

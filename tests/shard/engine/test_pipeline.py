@@ -9,8 +9,8 @@ from small import PROMPT, small_checkpoint, small_engine
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.text_engine import TextEngine
 
 
 def test_stages_give_the_oracles_ids() -> None:

@@ -17,7 +17,7 @@ from small import small_checkpoint
 
 from exo_node.mtp.rollback import cache_arrays, holds_rows
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 CHUNK, ROWS, LAYERS = 128, 3072, 6
@@ -75,8 +75,8 @@ def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
     engine = engine_of(loaded, whole())
     alone = chunk_alone(loaded)
     caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
-    for module in ("loop", "parts"):
-        monkeypatch.setattr(f"exo_node.mtp.{module}.mx", _Lazy())
+    for module in ("reading", "executor"):
+        monkeypatch.setattr(f"exo_node.shard.engine.{module}.mx", _Lazy())
     assert peak_of(engine, IDS) > caches + 1.5 * alone
 
 

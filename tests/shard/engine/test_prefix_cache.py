@@ -33,12 +33,11 @@ from prefixes import (
 from small import small_spec
 from zoo import VOCABULARY
 
-from exo_node.mtp.rollback import cache_arrays
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.prefix_tree import key_of
+from exo_node.shard.engine.text_engine import TextEngine
 
 
 @pytest.mark.smoke
@@ -82,18 +81,11 @@ def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:
         _ = answer(warm, request(prompt, 3, 1))
     _ = answer(alone, request(SECOND, 3, 1))
     some, others = (prefix_of(each, request(SECOND, 3, 1)) for each in (warm, alone))
-    assert some is not None and others is not None and some.position == others.position == 460
-    assert some.drafter is not None and others.drafter is not None
-    mine, theirs = (
-        [
-            *cache_arrays(each.caches),
-            *cache_arrays([d.cache]),
-            *(x for x in (d.read, d.pending) if x is not None),
-        ]
-        for each, d in ((some, some.drafter), (others, others.drafter))
-    )
+    assert some is not None and others is not None and some.rows == others.rows == 460
+    assert some.draft is not None and others.draft is not None
+    mine, theirs = some.arrays(), others.arrays()
     assert len(mine) == len(theirs) > 10
-    assert some.drafter.rows == others.drafter.rows and some.drafter.observed == 460
+    assert some.draft.rows == others.draft.rows == 460 - some.draft.unread_rows < 460
     assert all(mx.array_equal(a, b).item() for a, b in zip(mine, theirs, strict=True))
 
 

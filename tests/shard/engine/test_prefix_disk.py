@@ -19,8 +19,8 @@ from zoo_runs import small
 
 from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine import prefix_disk
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 
 MIB = 1 << 20

@@ -15,20 +15,15 @@ from prefixes import CHUNK, TOKENS, cold, engine, turn
 from readers import Reader, loaded, together
 from small import small_spec
 
-from exo_node.mtp.rollback import cache_arrays
-from exo_node.mtp.seams import Wait
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.pipeline.request_state import RequestState
+from exo_node.shard.engine.text_engine import TextEngine
 
 CONTEXT = 1024
 PLAIN = CONTEXT * 256 + 5 * 28_200
 """Bytes, as a plan has them: a context of the one layer of attention, and something for states."""
 DRAFTING = PLAIN + CONTEXT * 256 + 5 * 41_000
 """The same with the draft head and the hidden rows that it is yet to read at borders."""
-LOGITS = 4 * 4096
-"""Bytes: of the row that may be computed meanwhile."""
 
 
 def room_of(k: int) -> int:
@@ -74,10 +69,10 @@ def test_a_conversation_of_less_than_half_of_the_room_reads_what_is_new(rows: in
     assert_as_cold(warm, asked, k)
 
 
-@pytest.mark.parametrize(("rows", "k"), [(520, 0), (640, 1), (880, 3)])
+@pytest.mark.parametrize(("rows", "k"), [(520, 0), (640, 1), (800, 3)])
 def test_a_longer_one_finds_what_has_room_beside_it(rows: int, k: int) -> None:
     _, _, cached = converse(rows, k)
-    assert cached[0] == 0 < cached[-1] <= rows
+    assert cached[0] == 0 < min(cached[1:]) <= max(cached) <= rows
 
 
 def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
@@ -85,34 +80,24 @@ def assert_as_cold(warm: TextEngine, prompt: list[int], k: int) -> None:
     asked, alone = request(prompt, k, 1), engine()
     _ = answer(alone, asked)
     some, others = (prefix_of(each, asked) for each in (warm, alone))
-    assert some is not None and others is not None and some.position == others.position
-    mine, theirs = (_arrays(each) for each in (some, others))
+    assert some is not None and others is not None and some.rows == others.rows
+    mine, theirs = some.arrays(), others.arrays()
     assert len(mine) == len(theirs) > 6
     assert all(mx.array_equal(a, b).item() for a, b in zip(mine, theirs, strict=True))
 
 
-def _arrays(state: RequestState) -> list[mx.array]:
-    drafter = state.drafter
-    if drafter is None:
-        return cache_arrays(state.caches)
-    hiddens = [each for each in (drafter.read, drafter.pending) if each is not None]
-    return [*cache_arrays(state.caches), *cache_arrays([drafter.cache]), *hiddens]
-
-
 @pytest.mark.parametrize("k", [0, 3])
 def test_the_memory_of_mlx_keeps_the_bound(k: int) -> None:
-    """Its own peak as a prefix is found, and until the answer's first token."""
+    """Its own peak as a prefix is found."""
     room, talk = room_of(k), turn(400, 3)
     warm = tight(k)
     _ = answer(warm, request([*talk, 7], k, 1))
     mx.synchronize()
     others = mx.get_active_memory() - held_bytes(warm)
     mx.reset_peak_memory()
-    events = warm.generate(request([*talk, 7, 8], k, 3))
-    _ = next(events)
-    assert mx.get_peak_memory() - others <= room + LOGITS
-    rest = list(events)
-    assert isinstance(rest[-1], Done) and rest[-1].stats.cached_tokens > 0
+    found = prefix_of(warm, request([*talk, 7, 8], k, 3))
+    assert found is not None and found.rows > 0
+    assert mx.get_peak_memory() - others <= room
 
 
 def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> None:
@@ -157,8 +142,8 @@ def test_what_a_request_that_failed_had_read_before_stays(k: int, events: int) -
     """It is a copy: nobody writes to it afterwards."""
     warm = tight(k)
     steps = warm.generate(request(LONG, k, 60))
-    while events:
-        events -= not isinstance(next(steps), Wait)  # on a busy machine chunks are read in parts
+    for _ in range(events):
+        _ = next(steps)
     known = max((node.end for node in nodes(kept(warm))), default=0)
     target: Any = warm._target  # pyright: ignore[reportPrivateUsage]
 
@@ -196,8 +181,8 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
         asked = request(prompt, 1, 1)
         _ = answer(alone, asked)
         mine, theirs = (prefix_of(each, asked) for each in (warm, alone))
-        assert mine is not None and theirs is not None and mine.position == theirs.position
-        pairs = zip(_arrays(mine), _arrays(theirs), strict=True)
+        assert mine is not None and theirs is not None and mine.rows == theirs.rows
+        pairs = zip(mine.arrays(), theirs.arrays(), strict=True)
         assert all(mx.array_equal(a, b).item() for a, b in pairs)
 
 

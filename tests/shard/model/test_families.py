@@ -52,7 +52,7 @@ def test_hidden_logits_and_drafts_are_those_of_transformers(name: str, fed: Hidd
     ("name", "fed", "k"),
     [(name, fed, k) for name, fed in CASES for k in range(4) if k or fed == FED[name][0]],
 )
-def test_the_loop_reproduces_the_oracles_ids_and_counts(name: str, fed: HiddenKind, k: int) -> None:
+def test_the_engine_gives_the_oracles_ids_and_counts(name: str, fed: HiddenKind, k: int) -> None:
     it = opened(name, fed)
     for number, (prompt, answer) in enumerate(zip(it.prompts, it.expected, strict=True)):
         if k not in (0, number + 1):  # drafts: another prompt and chunk for each depth

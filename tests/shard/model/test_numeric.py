@@ -7,17 +7,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engines import answer, request, split_engine
+from mlx_lm.models.cache import KVCache
 from small import PROMPT as IDS
 from small import small_checkpoint, small_engine
-from tables import PROMPT, Logits, random_table, tell
+from tables import PROMPT, Logits, TableHead, TableTarget, random_table, tell
 
-from exo_node.mtp.finite import NotFinite
+from exo_node.mtp.finite import DraftNotFinite, NotFinite
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.engine import TextEngine
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.text_engine import ALONE, TextEngine
 from exo_node.shard.model.numeric import last_row_is_finite
 from exo_node.shard.model.tensors import DTYPES, to_bytes
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 V = 8
 TARGET = random_table(V, seed=1)
@@ -37,19 +39,22 @@ def bad_at(position: int, value: float) -> Logits:
     return table
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("value", BAD)
 def test_the_first_token_without_a_distribution_ends_the_answer(
-    overlaps: bool, k: int, name: str, value: float
+    runs_ahead: bool, k: int, name: str, value: float
 ) -> None:
+    """An attempt that shares no forward says whose fault it was; others may leave that open."""
     for position in (len(PROMPT), len(PROMPT) + 1, len(PROMPT) + 6):
-        with pytest.raises(NotFinite) as raised:
-            draft = TARGET if k else None
-            table = bad_at(position, value)
-            _ = tell(table, draft, k, sampling=SAMPLINGS[name], overlaps=overlaps)
-        assert raised.value.position == position
+        changes: dict[str, Any] = {"sampling": SAMPLINGS[name], "runs_ahead": runs_ahead}
+        table, draft = bad_at(position, value), TARGET if k else None
+        told = tell(table, draft, k, **changes)
+        if not isinstance(told.end, DraftNotFinite):
+            assert isinstance(told.end, NotFinite) and told.end.position == position
+        alone = tell(table, draft, k, alone=ALONE, after_fault=True, **changes)
+        assert isinstance(alone.end, NotFinite) and alone.end.position == position
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -64,17 +69,37 @@ def test_rows_behind_a_draft_that_falls_do_not_matter(k: int) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_head_without_a_distribution_is_asked_no_more(name: str, k: int, overlaps: bool) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_head_without_a_distribution_is_asked_no_more(
+    name: str, k: int, runs_ahead: bool
+) -> None:
+    """The round that shows it is the last that drafts, or one that was in flight behind it."""
     draft = TARGET.copy()
     draft[8:] = np.nan
     s = SAMPLINGS[name]
-    told = tell(TARGET, draft, k, sampling=s, max_tokens=30, overlaps=overlaps, says_finite=True)
+    told = tell(TARGET, draft, k, sampling=s, max_tokens=30, runs_ahead=runs_ahead)
     rounds = told.rounds
     assert len(told.ids) == 30
     ends = [r.forward.position + len(r.tokens) for r in rounds if r.drafted]
-    assert ends[-1] <= 9 + k + 1, "the round that showed it is the last that drafted"
+    assert ends[-1] <= 9 + (1 + runs_ahead) * (k + 1)
     assert all(r.drafted == 0 for r in rounds[len(ends) + 1 :])
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_answers_together_go_on_without_a_head_that_broke(runs_ahead: bool) -> None:
+    """Alone again, too, behind the others' ends."""
+    draft = TARGET.copy()
+    draft[8:] = np.nan
+    engine = bare_engine(
+        TableTarget(TARGET), lambda: [KVCache()], TableHead(draft).model, runs_ahead=runs_ahead
+    )
+    budgets = (30, 9, 20)
+    told = rounds_of(engine, [bare_request(PROMPT, budget, k=2) for budget in budgets])
+    for rounds, budget in zip(told, budgets, strict=True):
+        assert ids_of(rounds) == tell(TARGET, max_tokens=budget).ids
+        drafted = [r.drafted for r in rounds]
+        assert drafted[1] == 2
+        assert not any(drafted[6:])
 
 
 # ---------------------------------------------------------------- an engine

@@ -21,7 +21,7 @@ from small import LAYERS, small_spec
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidFrame, NumericError, PeerLost, StateLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.frames import HiddenBlock, cut_all, parts_of

@@ -336,13 +336,8 @@ class Trace:
 
     def _evict(self) -> None:
         number = self._draw.randrange(3)
-        if number:
-            prefixes = self._warm.workers[number - 1]._prefixes  # pyright: ignore[reportPrivateUsage]
-        else:
-            prefixes = self._warm.engine._earlier.prefixes  # pyright: ignore[reportPrivateUsage]
-        assert prefixes is not None
         room = max(0, self._rooms[number] - self._draw.randrange(kept(self._warm)[number] + 1))
-        prefixes.shrink(room)
+        caches_of(self._warm)[number].shrink(room)
 
     def _restart(self) -> None:
         self._warm.replace(self._draw.randrange(3))

@@ -18,7 +18,7 @@ from small import small_checkpoint, small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.engine import TextEngine
+from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.stage import StageWorker
 
 CUTS = (1, 17, 25)

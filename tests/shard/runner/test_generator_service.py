@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from families_text import codec_of
+from small import PROMPT, small_engine
 
-from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import Forward, Penalties, Round, Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.compute import OUTBOX_LIMIT, ComputeThread
+from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import Delta, EngineEvent, Retold
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.request import MOST_UNREAD, EngineRequest
 from exo_node.shard.engine.request_limits import RequestLimits
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_service import GeneratorService
@@ -24,6 +24,11 @@ CODEC = codec_of("qwen")
 IDS = CODEC.encode_text("<think>\n")
 CONTEXT = 64
 VOCABULARY = 5000
+
+
+Put = Callable[[Any], None]
+Drive = Callable[[Any, EngineRequest, Put, Put], Any]
+RUN = SimpleNamespace(cancel=lambda: None, read=lambda: None)
 
 
 class _Prompts:
@@ -35,34 +40,29 @@ class _Prompts:
         return IDS
 
 
-class _Compute:
-    def drive(self, _: Any, put: Callable[[Any], None], done: Any, *, background: bool) -> Any:
-        put(None)
-        return SimpleNamespace(cancel=lambda: None, read=lambda: None)
-
-
-def streamed(
-    generate: Callable[[EngineRequest], Any], compute: Any, **fields: Any
-) -> list[pb.GenerateEvent]:
+def streamed(drive: Drive, **fields: Any) -> list[pb.GenerateEvent]:
     """The events of one request, with a stand-in for the engine."""
-    engine: Any = SimpleNamespace(
+    return asyncio.run(_stream(_stand_in(drive), None, **fields))
+
+
+def _stand_in(drive: Drive) -> Any:
+    return SimpleNamespace(
         limits=RequestLimits(CONTEXT, VOCABULARY),
         answer_format=CODEC.answer_format,
         token_bytes=CODEC.token_bytes,
-        generate=generate,
+        drive=drive,
     )
+
+
+async def _stream(engine: Any, compute: Any, **fields: Any) -> list[pb.GenerateEvent]:
     limits = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
     prompts: Any = _Prompts()
     service = GeneratorService(limits, engine, compute, prompts)
     fields = {"sampling": sampling()} | fields
     request = pb.GenerateRequest(placement=limits.placement, request="r", attempt=1, **fields)
-
-    async def run() -> list[pb.GenerateEvent]:
-        context: Any = None
-        async with asyncio.timeout(30):
-            return [event async for event in service.Generate(request, context)]
-
-    return asyncio.run(run())
+    context: Any = None
+    async with asyncio.timeout(30):
+        return [event async for event in service.Generate(request, context)]
 
 
 def sampling(**fields: Any) -> pb.Sampling:
@@ -71,18 +71,29 @@ def sampling(**fields: Any) -> pb.Sampling:
 
 def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
     """The request that the engine gets, and the first event."""
-    asked: list[EngineRequest] = []
-    events = streamed(asked.append, _Compute(), **fields)
-    return asked[0], events[0].started
+    given: list[EngineRequest] = []
+
+    def drive(_: Any, asked: EngineRequest, deliver: Put, done: Put) -> Any:
+        del deliver
+        given.append(asked)
+        done(None)
+        return RUN
+
+    events = streamed(drive, **fields)
+    return given[0], events[0].started
 
 
 def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEvent]:
-    """The events behind the first, where the engine gives these on a real compute thread."""
-    compute = ComputeThread()
-    try:
-        return streamed(lambda _: iter(events), compute, **fields)[1:]
-    finally:
-        compute.close()
+    """The events behind the first, where the engine gives these."""
+
+    def drive(_: Any, asked: EngineRequest, deliver: Put, done: Put) -> Any:
+        del asked
+        for event in events:
+            deliver(event)
+        done(None)
+        return RUN
+
+    return streamed(drive, **fields)[1:]
 
 
 CHAT = {"messages": pb.Messages(json="[]")}
@@ -151,9 +162,15 @@ def test_a_zero_is_another_thing_than_a_field_that_is_absent(number: int | None)
 
 
 def test_an_answer_of_any_length_comes_whole_to_a_reader_that_keeps_reading() -> None:
-    count = 2 * OUTBOX_LIMIT + 1
-    events = computed((Prefilled(done, count) for done in range(count)), **CHAT)
-    assert [event.prefill.done for event in events] == list(range(count))
+    served, compute, count = small_engine(), ComputeThread(), 2 * MOST_UNREAD + 1
+    fields = {"token_ids": pb.TokenIds(ids=PROMPT), "max_tokens": count, "ignore_eos": True}
+    try:
+        events = asyncio.run(_stream(served, compute, **fields))
+    finally:
+        compute.close()
+    ids = [token for event in events for token in event.delta.round.tokens]
+    assert len(ids) == count
+    assert events[-1].finished.reason == "length"
 
 
 def test_a_resumed_answer_goes_on_in_the_part_that_it_was_in() -> None:

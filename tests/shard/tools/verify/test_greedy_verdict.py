@@ -1,6 +1,7 @@
 """Verdict of greedy answers that differ: a near tie explains its own difference only."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,20 +17,9 @@ NEAR, FAR = NEAR_TIE_MARGIN * TAU / 2, NEAR_TIE_MARGIN * TAU * 2
 """Gaps between the two most likely tokens: rounding may turn over one, not the other."""
 
 
-def never_drafts(*_: object) -> Any:
-    raise AssertionError("answers are canned")
-
-
-NO_TARGET: Any = None
-SUBJECT = ModelUnderTest(
-    NO_TARGET,
-    list,
-    vocabulary=8,
-    dtype=mx.float32,
-    chunk=8,
-    max_k=1,
-    make_drafter=never_drafts,
-)
+CANNED: Any = SimpleNamespace()
+"""Answers need neither a target nor a draft head."""
+SUBJECT = ModelUnderTest(CANNED, list, 8, mx.float32, chunk=8, max_k=1, draft_model=CANNED)
 
 
 @pytest.mark.parametrize(

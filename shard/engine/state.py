@@ -1,0 +1,82 @@
+"""The state of one request: its caches by layer, and what the draft head holds of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ...mtp.rollback import cache_arrays
+from ...mtp.seams import as_row
+
+
+@dataclass(slots=True, eq=False)
+class DraftState:
+    """The draft head's cache of one request, and the target's rows that the head has not read.
+
+    The cache pairs the target's hidden state of row i with the token at i + 1. Rows that drafting
+    itself wrote are dropped before anything else is appended, so it never holds a hidden state that
+    the target did not compute. Between two steps at least one row is unread: a draft begins there.
+    """
+
+    cache: KVCache = field(default_factory=KVCache)
+    rows: int = 0
+    """Rows in the cache."""
+    unread: list[tuple[mx.array, mx.array]] = field(default_factory=list[tuple[mx.array, mx.array]])
+    """The rows behind those: hidden states (1, n, H), and the token (1, n) after each."""
+    last: mx.array | None = None
+    """The hidden state (1, 1, H) of the prompt's last row, whose next token is not known yet."""
+
+    @classmethod
+    def behind(
+        cls, cache: KVCache, rows: int, hidden: mx.array | None, ids: Sequence[int]
+    ) -> "DraftState":
+        """A state whose unread rows have `hidden` (1, n, H); `ids` are the request's so far."""
+        state = cls(cache, rows)
+        if hidden is not None:
+            state.observe(hidden, as_row(ids[rows + 1 : rows + 1 + hidden.shape[1]]))
+        return state
+
+    def observe(self, hidden: mx.array, tokens: mx.array) -> None:
+        """Rows that were committed: hidden (1, n, H), and the token (n,) after each."""
+        self.unread.append((hidden, tokens[None]))
+
+    def complete(self, tokens: mx.array) -> None:
+        """The first token (1,) behind the prompt is known."""
+        assert self.last is not None
+        self.observe(self.last, tokens)
+        self.last = None
+
+    @property
+    def unread_rows(self) -> int:
+        """Number of rows that the head has not read."""
+        return sum(hidden.shape[1] for hidden, _ in self.unread)
+
+    @property
+    def hidden(self) -> mx.array | None:
+        """The hidden states (1, n, H) of the unread rows; None if there are none."""
+        if not self.unread:
+            return None
+        if len(self.unread) == 1:
+            return self.unread[0][0]
+        return mx.concatenate([hidden for hidden, _ in self.unread], axis=1)
+
+    def arrays(self) -> list[mx.array]:
+        """Every array that it holds."""
+        return [*cache_arrays([self.cache]), *(a for pair in self.unread for a in pair)]
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """The only form in which the state of a request moves: into a batch and out of it."""
+
+    caches: list[Any]
+    """One of mlx-lm's caches, or a `TapedCache`, for each layer."""
+    rows: int = 0
+    draft: DraftState | None = None
+    """None: nothing is drafted for it."""
+
+    def arrays(self) -> list[mx.array]:
+        """Every array that it holds."""
+        return [*cache_arrays(self.caches), *(self.draft.arrays() if self.draft else [])]

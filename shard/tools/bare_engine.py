@@ -1,0 +1,109 @@
+"""An engine over a model without text, for measurements and tests."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...mtp.depth import FixedDepth
+from ...mtp.sampler import Sampler
+from ...mtp.schedule import prefill_ends
+from ...mtp.seams import StopCondition
+from ...mtp.steps import Step
+from ...mtp.types import FinishReason, Round, Sampling
+from ..engine.drafter import DraftModel
+from ..engine.engine import Engine
+from ..engine.executor import LocalExecutor
+from ..engine.request import Request
+from ..engine.scheduler import Scheduler
+from ..engine.targets import Target
+
+ROWS = 1 << 20
+"""Rows of all requests together: as many as anybody asks for."""
+
+
+class Endless:
+    """The stop condition of an answer that only its budget ends."""
+
+    def push(self, token: int) -> FinishReason | None:
+        """The answer goes on."""
+        del token
+        return None
+
+
+def bare_engine(
+    target: Target,
+    make_caches: Callable[[], list[Any]],
+    draft_model: DraftModel | None = None,
+    *,
+    chunk: int = 512,
+    fixed_rows: int = 0,
+    runs_ahead: bool = False,
+    reads_together: bool = False,
+) -> Engine:
+    """Without prefixes, and with a clock that stands still: who runs when is no chance.
+
+    `runs_ahead`: rounds are issued before the ones in front of them are read. `fixed_rows`: strict
+    mode's rows of a forward, or 0.
+    """
+
+    def clock() -> float:
+        return 0.0
+
+    executor = LocalExecutor(
+        target,
+        make_caches,
+        draft_model,
+        clock,
+        fixed_rows=fixed_rows,
+        counts_on_device=runs_ahead,
+        overlaps=runs_ahead,
+    )
+    depth = 2 if runs_ahead else 1
+    scheduler = Scheduler(ROWS, chunk, depth=depth, reads_together=reads_together)
+    return Engine(executor, scheduler, clock)
+
+
+def bare_request(
+    prompt: Sequence[int],
+    max_tokens: int,
+    chunk: int = 512,
+    k: int = 0,
+    *,
+    sampler: Sampler | None = None,
+    ending: StopCondition | None = None,
+    **fields: Any,
+) -> Request:
+    """A request that drafts `k` tokens each round, greedily unless `sampler` says otherwise."""
+    ends = prefill_ends(prompt, chunk)
+    chooser = sampler or Sampler(Sampling(), 0, (), prompt)
+    made = prompt, ends, max_tokens, chooser, ending or Endless()
+    return Request(*made, k=k, depth=FixedDepth(k), **fields)
+
+
+def steps_of(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:
+    """Answers all of the requests at the same time; what each was told.
+
+    Raises what went wrong with any of them.
+    """
+    told: list[list[Step]] = [[] for _ in requests]
+    ends = list[FinishReason | BaseException]()
+    for request, steps in zip(requests, told, strict=True):
+        request.deliver, request.finish = steps.append, ends.append
+        engine.add(request)
+    while engine.step():
+        for steps, request in zip(told, requests, strict=True):
+            request.taken = len(steps)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return told
+
+
+def rounds_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[Round, ...]]:
+    """As `steps_of`; the rounds alone."""
+    told = steps_of(engine, requests)
+    return [tuple(step for step in steps if isinstance(step, Round)) for steps in told]
+
+
+def ids_of(rounds: Sequence[Round]) -> tuple[int, ...]:
+    """The tokens of an answer."""
+    return tuple(token for each in rounds for token in each.tokens)

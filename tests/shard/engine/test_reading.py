@@ -1,0 +1,108 @@
+"""Answers go on in the middle of a forward over prompts, and all are what they are alone."""
+
+# pyright: reportPrivateUsage=false
+
+import pytest
+from engines import request
+from readers import Reader, alone, engine, prompt, together
+from small import LAYERS
+
+from exo_node.placement.errors import StateLost
+from exo_node.shard.engine import reading
+from exo_node.shard.engine.reading import Reading
+from exo_node.shard.engine.request import Request
+from exo_node.shard.engine.text_engine import TextEngine
+
+
+@pytest.fixture(autouse=True)
+def a_part_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_S", 0.0)
+
+
+def begun(served: TextEngine, reader: Reader) -> Request:
+    """As a runner begins it: the engine's own steps answer it."""
+
+    def done(fault: BaseException | None) -> None:
+        reader.fault = fault
+
+    return served.begin(reader.asked, reader.take, done)
+
+
+def test_answers_beside_prompts_in_parts_are_what_they_are_alone() -> None:
+    served = engine()
+    readers = [
+        Reader(request(prompt(0), 2, 60)),
+        Reader(request(prompt(1, 30), 1, 40), begins=2),
+        Reader(request(prompt(2, 40), 3, 40), begins=2),  # read together with the one before
+        Reader(request(prompt(3, 500), 2, 20), begins=10),
+        Reader(request(prompt(4, 400), 0, 20), begins=14),
+    ]
+    together(served, readers)
+    for reader in readers:
+        assert reader.fault is None
+        assert tuple(reader.ids) == alone(reader.asked).ids
+    assert served.live_requests == 0
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_an_answer_goes_on_between_two_parts_of_a_chunk(
+    batching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, go_on = engine(batching=batching), Reading.go_on
+    answering = Reader(request(prompt(0), 1, 200, ignore_end=True))
+    other = Reader(request(prompt(1, 100), 0, 4))
+    rounds = list[int]()
+
+    def part(self: Reading) -> bool:
+        rounds.append(len(answering.rounds))
+        return go_on(self)
+
+    first = begun(served, answering)
+    while not answering.rounds:
+        assert served._engine.step()
+    monkeypatch.setattr(Reading, "go_on", part)
+    second = begun(served, other)
+    while not other.rounds:
+        assert served._engine.step()
+    assert len(rounds) >= LAYERS - 1
+    assert len(set(rounds)) == len(rounds)
+    for reader, asked in ((answering, first), (other, second)):
+        served.cancel(reader.asked, asked)
+    assert served.live_requests == 0
+
+
+def stepped_until_a_shared_part(served: TextEngine) -> list[tuple[Reader, Request]]:
+    """Three prompts that are read together, in the middle of the forward."""
+    readers = [Reader(request(prompt(i, 40), 1, 12)) for i in range(3)]
+    running = [(reader, begun(served, reader)) for reader in readers]
+    assert served._engine.step()
+    under_way = served._engine._reading
+    assert under_way is not None and len(under_way.requests) == 3
+    return running
+
+
+def test_one_that_is_cancelled_between_two_parts_costs_the_others_nothing() -> None:
+    served = engine()
+    (first, asked), *others = stepped_until_a_shared_part(served)
+    served.cancel(first.asked, asked)
+    while served._engine.step():
+        pass
+    assert first.done is None and not first.ids
+    for reader, _ in others:
+        assert tuple(reader.ids) == alone(reader.asked).ids
+    assert served.live_requests == 0 and served.cache_bytes() == 0
+
+
+def test_a_fault_between_two_parts_is_told_to_all_that_the_forward_was_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = engine()
+    running = stepped_until_a_shared_part(served)
+
+    def fails(_: Reading) -> bool:
+        raise RuntimeError("[malloc] out of memory")
+
+    monkeypatch.setattr(Reading, "go_on", fails)
+    assert served._engine.step()
+    assert all(isinstance(reader.fault, StateLost) for reader, _ in running)
+    assert served.live_requests == 0 and served.cache_bytes() == 0

@@ -1,0 +1,113 @@
+"""Rounds of a log, rebuilt by fewer forwards than they were made by, leave the same state."""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from engines import ORACLE, answer, engine_of, request
+from readers import loaded
+from small import small_spec
+from tables import EndAt, random_table, tell
+
+from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.shard.engine.batch import Batch
+from exo_node.shard.engine.executor import LocalExecutor
+from exo_node.shard.engine.request import EngineRequest, Request
+from exo_node.shard.engine.text_engine import TextEngine
+
+PROMPT: list[int] = ORACLE[0]["prompt_ids"]
+TOKENS = 44
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "seeded": Sampling(temperature=0.9, top_p=0.95, seed=11),
+    "penalised": Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),))),
+}
+
+
+def engine(*, bitwise: bool = True) -> TextEngine:
+    made = engine_of(loaded(), small_spec(native_mtp=True))
+    made.identity = "bitwise" if bitwise else "near_tie"
+    return made
+
+
+def asked_for(k: int, sampling: Sampling = SAMPLINGS["greedy"]) -> EngineRequest:
+    """With log-probabilities, which tell of a state what tokens may not."""
+    return request(PROMPT, k, TOKENS, ignore_end=True, sampling=sampling, top_logprobs=0)
+
+
+def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
+    return [(each.tokens, each.accepted, each.logprobs) for each in rounds]
+
+
+def rows_of_forwards(
+    made: TextEngine, asked: EngineRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[Round, ...], list[int]]:
+    """The rounds of the answer, and the rows of each forward behind the prompt's."""
+    rows: list[int] = []
+    forward = made._target.forward_batch
+
+    def counted(tokens: mx.array, caches: Sequence[object]) -> tuple[mx.array, mx.array | None]:
+        rows.append(tokens.shape[1])
+        return forward(tokens, caches)
+
+    monkeypatch.setattr(made._target, "forward_batch", counted)
+    return answer(made, asked).rounds, rows
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_follows_is_the_undisturbed_answers(
+    k: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asked_for(k, SAMPLINGS[kind])
+    undisturbed = answer(engine(), asked).rounds
+    most = len(undisturbed) - 1
+    for cut in (1, 2, min(18, most - 1), most):
+        again = replace(asked, attempt=2, replay=tuple(undisturbed[:cut]))
+        rest, rows = rows_of_forwards(engine(), again, monkeypatch)
+        assert answers(rest) == answers(undisturbed[cut:])
+        told = sum(len(each.tokens) for each in undisturbed[1:cut])
+        # The rounds in sixteens, and a forward for each round that is new.
+        assert len(rows) <= -(-told // 4) + -(-cut // 16) + len(rest)
+
+
+def test_where_rows_matter_each_round_is_repeated_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asked_for(3)
+    undisturbed = answer(engine(), asked).rounds
+    again = replace(asked, attempt=2, replay=tuple(undisturbed[:9]))
+    _, rows = rows_of_forwards(engine(bitwise=False), again, monkeypatch)
+    assert rows[:8] == [each.forward.rows for each in undisturbed[1:9]]
+
+
+def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail."""
+    asked = asked_for(0)
+    undisturbed = answer(engine(), asked).rounds
+    replay = LocalExecutor._replay_together
+
+    def lacking(
+        self: LocalExecutor, batch: Batch, request: Request, rounds: Sequence[Round]
+    ) -> None:
+        replay(self, batch, request, rounds[1:])
+
+    monkeypatch.setattr(LocalExecutor, "_replay_together", lacking)
+    again = replace(asked, attempt=2, replay=tuple(undisturbed[:20]))
+    rest = answer(engine(), again).rounds
+    assert answers(rest) != answers(undisturbed[20:])
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 40])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_log_of_a_whole_answer_ends_as_that_did(reason: str, rounds: int) -> None:
+    """Its runner went away behind the last round, before it had told the end."""
+    table, ending = random_table(5, 1), rounds if reason == "stop" else 1000
+    budget = rounds if reason == "length" else 1000
+    whole = tell(table, ending=EndAt(ending), max_tokens=budget)
+    again = tell(table, ending=EndAt(ending), max_tokens=budget, replay=whole.rounds)
+    assert len(whole.rounds) == rounds
+    assert (again.rounds, again.reason) == ((), whole.reason) == ((), reason)

@@ -1,0 +1,211 @@
+"""The engine over tables: what it emits, what it leaves in the caches, which forwards it makes."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+from tables import (
+    PROMPT,
+    EndAt,
+    Logits,
+    TableHead,
+    TableTarget,
+    Told,
+    random_table,
+    tell,
+)
+
+from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.types import Forward, Penalties, Round, Sampling
+from exo_node.shard.engine.engine import CLEAR_EVERY
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
+
+V = 8
+BUDGET = 12
+TARGET = random_table(V, seed=1)
+DRAFTS = {
+    "perfect": TARGET,
+    "adversarial": -TARGET,
+    "random": random_table(V, seed=2),
+    "half": np.where(np.arange(64)[:, None, None] % 3 == 0, -TARGET, TARGET),
+}
+KS = [0, 1, 2, 3, 5]
+
+
+def greedy_ids(length: int = BUDGET) -> tuple[int, ...]:
+    """The target's answer, by numpy alone."""
+    ids: list[int] = [*PROMPT]
+    while len(ids) < len(PROMPT) + length:
+        ids.append(int(TARGET[len(ids) - 1, ids[-1]].argmax()))
+    return tuple(ids[len(PROMPT) :])
+
+
+def drafted(k: int, name: str = "half", **changes: Any) -> Told:
+    return tell(TARGET, DRAFTS[name] if k else None, k, **changes)
+
+
+def assert_caches_fit(told: Told, prompt: tuple[int, ...] = PROMPT) -> None:
+    """The target's has the rows of the prompt and of the answer but its last token, which a plain
+    round that was in flight may have written; the head's has all those before its last draft."""
+    text = [*prompt, *told.ids]
+    plain = told.rounds[-1].drafted == 0
+    assert told.held in ((text[:-1], text) if plain else (text[:-1],))
+    if told.head is not None:
+        drafts = [r.forward.position for r in told.rounds if r.drafted]
+        rows = drafts[-1] if drafts else 0
+        assert told.head.seen == [(at, text[at], text[at + 1]) for at in range(rows)]
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_greedy_ids_are_plain_decodings_at_every_budget(
+    k: int, name: str, runs_ahead: bool
+) -> None:
+    for budget in range(1, BUDGET + 1):
+        told = drafted(k, name, max_tokens=budget, runs_ahead=runs_ahead)
+        assert told.ids == greedy_ids(budget)
+        assert told.reason == "length"
+        if not runs_ahead:
+            assert_caches_fit(told)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_perfect_drafts_are_all_accepted_and_adversarial_ones_never(k: int) -> None:
+    perfect = drafted(k, "perfect", max_tokens=1 + 4 * (k + 1)).rounds[1:]
+    assert [(len(r.tokens), r.drafted, r.accepted) for r in perfect] == [(k + 1, k, k)] * 4
+    adversarial = drafted(k, "adversarial").rounds[1:-k]
+    assert {(len(r.tokens), r.drafted, r.accepted) for r in adversarial} == {(1, k, 0)}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_no_round_drafts_past_the_budget(k: int, name: str) -> None:
+    """exo#2110: rows past max_tokens stayed in the caches."""
+    told, emitted = drafted(k, name), 0
+    for round_ in told.rounds:
+        room = BUDGET - emitted - 1
+        assert round_.drafted == (min(k, room) if emitted else 0)
+        committed, rows = len(PROMPT) + emitted - 1, round_.drafted + 1
+        assert round_.forward == (Forward(committed, rows) if emitted else Forward(0, len(PROMPT)))
+        emitted += len(round_.tokens)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("name", ["perfect", "half"])
+def test_an_answer_that_ends_inside_a_block_is_cut_there(k: int, name: str) -> None:
+    """mlx-lm#990, exo#2110: tokens that were not emitted stayed in the caches."""
+    for length in range(1, BUDGET + 1):
+        ending = EndAt(length)
+        told = drafted(k, name, ending=ending, max_tokens=30)
+        assert (told.ids, told.reason) == (greedy_ids(length), "stop")
+        assert tuple(ending.pushed) == told.ids, "nothing after the end reaches the text"
+        assert_caches_fit(told)
+
+
+def test_the_end_token_counts_as_accepted_where_it_was_drafted() -> None:
+    first, whole = (drafted(3, "perfect", ending=EndAt(n)).rounds[-1] for n in (3, 5))
+    assert (len(first.tokens), first.drafted, first.accepted) == (2, 3, 2)
+    assert (len(whole.tokens), whole.drafted, whole.accepted) == (4, 3, 3)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_an_end_token_at_the_budgets_last_place_is_a_stop(k: int) -> None:
+    assert drafted(k, ending=EndAt(BUDGET)).reason == "stop"
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("end", [EndAt(3), EndAt()], ids=["stop", "length"])
+def test_an_answer_that_ended_beside_others_receives_no_token_of_later_rounds(
+    k: int, runs_ahead: bool, end: EndAt
+) -> None:
+    """Its next round may be computed when it ends, and its rows are dropped only later."""
+    model = TableHead(DRAFTS["half"]).model
+    ended, others = EndAt(end.count), EndAt()
+    engine = bare_engine(TableTarget(TARGET), lambda: [KVCache()], model, runs_ahead=runs_ahead)
+    requests = [
+        bare_request(PROMPT, 3 if end.count > 3 else 40, k=k, ending=ended),
+        bare_request(PROMPT, 20, k=k, ending=others),
+    ]
+    got = [ids_of(rounds) for rounds in rounds_of(engine, requests)]
+    assert got == [tuple(ended.pushed), tuple(others.pushed)] == [greedy_ids(3), greedy_ids(20)]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_prompts_are_read_once_in_chunks_by_target_and_head(k: int, rows: int) -> None:
+    """exo#2110: twice on dense models, token by token on mixtures of experts."""
+    prompt = tuple(i * 5 % V for i in range(rows))
+    told = drafted(k, prompt=prompt, prefill_chunk=4)
+    whole, last = divmod(rows - 1, 4)
+    chunks = [*[(4, "none")] * whole, (last + 1, "last")]
+    assert told.target.forwards[: whole + 1] == chunks
+    assert {want for _, want in told.target.forwards[whole + 1 :]} == {"all"}
+    progress = [step for step in told.steps if isinstance(step, Prefilled)]
+    assert progress == [Prefilled(n, rows) for n in [*range(0, rows, 4), rows]]
+    assert told.rounds[0].forward == Forward(4 * whole, last + 1)
+    assert told.ids == drafted(0, prompt=prompt).ids
+    assert_caches_fit(told, prompt)
+
+
+def test_a_penalty_holds_within_a_block_of_drafts() -> None:
+    """exo#2110, though its own cards set one. `test_engine.py` compares with mlx-lm's.
+
+    Here a penalty is so strong that a row depends on the drafts before it in its own block.
+    """
+    strong = Sampling(penalties=Penalties(repetition=9.0, context_size=4))
+    expected = tell(TARGET, sampling=strong).ids
+    assert expected != tell(TARGET).ids
+    assert tell(TARGET, TARGET, 3, sampling=strong).ids == expected
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=1)]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_replay_from_any_cut_goes_on_with_the_same_rounds(k: int, sampling: Sampling) -> None:
+    def run(replay: tuple[Round, ...] = ()) -> Told:
+        return drafted(k, sampling=sampling, replay=replay, ending=EndAt(10))
+
+    whole = run()
+    for cut in range(1, len(whole.rounds)):
+        rest = run(whole.rounds[:cut])
+        assert rest.rounds == whole.rounds[cut:]
+        assert rest.reason == whole.reason == "stop"
+        assert rest.target.forwards == whole.target.forwards, "the same rows, the same kernels"
+        assert rest.held == whole.held
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("count", [1, 10, BUDGET])
+def test_a_replay_of_a_whole_answer_ends_without_another_token(k: int, count: int) -> None:
+    """Its entry node lost the runner behind the last round and before the end."""
+    log = drafted(k, ending=EndAt(count)).rounds
+    for end, budget in ((count, 100), (100, count)):
+        rest = drafted(k, replay=log, ending=EndAt(end), max_tokens=budget)
+        assert rest.rounds == ()
+        assert rest.reason == ("stop" if end == count else "length")
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_replay_counts_towards_the_budget_and_the_ending(k: int) -> None:
+    log = drafted(k, max_tokens=30).rounds[:4]
+    done = sum(len(round_.tokens) for round_ in log)
+    ending = EndAt()
+    rest = drafted(k, replay=log, max_tokens=done + 2, ending=ending)
+    assert (len(rest.ids), rest.reason) == (2, "length")
+    assert tuple(ending.pushed) == greedy_ids(done + 2)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_buffers_are_freed_by_rounds(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: freed.append(1))
+    target: Logits = np.tile(TARGET, (40, 1, 1))
+    told = tell(target, target if k else None, k, max_tokens=2 + 2 * CLEAR_EVERY * (k + 1))
+    assert len(told.rounds) > 2 * CLEAR_EVERY
+    assert len(freed) == 2

@@ -1,0 +1,246 @@
+"""The scheduler by tables and in virtual time: who runs next, and for how long."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from exo_node.shard.engine.request import MOST_UNREAD, Phase, Request
+from exo_node.shard.engine.scheduler import (
+    ALONE_DEPTH,
+    GROWTH,
+    Decode,
+    GoOn,
+    Prefill,
+    Replay,
+    Scheduler,
+)
+
+CONTEXT, CHUNK = 4096, 256
+NO_SAMPLER = cast("Any", None)
+"""The scheduler never looks at it."""
+
+
+def request(
+    phase: Phase = "decode", rows: int = 10, prompt: int = 0, ends: int = 0, **fields: Any
+) -> Request:
+    """With `rows` rows in its caches; of `prompt` rows, read by forwards of `ends` rows."""
+    rows_of_prompt = prompt or max(rows, 1)
+    step = ends or rows_of_prompt
+    borders = [*range(step, rows_of_prompt, step), rows_of_prompt]
+    made = Request([1] * rows_of_prompt, borders, 1000, NO_SAMPLER, NO_SAMPLER, **fields)
+    made.phase, made.rows = phase, rows
+    return made
+
+
+def reader(prompt: int = 1024, rows: int = 0, **fields: Any) -> Request:
+    """A request whose prompt is being read, by forwards of CHUNK rows."""
+    return request("prefill", rows, prompt, CHUNK, **fields)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A round in flight."""
+
+    requests: tuple[Request, ...]
+    may_be_followed: bool = True
+
+
+def scheduler(depth: int = 1, *, reads_together: bool = False) -> Scheduler:
+    return Scheduler(CONTEXT, CHUNK, depth=depth, reads_together=reads_together)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "begin"),
+    [
+        ([100, 100], [], [0, 1]),
+        ([CONTEXT, 100], [], [0]),
+        ([2 * CONTEXT], [], [0]),
+        ([100], [CONTEXT], []),
+        ([CONTEXT - GROWTH, 10], [GROWTH], []),
+        ([100, CONTEXT, 10], [10], [0]),
+    ],
+    ids=["both fit", "in order", "one always fits", "no room", "none passes", "behind the first"],
+)
+def test_requests_begin_in_order_while_their_rows_fit(
+    waiting: list[int], running: list[int], begin: list[int]
+) -> None:
+    asked = [request("waiting", 0, rows) for rows in waiting]
+    live = [request("decode", rows, rows) for rows in running]
+    assert scheduler().admit([*live, *asked]) == [asked[i] for i in begin]
+
+
+def test_background_requests_begin_behind_the_others() -> None:
+    asked = [request("waiting", 0, 10, background=i == 0) for i in range(3)]
+    assert scheduler().admit(asked) == [asked[1], asked[2], asked[0]]
+
+
+def share_of_answers(chunk_s: float, round_s: float, answers: int, readers: int) -> float:
+    """The share of the time that answers have while prompts are read without an end."""
+    made = scheduler()
+    live = [request() for _ in range(answers)]
+    live += [reader(10**6) for _ in range(readers)]
+    spent = {True: 0.0, False: 0.0}
+    for _ in range(2000):
+        step = made.plan(live, [], reading=False)
+        reads = not isinstance(step, Decode)
+        if isinstance(step, Prefill):
+            for each in step.requests:
+                each.rows = each.next_end
+        seconds = chunk_s if reads else round_s
+        spent[reads] += seconds
+        made.took(seconds, reading=reads)
+    return spent[False] / sum(spent.values())
+
+
+@pytest.mark.parametrize("answers", [1, 5])
+@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("chunk_s", [0.01, 0.3, 2.0])
+def test_answers_keep_half_of_the_time_beside_prompts(
+    chunk_s: float, readers: int, answers: int
+) -> None:
+    share = share_of_answers(chunk_s, 0.1, answers, readers)
+    assert share >= 0.495, "but for the last chunk"
+    assert share <= max(0.51, 0.1 / (0.1 + chunk_s) + 0.01), "prompts are read as well"
+
+
+def test_parts_of_a_forward_are_not_interrupted_by_another_prompt() -> None:
+    made, live = scheduler(), [reader(), reader(), request()]
+    first = made.plan(live, [], reading=False)
+    assert isinstance(first, Prefill | Decode)
+    kinds = list[type]()
+    for _ in range(6):
+        step = made.plan(live, [], reading=True)
+        kinds.append(type(step))
+        made.took(0.1, reading=not isinstance(step, Decode))
+    assert set(kinds) == {GoOn, Decode}
+
+
+def test_prompts_are_read_in_turn_and_the_background_last() -> None:
+    made = scheduler()
+    slow, one, other = reader(background=True), reader(), reader()
+    order = list[Request]()
+    for _ in range(12):
+        step = made.plan([slow, one, other], [], reading=False)
+        assert isinstance(step, Prefill)
+        (each,) = step.requests
+        order.append(each)
+        each.rows = each.next_end
+        if each.rows == len(each.prompt):
+            each.phase = "finished"
+    assert order == [one, other] * 4 + [slow] * 4
+
+
+def test_a_log_is_rebuilt_between_rounds() -> None:
+    made, live = scheduler(), [request("replay", 5, log=(), turn=0), request()]
+    kinds = {type(made.plan(live, [], reading=False)) for _ in range(2)}
+    assert Replay in kinds
+
+
+@pytest.mark.parametrize(
+    ("rows", "done", "together"),
+    [
+        ([64, 64, 64, 64], [0, 0, 0, 0], 4),
+        ([64, 64, 64, 64, 64], [0, 0, 0, 0, 0], 4),
+        ([200, 64], [0, 0], 1),
+        ([64, 64], [0, 32], 1),
+        ([96, 96], [32, 32], 2),
+    ],
+    ids=["fit", "one too many", "too wide", "another beginning", "both go on"],
+)
+def test_prompts_share_a_forward_of_a_chunks_rows(
+    rows: list[int], done: list[int], together: int
+) -> None:
+    live = [reader(n, at) for n, at in zip(rows, done, strict=True)]
+    step = scheduler(reads_together=True).plan(live, [], reading=False)
+    assert isinstance(step, Prefill) and len(step.requests) == together
+    alone = scheduler().plan(live, [], reading=False)
+    assert isinstance(alone, Prefill) and len(alone.requests) == 1
+
+
+def test_a_request_that_is_alone_shares_neither_prompt_nor_round() -> None:
+    made = scheduler(reads_together=True)
+    step = made.plan([reader(64, alone="a test"), reader(64)], [], reading=False)
+    assert isinstance(step, Prefill) and len(step.requests) == 1
+    live = [request(alone="a test"), request(), request()]
+    groups = {made.plan(live, [], reading=False) for _ in range(2)}
+    assert groups == {Decode((live[0],)), Decode((live[1], live[2]))}
+
+
+def test_long_and_short_requests_have_batches_of_their_own() -> None:
+    made, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000, 3100, 30)]
+    steps = [made.plan(live, [], reading=False) for _ in range(2)]
+    assert {len(step.requests) for step in steps if isinstance(step, Decode)} == {2, 3}
+    live[0].rows = live[1].rows = live[4].rows = 2900  # they have grown
+    step = made.plan(live, [], reading=False)
+    assert isinstance(step, Decode) and set(step.requests) == set(live)
+
+
+def test_groups_have_rounds_in_turn() -> None:
+    made, live = scheduler(), [request(rows=rows) for rows in (10, 20, 3000)]
+    live.append(request(alone="a test"))
+    first = [made.plan(live, [], reading=False) for _ in range(3)]
+    assert len({step.requests for step in first if isinstance(step, Decode)}) == 3
+    assert [made.plan(live, [], reading=False) for _ in range(3)] == first
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_more_rounds_are_in_flight_than_the_depth(depth: int) -> None:
+    live = [request(), request()]
+    made, flights = scheduler(depth), list[Flight]()
+    while (step := made.plan(live, flights, reading=False)) is not None:
+        assert isinstance(step, Decode)
+        flights.append(Flight(step.requests))
+    assert len(flights) == depth
+    single, flights = [request()], list[Flight]()
+    while (step := made.plan(single, flights, reading=False)) is not None:
+        assert isinstance(step, Decode)
+        flights.append(Flight(step.requests))
+    assert len(flights) == ALONE_DEPTH
+
+
+def test_a_round_that_must_be_read_first_is_not_followed() -> None:
+    live = [request()]
+    made = scheduler(depth=2)
+    assert made.plan(live, [Flight((live[0],), may_be_followed=False)], reading=False) is None
+
+
+@pytest.mark.parametrize("change", ["joins", "ends", "pauses", "has no room"])
+def test_members_change_only_when_nothing_of_theirs_is_in_flight(change: str) -> None:
+    live = [request(), request()]
+    made, flight = scheduler(depth=3), Flight(tuple(live))
+    assert made.plan(live, [flight], reading=False) == Decode(tuple(live))
+    match change:
+        case "joins":
+            live.append(request())
+        case "ends":
+            live.pop().phase = "finished"
+        case "pauses":
+            live[0].delivered = MOST_UNREAD
+        case _:
+            live[0].emitted = live[0].max_tokens
+    assert made.plan(live, [flight], reading=False) is None
+    step = made.plan(live, [], reading=False)
+    able = [r for r in live if not r.paused and r.room]
+    assert isinstance(step, Decode) and set(step.requests) == set(able)
+
+
+def test_a_paused_request_waits_for_its_reader() -> None:
+    live = [request()]
+    live[0].delivered, live[0].taken = MOST_UNREAD + 3, 3
+    assert scheduler().plan(live, [], reading=False) is None
+    live[0].taken += 1
+    assert scheduler().plan(live, [], reading=False) == Decode((live[0],))
+
+
+def test_tokens_in_flight_are_handed_out_before_a_prompt_is_read() -> None:
+    live, made = [request(), reader()], scheduler(depth=2)
+    made.took(1.0, reading=False)
+    live[0].turn = 10**6
+    assert made.plan(live, [Flight((live[0],))], reading=False) is None
+    assert isinstance(made.plan(live, [], reading=False), Prefill)
+
+
+def test_nothing_to_do_is_nothing() -> None:
+    assert scheduler().plan([], [], reading=False) is None
+    assert scheduler().plan([request("finished"), request("waiting")], [], reading=False) is None
