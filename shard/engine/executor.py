@@ -61,7 +61,7 @@ class LocalExecutor:
         caches = make_caches()
         # Padding goes by being taken back.
         self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
-        self._counts_on_device = counts_on_device and can_count_on_device(caches)
+        self.counts_on_device = counts_on_device and can_count_on_device(caches)
         self.overlaps = overlaps
         self.rebuild_rows = 0
         """A log is rebuilt by forwards of so many rows, of which it was measured that they give
@@ -262,7 +262,7 @@ class LocalExecutor:
                 self._depth,
                 self._clock,
                 fixed_rows=self.fixed_rows,
-                counts_on_device=self._counts_on_device,
+                counts_on_device=self.counts_on_device,
             )
             self._batches.append(home)
             return home

@@ -230,6 +230,7 @@ class TextEngine:
         except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
             self._alone = f"this model cannot be computed in batches ({said(fault)})"
             log.warning("%s: its requests take turns", self._alone)
+            self._engine.executor.counts_on_device = False  # by a batch's caches
             return
         self._profile.save(at_once=True)
 

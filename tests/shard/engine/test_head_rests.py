@@ -187,13 +187,13 @@ def test_ids_are_those_without_drafts_at_every_switch(
     ]
 
     def switched(turn: int) -> None:
-        bench.row = DEAR if turn // 30 % 2 else 0.0
+        bench.row = 0.0 if turn // 40 % 2 else DEAR
 
     driven(served, readers, switched)
     whole = [reader for reader in readers if reader.ends is None]
     assert_as_alone(whole)
     drafted = {r.drafted for each in readers for r in each.rounds if r.forward.batch > 2}
-    assert {0, 1} <= drafted
+    assert len(drafted) > 1
     assert served.live_requests == 0 and served.cache_bytes() == 0
 
 
