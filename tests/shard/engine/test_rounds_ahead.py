@@ -255,4 +255,4 @@ def test_the_device_counts_rows_where_kernels_compute_the_same_so() -> None:
     wanted = spec(native_mtp=True)
     loaded = load_quietly(wanted)
     engines = [engine_of(loaded, wanted, kernels=k) for k in ((), tuple(COUNTS_ON_DEVICE))]
-    assert [each._engine.executor._counts_on_device for each in engines] == [False, True]
+    assert [each._engine.executor.counts_on_device for each in engines] == [False, True]
