@@ -282,8 +282,12 @@ class TextEngine:
         `deliver` takes its events, and `done` its end: None behind its `Done`, or what went wrong.
         """
         asked = self._entered(asked)
-        answering = self._answering(asked)
-        request = self._request(asked, answering.text)
+        try:
+            answering = self._answering(asked)
+            request = self._request(asked, answering.text)
+        except BaseException:  # whatever it met: the name is free again
+            self._names.discard((asked.request, asked.attempt))
+            raise
 
         def finish(why: FinishReason | BaseException) -> None:
             self._names.discard((asked.request, asked.attempt))

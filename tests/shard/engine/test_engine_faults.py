@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from driven import begun, driven
-from engines import request
+from engines import answer, request
 from readers import Reader, alone, engine, prompt
 
 from exo_node.mtp.types import FinishReason
@@ -253,3 +253,12 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
     assert 4 in sizes[:without] and 4 in sizes[without:]
     assert len(changes) < 12, "not once for each round that it missed"
     assert_as_alone(readers)
+
+
+def test_a_request_that_cannot_begin_leaves_its_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, wanted = engine(), request(prompt(0), 2, 8)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(served), "_request", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            _ = list(served.generate(wanted))
+    assert answer(served, wanted).ids == alone(wanted).ids
