@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import mlx.core as mx
@@ -87,33 +88,24 @@ class Engine:
         if not any(request.phase == "waiting" for request in self._requests):
             return
         for request in self.scheduler.admit(self._requests):
-            try:
-                self.executor.begin(request)
-            except BaseException as fault:  # of what is kept: this request's alone
-                self._end(request, fault)
-                continue
+            self._guarded(request, self.executor.begin)
             self._deliver(request, Prefilled(request.rows, len(request.prompt)))
 
     def _issue(self, step: Decode) -> bool:
-        try:
+        """Whether the step is done with; else a round in flight must be read first."""
+        with self._losing(step.requests):
             flight = self.executor.issue(step, self._running)
-        except BaseException as fault:
-            self._lost(step.requests, fault)
-            return True
-        if flight is None:
-            return False
-        self._in_flight.append(flight)
+            if flight is None:
+                return False
+            self._in_flight.append(flight)
         return True
 
     def _land(self) -> None:
         """Reads the oldest round and hands out its tokens; where the device computes meanwhile,
         behind the next round's issue."""
-        flight = self._in_flight.popleft()
-        try:
+        flight, outcomes = self._in_flight.popleft(), list[Outcome]()
+        with self._losing(flight.requests):
             outcomes = self.executor.land(flight, self._running)
-        except BaseException as fault:
-            self._lost(flight.requests, fault)
-            return
         for outcome in outcomes:
             if outcome.reason is not None or outcome.fault is not None:
                 outcome.request.phase = "finished"
@@ -136,33 +128,26 @@ class Engine:
             self._replay(step.request)
             return
         if isinstance(step, Prefill):
-            try:
+            with self._losing(step.requests):
                 self._reading = self.executor.read(step)
-            except BaseException as fault:
-                self._lost(step.requests, fault)
-                return
-        assert self._reading is not None
-        reading = self._reading
-        try:
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return  # it could not begin
+        outcomes = list[Outcome]()
+        with self._losing(reading.requests):
             if not reading.go_on():
+                self._reading = reading
                 return
-            self._reading = None
             outcomes = self.executor.end_read(reading, self._running)
-        except BaseException as fault:
-            self._reading = None
-            self._lost(reading.requests, fault)
-            return
         for request in reading.requests:
             self._guarded(request, self.executor.keep_prefix)
             self._deliver(request, Prefilled(request.rows, len(request.prompt)))
         self._hand_out(outcomes)
 
     def _replay(self, request: Request) -> None:
-        try:
+        reason = None
+        with self._losing([request]):
             reason = self.executor.replay(request)
-        except BaseException as fault:
-            self._lost([request], fault)
-            return
         self._deliver(request, Rebuilt(request.replayed, len(request.log)))
         if reason is not None:  # the log holds all of the answer
             self._end(request, reason)
@@ -196,6 +181,15 @@ class Engine:
             work(request)
         except BaseException as fault:  # its reader's, or SystemExit of a library
             self._end(request, fault)
+
+    @contextmanager
+    def _losing(self, requests: Sequence[Request]) -> Generator[None]:
+        """The edge of the compute thread: whatever a forward met, SystemExit too, ends the requests
+        that shared it, and the others go on."""
+        try:
+            yield
+        except BaseException as fault:
+            self._lost(requests, fault)
 
     def _lost(self, requests: Sequence[Request], fault: BaseException) -> None:
         """A forward failed: nobody knows what the caches of those that shared it hold.
