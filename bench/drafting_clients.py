@@ -46,7 +46,6 @@ from shapes import SHAPES, Subject
 from exo_node.mtp.types import FinishReason, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.compute import Run as Steps
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
@@ -72,7 +71,7 @@ class Client:
     done: Done | None = None
     fault: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
-    run: Driven | Steps | None = None
+    run: Driven | None = None
 
     def drive(self, compute: ComputeThread, engine: TextEngine) -> None:
         """Begins the answer."""

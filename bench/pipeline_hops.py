@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 
 from runners import KEY, NODE
 
-from exo_node.mtp.seams import Wait
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import runner_credentials, runner_name
@@ -34,11 +33,12 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.proto.grpc_options import SERVER_OPTIONS
 from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.stage import Passed, StageWorker
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.tensors import from_bytes, to_bytes
-from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.streams import Ring
+from exo_node.shard.pipeline.frames import HiddenBlock, Member
+from exo_node.shard.pipeline.link import Key, Trip
+from exo_node.shard.pipeline.ring import Ring
 from exo_node.shard.runner.next_stage import NextStage
 from exo_node.shard.runner.ring_service import RingService
 from exo_node.shard.runner.stage_service import StageService
@@ -55,12 +55,12 @@ KINDS = ("bare", "frames", "arrays")
 class Echo:
     """In place of a stage's layers: the block as it came, through an array where asked."""
 
-    def forward(self, block: HiddenBlock) -> list[HiddenBlock]:
-        if block.request.startswith("arrays"):
+    def forward(self, block: HiddenBlock) -> Passed:
+        if block.members[0].request.startswith("arrays"):
             assert to_bytes(from_bytes(block.data, DTYPE, (1, block.rows, HIDDEN))) == block.data
-        return [block]
+        return Passed(block)
 
-    def release(self, request: str, attempt: int) -> None:
+    def release(self, key: Key) -> None:
         pass
 
     renew = release
@@ -195,38 +195,62 @@ class Child:
         return times[WARM_UP:]
 
     async def _ringed(self, kind: str, trips: int) -> list[float]:
-        over, times = asyncio.Event(), list[float]()
+        assert self._ring is not None
+        over = asyncio.Event()
 
-        def done(fault: BaseException | None) -> None:
-            if fault is not None:
-                times.clear()
-                print(fault, file=sys.stderr, flush=True)
+        def done() -> None:
             _ = self._loop.call_soon_threadsafe(over.set)
 
-        request = f"{kind}-{time.monotonic_ns()}"
-        _run = self._compute.drive(self._trips(request, WARM_UP + trips), times.append, done)
-        # The reader of a generation, which would pause without one.
-        _run.read(1 << 30)
+        rounds = Rounds(self._ring, f"{kind}-{time.monotonic_ns()}", WARM_UP + trips, done)
+        self._ring.listen(lambda: self._compute.post(lambda: None))
+        self._compute.attach(rounds.step)
+        self._compute.post(lambda: None)
         _ = await over.wait()
-        return times[WARM_UP:]
+        return rounds.times[WARM_UP:]
 
-    def _trips(self, request: str, trips: int) -> Generator[Any, None, None]:
-        """Blocks round the ring, one after the other, as the pipeline's verifier sends them."""
-        assert self._ring is not None
+
+class Rounds:
+    """Blocks round the ring, one after the other, as an engine sends them."""
+
+    def __init__(self, ring: Ring, request: str, trips: int, done: Callable[[], None]) -> None:
+        self.times: list[float] = []
+        self._ring = ring
+        self._key = (request, 1)
+        self._trips = trips
+        self._done = done
+        self._as_arrays = request.startswith("arrays")
+        self._trip: Trip | None = None
+        self._begun = 0.0
+
+    def step(self) -> bool:
+        """Sends the next block, if the last one is back; on the compute thread."""
+        if self._trip is not None and not self._trip.is_back:
+            return False
+        if self._trip is not None and not self._take(self._trip):
+            return False
+        self._begun = time.perf_counter()
         data = bytes(2 * HIDDEN)
-        shape = (1, 1, HIDDEN)
-        for position in range(trips):
-            begun = time.perf_counter()
-            out = to_bytes(from_bytes(data, DTYPE, shape)) if request[0] == "a" else data
-            block = HiddenBlock(request, 1, position, 1, (7,), pb.REPLY_ALL, out)
-            answer = self._ring.send(block)
-            assert answer is not None
-            yield Wait(answer)
-            back = answer.result()
-            if request[0] == "a":
-                assert from_bytes(back.data, DTYPE, shape).shape == shape
-            yield time.perf_counter() - begun
-        self._ring.release(request, 1)
+        out = to_bytes(from_bytes(data, DTYPE, (1, 1, HIDDEN))) if self._as_arrays else data
+        member = Member(*self._key, len(self.times))
+        self._trip = self._ring.send(HiddenBlock((member,), 1, (7,), pb.REPLY_ALL, out))
+        return True
+
+    def _take(self, trip: Trip) -> bool:
+        """Whether another one follows."""
+        fault = trip.faults.get(self._key)
+        if fault is None and trip.block is not None:
+            if self._as_arrays:
+                assert from_bytes(trip.block.data, DTYPE, (1, 1, HIDDEN)).shape[0] == 1
+            self.times.append(time.perf_counter() - self._begun)
+            if len(self.times) < self._trips:
+                return True
+        else:
+            self.times.clear()
+            print(fault, file=sys.stderr, flush=True)
+        self._ring.release(self._key)
+        self._trip = Trip((self._key,))  # that never comes back: there is nothing left to do
+        self._done()
+        return False
 
 
 class _Recorded(NextStage):

@@ -1,9 +1,7 @@
-"""What forwards, drafts and waits are, and what ends an answer."""
+"""What forwards and drafts are, and what ends an answer."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import Final, Literal, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -24,34 +22,11 @@ FORWARD_FAULTS: Final = (
 share, each of them is a fault of the forward and of none of the requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Yielded by a generation that can go on only after another thread finished `future`.
-
-    Whoever drives the generation may run others in the meantime and resumes it afterwards. The
-    future's result is read by the one who yielded it.
-    """
-
-    future: "Future[Any]"
-    reads: bool | None = None
-    """Whether a chunk of a prompt follows; None: as before."""
-    goes_on: bool = False
-    """Whether its turn goes on behind this: no other one's chunk is to come before."""
-
-    @classmethod
-    def a_turn(cls, *, reads: bool | None = None) -> "Wait":
-        """Lets others have their turn."""
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return cls(done, reads, goes_on=True)
-
-
 class Block(NamedTuple):
     """What one forward of the target gives."""
 
     logits: mx.array  # (rows, 1 or 0, vocabulary)
     hidden: mx.array | None  # (1, rows, hidden_size) as the draft head wants it, if one was asked
-    batch: int = 1  # requests that the forward computed
 
 
 class Drafts(NamedTuple):

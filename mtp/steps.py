@@ -1,10 +1,8 @@
-"""What a generation yields while it runs: waits, progress, and the rounds of its answer."""
+"""What an answer gives while it runs: progress, and its rounds."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from .seams import Wait
-from .types import FinishReason, Round
+from .types import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +21,4 @@ class Rebuilt:
     total: int
 
 
-Step = Wait | Prefilled | Rebuilt | Round
-Steps = Generator[Step, None, FinishReason | None]
+Step = Prefilled | Rebuilt | Round

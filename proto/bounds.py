@@ -29,7 +29,9 @@ _ANY_SIGN: Final[_Bound] = (-MAX_REAL, MAX_REAL)
 _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("Heartbeat.term", "Heartbeat.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Heartbeat.life", "View.incarnation"), (0, MAX_COUNTER)),
-    **dict.fromkeys(("Frame.attempt", "GenerateRequest.attempt"), (0, MAX_COUNTER)),
+    **dict.fromkeys(
+        ("Frame.attempt", "Member.attempt", "GenerateRequest.attempt"), (0, MAX_COUNTER)
+    ),
     "ParkRequest.attempt": (0, MAX_COUNTER),
     "Sampling.seed": (0, 2**64 - 1),
     "GenerateRequest.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there

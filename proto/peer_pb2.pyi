@@ -97,10 +97,8 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_ALL: _Reply.ValueType  # 1
     REPLY_LAST: _Reply.ValueType  # 2
     """the end of a prompt"""
-    REPLY_NONE: _Reply.ValueType  # 3
-    """rows whose tokens an earlier attempt handed out"""
     REPLY_COMPUTED: _Reply.ValueType  # 4
-    """a chunk before the end: none, but word that it was computed"""
+    """none, but word that the block was computed"""
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
     """Which rows the generator wants back from the last stage."""
@@ -109,10 +107,8 @@ REPLY_UNSPECIFIED: Reply.ValueType  # 0
 REPLY_ALL: Reply.ValueType  # 1
 REPLY_LAST: Reply.ValueType  # 2
 """the end of a prompt"""
-REPLY_NONE: Reply.ValueType  # 3
-"""rows whose tokens an earlier attempt handed out"""
 REPLY_COMPUTED: Reply.ValueType  # 4
-"""a chunk before the end: none, but word that it was computed"""
+"""none, but word that the block was computed"""
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
@@ -2216,29 +2212,24 @@ class Frame(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
-    ROLLBACK_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
-    TOGETHER_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
+    """of several that share a forward the first"""
     attempt: _builtins.int
     """from 1"""
     @_builtins.property
     def hidden(self) -> Global___Hidden: ...
-    @_builtins.property
-    def rollback(self) -> Global___Rollback: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
     @_builtins.property
     def failure(self) -> Global___Failure: ...
     @_builtins.property
     def renew(self) -> Global___Renew: ...
-    @_builtins.property
-    def together(self) -> Global___Together: ...
     @_builtins.property
     def computed(self) -> Global___Computed: ...
     @_builtins.property
@@ -2250,58 +2241,83 @@ class Frame(_message.Message):
         request: _builtins.str = ...,
         attempt: _builtins.int = ...,
         hidden: Global___Hidden | None = ...,
-        rollback: Global___Rollback | None = ...,
         release: Global___Release | None = ...,
         failure: Global___Failure | None = ...,
         renew: Global___Renew | None = ...,
-        together: Global___Together | None = ...,
         computed: Global___Computed | None = ...,
         prefix: Global___PrefixQuery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request", "rollback", b"rollback", "together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "rollback", "release", "failure", "renew", "together", "computed", "prefix"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "release", "failure", "renew", "computed", "prefix"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
-class Together(_message.Message):
-    """Rows of several requests, computed by one forward where their states allow it. The frame around it
-    is addressed as the first of them.
+class Member(_message.Message):
+    """One request in a block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    attempt: _builtins.int
+    position: _builtins.int
+    """its committed rows before this block"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "position", b"position", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class Replayed(_message.Message):
+    """One forward of an earlier attempt, and how many of its rows stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    kept: _builtins.int
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        kept: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replayed: _TypeAlias = Replayed  # noqa: Y015
+
+@_typing.final
+class Hidden(_message.Message):
+    """Hidden states of one or several requests, as many rows of each. Large blocks travel as several
+    frames with growing `offset`, one behind the other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FRAMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
-        """at most 16, each a whole block of one row"""
-
-    def __init__(
-        self,
-        *,
-        frames: _abc.Iterable[Global___Frame] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Together: _TypeAlias = Together  # noqa: Y015
-
-@_typing.final
-class Hidden(_message.Message):
-    """Rows of hidden states. Large blocks travel as several frames with growing `offset`."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
     STAGE_FIELD_NUMBER: _builtins.int
-    POSITION_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
@@ -2309,15 +2325,14 @@ class Hidden(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     REPLY_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
     NEAR_TIE_FIELD_NUMBER: _builtins.int
     BORDER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """the stage this block is meant for; num_stages: back to the generator"""
-    position: _builtins.int
-    """committed rows before this block"""
     rows: _builtins.int
-    """of the whole block"""
+    """of each request in the whole block"""
     dtype: Global___Dtype.ValueType
     offset: _builtins.int
     """bytes of the block before this frame"""
@@ -2330,21 +2345,24 @@ class Hidden(_message.Message):
     """of one forward over a prompt, whose states others may go on from"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """(1, rows, hidden_size) of the whole block"""
+        """(requests, rows, hidden_size) of the whole block"""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ids of the rows: only masks and shapes depend on them"""
+        """ids of all rows, request by request: only masks depend on them"""
 
     @_builtins.property
-    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """rows of each forward that the block stands for; empty: one forward"""
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """at most 16; several have one row each"""
+
+    @_builtins.property
+    def replayed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replayed]:
+        """the forwards that the block stands for; empty: one, all of it"""
 
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
-        position: _builtins.int = ...,
         rows: _builtins.int = ...,
         dtype: Global___Dtype.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
@@ -2352,13 +2370,14 @@ class Hidden(_message.Message):
         data: _builtins.bytes = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         reply: Global___Reply.ValueType = ...,
-        schedule: _abc.Iterable[_builtins.int] | None = ...,
         near_tie: _builtins.bool = ...,
         border: Global___Border.ValueType = ...,
+        members: _abc.Iterable[Global___Member] | None = ...,
+        replayed: _abc.Iterable[Global___Replayed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "near_tie", b"near_tie", "offset", b"offset", "position", b"position", "reply", b"reply", "rows", b"rows", "schedule", b"schedule", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["border", b"border", "data", b"data", "dtype", b"dtype", "members", b"members", "near_tie", b"near_tie", "offset", b"offset", "replayed", b"replayed", "reply", b"reply", "rows", b"rows", "shape", b"shape", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2384,27 +2403,6 @@ class Computed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Computed: _TypeAlias = Computed  # noqa: Y015
-
-@_typing.final
-class Rollback(_message.Message):
-    """Drop every row from `position` on."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POSITION_FIELD_NUMBER: _builtins.int
-    position: _builtins.int
-    def __init__(
-        self,
-        *,
-        position: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Rollback: _TypeAlias = Rollback  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):

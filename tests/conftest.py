@@ -129,7 +129,7 @@ SLOW_FILES = {
         "mtp/test_identity_matrix",
         "shard/tools/bench/test_bench_mtp",
         "shard/engine/test_device_state",
-        "shard/pipeline/test_merged",
+        "shard/engine/test_stage_rounds",
         "shard/pipeline/test_resume_exact",
         "shard/engine/test_prefix_disk",
         "shard/text/test_call_stream",

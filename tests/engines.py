@@ -16,9 +16,10 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
-from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.link import Link
 
 DEMO = Path(str(files("exo_node.shard"))) / "models" / "demo"
 ORACLE: list[dict[str, Any]] = json.loads(
@@ -77,7 +78,7 @@ def load_quietly(wanted: pb.StageSpec) -> Loaded:
 
 
 def engine_of(
-    loaded: Loaded, wanted: pb.StageSpec, link: LoopbackLink | None = None, **parts: Any
+    loaded: Loaded, wanted: pb.StageSpec, link: Link | None = None, **parts: Any
 ) -> TextEngine:
     assert loaded.codec is not None
     return TextEngine(

@@ -9,9 +9,9 @@ from exo_node.mtp.rollback import cache_arrays
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import Node
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.state import State
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.tools.bare_engine import Endless
 
 

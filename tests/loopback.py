@@ -4,18 +4,18 @@ Blocks still travel as frames (cut, checked, put together), so that what is test
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
-from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.link import Key, Trip
 
 
 class LoopbackLink:
-    """Runs every stage at once when the generator sends; errors go into the future."""
+    """Runs every stage at once when the generator sends: each trip is back when it sets out."""
 
     def __init__(
         self,
@@ -27,85 +27,55 @@ class LoopbackLink:
         self._expectations = expectations
         self._observe = observe
 
-    def send(self, block: HiddenBlock) -> "Future[HiddenBlock] | None":
-        future: Future[HiddenBlock] = Future()
-        try:
-            back = self._through(block)
-        except ExoNodeError as fault:
-            future.set_exception(fault)
-            return future
-        if block.reply == pb.REPLY_NONE:
-            assert not back
-            return None
-        assert len(back) == 1
-        # The way back is checked as the generator's runner checks it: for the stage after the last.
-        last = self._expectations[-1]
-        future.set_result(self._carry(back[0], replace(last, stage=last.stage + 1)))
-        return future
+    def listen(self, returned: Callable[[], None]) -> None:
+        """Nothing comes back later."""
 
-    def send_chunk(self, block: HiddenBlock) -> "Future[None]":
-        """What a stage refuses is raised at once."""
-        (back,) = self._through(block)
-        last = self._expectations[-1]
-        wire = (last.placement, last.stage + 1, last.dtype, last.hidden_size)
-        (told,) = cut(back, *wire)
-        assert told.computed.position == block.position
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def check(self, request: str, attempt: int) -> None:
-        """What fails is raised where it happens."""
-
-    def send_all(self, blocks: Sequence[HiddenBlock]) -> "list[Future[HiddenBlock]]":
-        """What a stage refuses comes back in the block's own future."""
-        futures = {block.request: Future[HiddenBlock]() for block in blocks}
+    def send(self, block: HiddenBlock) -> Trip:
+        trip = Trip(tuple(member.key for member in block.members), block.members[0].position)
+        back: HiddenBlock | None = block
         for worker, expected in zip(self._workers, self._expectations, strict=True):
-            carried = [self._carry(block, expected) for block in blocks]
-            blocks = list[HiddenBlock]()
-            for block, outcome in zip(carried, worker.forward_all(carried), strict=True):
-                if isinstance(outcome, Exception):
-                    futures[block.request].set_exception(outcome)
-                else:
-                    blocks += outcome
-        last = self._expectations[-1]
-        for block in blocks:
-            back = self._carry(block, replace(last, stage=last.stage + 1))
-            futures[block.request].set_result(back)
-        return list(futures.values())
+            if back is None:
+                break
+            carried = self._carry(back, expected)
+            try:
+                passed = worker.forward(carried)
+            except (ExoNodeError, RuntimeError) as fault:
+                passed_faults, back = [(key, fault) for key in trip.members], None
+            else:
+                passed_faults, back = passed.faults, passed.leaving
+            for key, fault in passed_faults:
+                told = fault if isinstance(fault, ExoNodeError) else ExoNodeError(str(fault))
+                _ = trip.fail(key, told)
+        if back is not None:
+            trip.block = self._returned(back)
+        trip.is_back = True
+        return trip
 
-    def rollback(self, request: str, attempt: int, position: int) -> None:
-        for worker in self._workers:
-            worker.rollback(request, attempt, position)
-
-    def held_by_all(
-        self,
-        request: str,
-        attempt: int,
-        ids: Sequence[int],
-        schedule: Sequence[int],
-        held: Sequence[int],
-    ) -> "Future[list[int]]":
-        left, future = list(held), Future[list[int]]()
+    def ask_prefixes(
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+    ) -> Trip:
+        left = list(held)
         for worker, e in zip(self._workers, self._expectations, strict=True):
             query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=left)
-            frame = pb.Frame(placement=e.placement, request=request, attempt=attempt, prefix=query)
+            frame = pb.Frame(placement=e.placement, request=key[0], attempt=key[1], prefix=query)
             check_envelope(frame, e)
             self._observe(frame)
-            left = worker.held(request, attempt, query.tokens, query.schedule, query.held)
-        future.set_result(left)
-        return future
+            left = worker.held(key, query.tokens, query.schedule, query.held)
+        return Trip((key,), is_back=True, held=left)
 
-    def release(self, request: str, attempt: int) -> None:
+    def release(self, key: Key) -> None:
         for worker in self._workers:
-            worker.release(request, attempt)
+            worker.release(key)
 
-    def _through(self, block: HiddenBlock) -> list[HiddenBlock]:
-        """What leaves the last stage."""
-        blocks = [block]
-        for worker, expected in zip(self._workers, self._expectations, strict=True):
-            blocks = [out for b in blocks for out in worker.forward(self._carry(b, expected))]
-        return blocks
+    def _returned(self, block: HiddenBlock) -> HiddenBlock | None:
+        """The way back is checked as the generator's runner checks it."""
+        last = self._expectations[-1]
+        behind = replace(last, stage=last.stage + 1)
+        if block.data:
+            return self._carry(block, behind)
+        (told,) = cut(block, behind.placement, behind.stage, behind.dtype, behind.hidden_size)
+        assert told.computed.position == block.members[0].position
+        return None
 
     def _carry(self, block: HiddenBlock, e: StageLimits) -> HiddenBlock:
         assembler = Assembler(e)

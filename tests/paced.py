@@ -1,6 +1,6 @@
 """A pipeline whose compute threads take turns of virtual time: who computes what when is no chance.
 
-Services, ring, queues, turns and models are the real ones; streams and clocks are not. A forward
+Services, ring, queues, engine and models are the real ones; streams and clocks are not. A forward
 over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; on the last stage
 `slow` times as long.
 """
@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ from engines import engine_of, load_quietly, spec
 from small import LAYERS, small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.compute import Run, Turns
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.stage import StageWorker
+from exo_node.shard.engine.text_engine import Driven
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
-from exo_node.shard.pipeline import streams
-from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline import ring
 from exo_node.shard.runner.ring_service import RingService
 from exo_node.shard.runner.stage_service import Incoming, StageService
 from exo_node.shard.runner.worker_service import WorkerService
@@ -53,7 +53,7 @@ class Forward:
 class Told:
     """What one generation handed out, and when."""
 
-    run: Run | None = None
+    driven: Driven | None = None
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     ended: list[BaseException | None] = field(default_factory=list[BaseException | None])
@@ -68,22 +68,25 @@ class _Thread:
 
     def __init__(self, world: "PacedPipeline") -> None:
         self._world = world
-        self._inbox: deque[Any] = deque()
-        self._turns = Turns()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._step: Callable[[], bool] | None = None
+        self._has_work = False
         self._busy = False
 
-    def post(self, run: Any) -> None:
+    def post(self, run: Callable[[], None]) -> None:
         self._inbox.append(run)
         self.go_on()
 
+    def attach(self, step: Callable[[], bool]) -> None:
+        self._step = step
+
     def go_on(self) -> None:
-        if self._busy or not (self._inbox or self._turns):
+        if self._busy or not (self._inbox or self._has_work):
             return
         self._busy = True
-        self._world.taken_s = 0.0
-        self._world.left_over = []
+        self._world.begin()
         self._work()
-        told, self._world.left_over = self._world.left_over, None
+        told = self._world.end_of_work()
         self._world.later(self._world.taken_s, lambda: self._ended(told))
 
     def _ended(self, told: Sequence[Callable[[], None]]) -> None:
@@ -93,20 +96,13 @@ class _Thread:
         self.go_on()
 
     def _work(self) -> None:
-        """As `ComputeThread` does: what came first, then one turn."""
-        while self._inbox:
-            message = self._inbox.popleft()
-            if not isinstance(message, Run):
-                message()
-                return
-            self._turns.add(message)
-        run, before = self._turns.next(), self._world.taken_s
-        goes_on = run.turn()
-        self._turns.took(self._world.taken_s - before)
-        if goes_on:
-            self._turns.add(run)
-        elif run.waited:
-            self._turns.spare()
+        """As `ComputeThread` does: what came first, then one step."""
+        if self._inbox:
+            self._inbox.popleft()()
+            self._has_work = self._step is not None
+        else:
+            assert self._step is not None
+            self._has_work = self._step()
 
 
 @functools.cache
@@ -158,7 +154,7 @@ class PacedPipeline:
             each.prefill_chunk = ROWS
         loaded = [_loaded(each.SerializeToString(deterministic=True)) for each in specs]
         self.threads = [_Thread(self) for _ in specs]
-        self.ring = streams.Ring("p1", self.stages, "float32", loaded[0].expected.hidden_size)
+        self.ring = ring.Ring("p1", self.stages, "float32", loaded[0].expected.hidden_size)
         self._workers: list[StageWorker] = []
         self.services: list[StageService] = []
         ends = [_Stream(self, (i + 1) % self.stages) for i in range(self.stages)]
@@ -176,7 +172,20 @@ class PacedPipeline:
             for service in self.services
         ]
         self.ring.connect(cast("Any", ends[0]))
-        self.engine = engine_of(loaded[0], specs[0], cast("Any", self.ring))
+        self.engine = engine_of(loaded[0], specs[0], self.ring, clock=self.clock)
+
+    def clock(self) -> float:
+        """Seconds, as the generator's engine sees them within a piece of its work too."""
+        return self.now + (self.taken_s if self.left_over is not None else 0.0)
+
+    def begin(self) -> None:
+        """A thread begins a piece of work: what it tells the loop is heard when it has ended."""
+        self.taken_s, self.left_over = 0.0, []
+
+    def end_of_work(self) -> list[Callable[[], None]]:
+        """What it told the loop."""
+        told, self.left_over = self.left_over, None
+        return told or []
 
     # ---- the event loop
 
@@ -189,7 +198,7 @@ class PacedPipeline:
     def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> "_Timer":
         """Deadlines; renewals are left out, which would never end."""
         timer = _Timer()
-        if seconds != streams.RENEW_S:
+        if seconds != ring.RENEW_S:
             self.later(seconds, lambda: None if timer.cancelled else call(*args))
         return timer
 
@@ -210,17 +219,19 @@ class PacedPipeline:
         told = Told()
 
         def deliver(event: object) -> None:
-            assert told.run is not None
-            told.run.read()
+            assert told.driven is not None
+            told.driven.read()
             if isinstance(event, Delta):
                 told.ids += event.round.tokens
                 told.times.append(self.now)
 
         self._asked.append(told)
-        steps = cast("Generator[Any, None, None]", self.engine.generate(request))
-        wake = self.threads[0].post
-        told.run = Run(steps, deliver, told.ended.append, wake, request.background)
-        wake(told.run)
+        compute = cast("Any", self.threads[0])
+        told.driven = Driven(self.engine, compute)
+        compute.attach(self.engine._engine.step)  # pyright: ignore[reportPrivateUsage]
+        self.ring.listen(lambda: compute.post(lambda: None))
+        driven = told.driven
+        compute.post(lambda: driven.begin(request, deliver, told.ended.append))
         return told
 
     def until(self, done: Callable[[], bool]) -> float:
@@ -232,8 +243,8 @@ class PacedPipeline:
         return self.now
 
     def cancel(self, told: Told) -> None:
-        assert told.run is not None
-        told.run.cancel()
+        assert told.driven is not None
+        told.driven.cancel()
 
     def end(self) -> None:
         """Cancels what goes on; returns when nothing happens any more."""

@@ -20,11 +20,11 @@ from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.stage import Passed, StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.stage import StageWorker
 
 PROMPT: list[int] = next(row["prompt_ids"] for row in ORACLE if row["prompt"] == "Tell me a story.")
 TOKENS = 30
@@ -90,7 +90,7 @@ class Pipeline:
         alive = worker.forward
         left = iter(range(after))
 
-        def forward(block: HiddenBlock) -> list[HiddenBlock]:
+        def forward(block: HiddenBlock) -> Passed:
             if next(left, None) is None:
                 raise PeerLost("the stage is gone")
             return alive(block)
@@ -137,12 +137,13 @@ class Pipeline:
             time.monotonic,
             StagePrefixes.of(part.model, self._rooms[number]),
         )
-        outgoing = worker._outgoing  # pyright: ignore[reportPrivateUsage]
+        computed = worker._computed  # pyright: ignore[reportPrivateUsage]
 
-        def counted(block: HiddenBlock, *computed: Any) -> HiddenBlock | None:
-            self.forwards.extend([number] * len(block.schedule or (1,)))
-            return outgoing(block, *computed)
+        def counted(block: HiddenBlock, sessions: Any) -> bytes:
+            data = computed(block, sessions)
+            self.forwards.extend([number] * len(block.replayed or (1,)))
+            return data
 
         seen: Any = worker
-        seen._outgoing = counted
+        seen._computed = counted
         return worker

@@ -9,7 +9,6 @@ from typing import Any
 from engines import ORACLE, Answer, answer, engine_of, load_quietly
 from small import small_spec
 
-from exo_node.mtp.seams import Wait
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.events import Delta, Done
@@ -70,7 +69,7 @@ def together(
 ) -> None:
     """Steps all of them in turn until each ended."""
     running = {id(r): served.generate(r.asked) for r in readers}
-    live, waits = list(readers), dict[int, Wait]()
+    live = list(readers)
     for turn in range(100_000):
         if not live:
             return
@@ -81,8 +80,6 @@ def together(
                 running[id(reader)].close()
                 live.remove(reader)
                 continue
-            if id(reader) in waits and not waits[id(reader)].future.done():
-                continue
             try:
                 event = next(running[id(reader)])
             except StopIteration:
@@ -91,8 +88,6 @@ def together(
                 reader.fault = fault
                 live.remove(reader)
             else:
-                if isinstance(event, Wait):
-                    waits[id(reader)] = event
                 reader.take(event)
         each(turn)
     raise AssertionError("they do not end")

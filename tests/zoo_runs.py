@@ -17,15 +17,16 @@ from mlx_lm.generate import generate_step
 from zoo import VOCABULARY
 
 from exo_node.mtp.family import family_of
-from exo_node.mtp.types import Round
 from exo_node.placement.config import hidden_size
-from exo_node.shard.engine.staged_answer import StagedAnswer
+from exo_node.shard.engine.engine import Engine
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.pipeline_executor import PipelineExecutor
+from exo_node.shard.engine.scheduler import Scheduler
+from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.targets import FamilyTarget, WholeTarget
 from exo_node.shard.model.split_check import small_model
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
-from exo_node.shard.pipeline.stage import StageWorker
-from exo_node.shard.pipeline.verifier import PipelineVerifier
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
@@ -85,6 +86,8 @@ def as_two_stages(
     expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
     worker = StageWorker(second, expected, time.monotonic)
     link = LoopbackLink([worker], [expected])
-    verifier = PipelineVerifier(first, link, "r", 1, "float32")
-    steps = StagedAnswer(bare_request(PROMPT, tokens, chunk), verifier).steps()
-    return list(ids_of([step for step in steps if isinstance(step, Round)]))
+    options = EngineOptions("float32", 4096, chunk, stages=2)
+    executor = PipelineExecutor(first, link, options, None, frozenset(), lambda: 0.0)
+    engine = Engine(executor, Scheduler(4096, chunk, stages=2), lambda: 0.0)
+    (rounds,) = rounds_of(engine, [bare_request(PROMPT, tokens, chunk, name="r")])
+    return list(ids_of(rounds))

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""Grows with what nodes or their runners say to each other: both ends must have the same."""
 _MAX_TOLD = 256
 
 NODE_SERVER_OPTIONS = (

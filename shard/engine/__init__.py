@@ -1,6 +1,5 @@
-"""One answer, from token ids to text and stats.
+"""Answers, from token ids to text and stats, and a stage's part of them.
 
-admission.py: which requests over stages may hold rows in the caches at once
 batch.py: requests that share forwards, and their rounds
 cache_parts.py: parts of a request's caches, kept apart from it
 cache_set.py: the caches of one request or of several
@@ -8,11 +7,13 @@ compute.py: the one thread that owns MLX
 draft_profile.py: costs, acceptance and identity of a model on this machine, kept over restarts
 drafter.py: drafts of the requests of a batch
 drafting.py: who drafts for a request, how much, and why nobody does
-earlier.py: prefixes of prompts over stages, on the generator
 engine.py: the loop: plan, issue, read, commit, deliver
 events.py: what the engine tells of an answer
 executor.py: carries steps out on this machine's device
+groups.py: which requests share forwards, and the states of the others
 options.py: what a stage's specification says of its engine
+outcome.py: what a piece of work gave a request
+pipeline_executor.py: carries steps out over several nodes
 prefix_cache.py: the state behind prompts that were read, for prompts that begin alike
 prefix_disk.py: prefixes on disk, for the next process
 prefix_store.py: what is kept of prompts, in memory and on disk
@@ -23,8 +24,9 @@ request.py: a request, as it is asked and as it runs
 request_limits.py: what a request may ask of a model
 scheduler.py: who runs next
 spans.py: rows of kept prompts, and the bytes that caches take for theirs
-stage_prefixes.py: what a pipeline's stage keeps of prompts
-staged_answer.py: plain decoding over several stages
+stage.py: what a stage does with a block: sessions, forwards, leases
+stage_prefixes.py: what a pipeline's stages keep of prompts
+stage_rounds.py: forwards of one stage's layers
 state.py: the state of one request
 targets.py: a whole model: ids in, logits out
 text_engine.py: requests answered, from ids to text and stats

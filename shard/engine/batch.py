@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from typing import Final
 
 import mlx.core as mx
 
 from ...mtp.batch_depth import BatchDepth, Wish
 from ...mtp.batch_slots import order_of
-from ...mtp.batch_verdict import Judged, RowDrafts, judge
+from ...mtp.batch_verdict import Judged, RowDrafts
 from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
-from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite, tokens_of
+from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.probe import PADDING_ID
 from ...mtp.rollback import cache_arrays
-from ...mtp.sampling import greedy_choice
 from ...mtp.seams import as_row
-from ...mtp.types import FinishReason, Forward, Round
+from ...mtp.types import Forward, Round
 from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
+from .outcome import Outcome, counted, judged
 from .request import Request
 from .state import DraftState, State
 from .targets import Target
@@ -32,21 +32,8 @@ LONGEST_COUNTED: Final = 16_384
 that still runs, which costs more than waiting for it far behind that."""
 
 
-class Outcome(NamedTuple):
-    """What a round gave one request."""
-
-    request: Request
-    round: Round | None
-    reason: FinishReason | None = None
-    """Why the answer ends with the round."""
-    fault: BaseException | None = None
-    """What went wrong, in place of a round."""
-    again: bool = False
-    """Whether the round is computed once more, without drafts."""
-
-
 @dataclass(slots=True, eq=False)
-class Flight:
+class IssuedRound:
     """A round that is being computed."""
 
     batch: "Batch"
@@ -55,15 +42,19 @@ class Flight:
     """Tokens that each request drafted."""
     planned: bool
     """Whether its number of drafts is what the depth policy decided."""
-    judged: Judged
+    verdict: Judged
     hidden: mx.array | None = None
     is_committed: bool = True
     """Whether caches and drafter know what is kept; else the host must read the round first."""
 
+    is_away: bool = False
+    is_back: bool = False
+    is_chunk: bool = False
+
     @property
     def width(self) -> int:
         """Rows of each request."""
-        return self.judged.tokens.shape[1]
+        return self.verdict.tokens.shape[1]
 
     @property
     def may_be_followed(self) -> bool:
@@ -107,7 +98,7 @@ class Batch:
         self._drafted = False
         """Whether its last round drafted."""
 
-    def issue(self, running: int) -> Flight | None:
+    def issue(self, running: int) -> IssuedRound | None:
         """Builds the next round and begins its evaluation; None: one in flight must be read first.
 
         `running`: answers in progress, of which some may join soon.
@@ -128,14 +119,14 @@ class Batch:
             _took_round(request, k)
         self.in_flight += 1
         self._drafted = k > 0
-        mx.async_eval(flight.judged.table)
+        mx.async_eval(flight.verdict.table)
         self._seconds += self._clock() - begun
         return flight
 
-    def land(self, flight: Flight, running: int) -> list[Outcome]:
+    def land(self, flight: IssuedRound, running: int) -> list[Outcome]:
         """Reads a round, counts its tokens, commits what is kept and learns what it cost."""
         self._running, begun = running, self._clock()
-        read = flight.judged.read()
+        read = flight.verdict.read()
         self.in_flight -= 1
         kept, outcomes = list[int](), list[Outcome]()
         for index, request in enumerate(flight.requests):
@@ -143,7 +134,7 @@ class Batch:
             outcomes.append(outcome)
             kept.append(self._kept(outcome, flight, read[index][0]))
             if not flight.is_committed and kept[-1]:
-                request.sampler.commit(flight.judged.tokens[index, : kept[-1]])
+                request.sampler.commit(flight.verdict.tokens[index, : kept[-1]])
         if not flight.is_committed:
             self._commit(flight, kept)
             self._tokens = self._last_tokens()
@@ -151,12 +142,12 @@ class Batch:
         self._seconds = 0.0
         return outcomes
 
-    def _learn(self, flight: Flight, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _learn(self, flight: IssuedRound, outcomes: Sequence[Outcome], seconds: float) -> None:
         if len(flight.requests) > 1:
             self._depth.learn(len(flight.requests), max(flight.drafted), seconds)
         for outcome, drafted in zip(outcomes, flight.drafted, strict=True):
-            request, found = outcome.request, outcome.round
-            if found is None or request.parked_at == found.forward.position + 1:
+            request, found = outcome.request, outcome.made
+            if not isinstance(found, Round) or request.parked_at == found.forward.position + 1:
                 continue
             if len(flight.requests) == 1:
                 if flight.planned:
@@ -276,7 +267,9 @@ class Batch:
         if self.drafter is not None:
             self.drafter.count_here(request.rows)
 
-    def _decode(self, k: int, limits: Sequence[int], planned: bool, *, on_device: bool) -> Flight:
+    def _decode(
+        self, k: int, limits: Sequence[int], planned: bool, *, on_device: bool
+    ) -> IssuedRound:
         starts = [self._start(request, on_device=on_device) for request in self.requests]
         drafts, rows = None, self._tokens[:, None]
         if k:
@@ -286,14 +279,14 @@ class Batch:
         logits, hidden = self._target.forward_batch(_padded(rows, padding), self._caches)
         if padding:
             logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
-        judged = self._judge(logits, drafts, limits, starts)
-        flight = Flight(self, self.requests, limits, planned, judged, hidden)
+        verdict = judged(self.requests, logits, drafts, limits, starts)
+        flight = IssuedRound(self, self.requests, limits, planned, verdict, hidden)
         if k == 0:  # one row of each is kept, whatever it says
-            self._follow(judged.tokens, [1] * len(self.requests), hidden, judged.tokens)
+            self._follow(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)
         elif on_device:
-            kept = judged.table[:, 0] + 1
-            last = mx.take_along_axis(judged.tokens, kept[:, None] - 1, axis=1)
-            self._follow(last, kept, hidden, judged.tokens)
+            kept = verdict.table[:, 0] + 1
+            last = mx.take_along_axis(verdict.tokens, kept[:, None] - 1, axis=1)
+            self._follow(last, kept, hidden, verdict.tokens)
         else:
             flight.is_committed = False
         return flight
@@ -308,22 +301,6 @@ class Batch:
         overlap = all(request.overlap for request in self.requests)
         (mx.async_eval if overlap else mx.eval)(drafts.tokens)
         return drafts
-
-    def _judge(
-        self,
-        logits: mx.array,
-        drafts: RowDrafts | None,
-        limits: Sequence[int],
-        starts: Sequence[int],
-    ) -> Judged:
-        """As `judge`; of plain greedy tokens the verdict is the ids alone."""
-        plain = drafts is None and all(
-            request.sampler.is_argmax and request.top_logprobs is None for request in self.requests
-        )
-        if not plain:
-            return judge(self.requests, logits, drafts, limits, starts)
-        ids, finite = greedy_choice(logits[:, 0])
-        return Ids(tokens_of(finite, ids)[:, None], [None] * len(self.requests))
 
     def _follow(
         self,
@@ -342,68 +319,54 @@ class Batch:
             for index, request in enumerate(self.requests):
                 request.sampler.commit(tokens[index])
 
-    def _commit(self, flight: Flight, kept: Sequence[int]) -> None:
+    def _commit(self, flight: IssuedRound, kept: Sequence[int]) -> None:
         width = max(flight.width, self._fixed_rows)
         self.caches.keep(width, kept)
         if self.drafter is None or flight.hidden is None or not all(kept):
             return
-        self.drafter.observe(flight.hidden, flight.judged.tokens, kept, self._patience())
+        self.drafter.observe(flight.hidden, flight.verdict.tokens, kept, self._patience())
 
-    def _kept(self, outcome: Outcome, flight: Flight, accepted: int) -> int:
+    def _kept(self, outcome: Outcome, flight: IssuedRound, accepted: int) -> int:
         """Rows of a round that stay; 0 where it is to be computed once more without drafts."""
-        if outcome.round is not None:
-            return len(outcome.round.tokens)
-        return 0 if outcome.again else accepted + 1
+        return 0 if outcome.again else _emitted(outcome) or accepted + 1
 
     def _outcome(
-        self, flight: Flight, index: int, accepted: int, ids: list[int], sound: bool
+        self, flight: IssuedRound, index: int, accepted: int, ids: list[int], sound: bool
     ) -> Outcome:
         request, drafted = flight.requests[index], flight.drafted[index]
         start = request.rows
         request.pending -= drafted + 1
         if request.phase == "finished":
             request.rows += accepted + 1
-            return Outcome(request, None)
+            return Outcome(request)
         if NO_TOKEN in ids:
             return self._not_finite(flight, request, start + 1 + ids.index(NO_TOKEN))
         request.checks = False
         if not sound:
             request.parked_at = start + 1
-        try:
-            reason, ids = request.cut(ids)
-            scores = flight.judged.scores[index]
-            logprobs = () if scores is None else scores.read(ids)
-        except BaseException as fault:  # this request's: its stop condition met it
-            request.rows += accepted + 1
-            return Outcome(request, None, fault=fault)
-        request.rows += len(ids)
         forward = Forward(start, flight.width, len(flight.requests))
-        made = Round(tuple(ids), drafted, min(accepted, len(ids)), forward, logprobs)
-        return Outcome(request, made, reason)
+        counts = {"drafted": drafted, "accepted": accepted}
+        outcome = counted(request, flight.verdict, index, ids, forward, **counts)
+        request.rows += _emitted(outcome) or accepted + 1
+        return outcome
 
-    def _not_finite(self, flight: Flight, request: Request, position: int) -> Outcome:
+    def _not_finite(self, flight: IssuedRound, request: Request, position: int) -> Outcome:
         """The logits are no distribution: the target's fault, or that of a draft's row.
 
         Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN.
         """
         if flight.width == 1:
-            return Outcome(request, None, fault=NotFinite(position))
+            return Outcome(request, fault=NotFinite(position))
         if len(flight.requests) > 1 or flight.is_committed:
             request.rows += 1
-            return Outcome(request, None, fault=DraftNotFinite(request.rows))
+            return Outcome(request, fault=DraftNotFinite(request.rows))
         request.checks = True
-        return Outcome(request, None, again=True)
+        return Outcome(request, again=True)
 
 
-class Ids(Judged):
-    """A verdict of B plain tokens: `table` (B, 1) has nothing else."""
-
-    @property
-    def tokens(self) -> mx.array:
-        return self.table
-
-    def read(self) -> list[tuple[int, list[int], bool]]:
-        return [(0, ids, True) for ids in cast("list[list[int]]", self.table.tolist())]
+def _emitted(outcome: Outcome) -> int:
+    """Tokens of its round, which has one at least; 0 where it has none."""
+    return len(outcome.made.tokens) if isinstance(outcome.made, Round) else 0
 
 
 def _wish(request: Request) -> Wish:

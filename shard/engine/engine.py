@@ -9,17 +9,17 @@ from typing import Final
 import mlx.core as mx
 
 from ...mtp.steps import Prefilled, Rebuilt, Step
-from ...mtp.types import FinishReason
+from ...mtp.types import FinishReason, Round
 from ...placement.errors import StateLost
-from .batch import Flight, Outcome
-from .executor import LocalExecutor
+from .executor import Executor
+from .outcome import SHARED, Flight, Outcome
 from .reading import Reading
 from .request import Request
 from .scheduler import Decode, GoOn, Prefill, Replay, Scheduler
+from .scheduler import Step as Work
 
 log = logging.getLogger(__name__)
 
-SHARED: Final = "a forward that several requests shared failed"
 CLEAR_EVERY: Final = 256
 """Rounds between calls of `mx.clear_cache`, as in mlx-lm: buffers of many sizes pile up."""
 GROWS: Final = 32
@@ -30,7 +30,7 @@ class Engine:
     """Drives requests from their prompts to their ends. All methods run on the compute thread."""
 
     def __init__(
-        self, executor: LocalExecutor, scheduler: Scheduler, clock: Callable[[], float]
+        self, executor: Executor, scheduler: Scheduler, clock: Callable[[], float]
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -48,31 +48,35 @@ class Engine:
         """Ends a request without another word. The others lose nothing."""
         if request.phase == "finished":
             return
-        if self._reading is not None and request in self._reading.requests:
-            # The others' rows are computed all the same.
-            self._leave_reading(request)
         self._end(request)
 
     def step(self) -> bool:
-        """Does the next piece of work; False: there is none."""
+        """Does the next piece of work; False: there is none here, until a request comes or what is
+        away is back."""
         begun = self._clock()
         self._admit()
-        step = self.scheduler.plan(
-            self._requests, self._in_flight, reading=self._reading is not None
-        )
-        is_reading = step is not None and not isinstance(step, Decode)
-        if isinstance(step, Decode):
-            issued = self._issue(step)
-            if not issued and self._in_flight:
-                self._land()
-        elif step is not None:
-            self._read(step)
-        elif self._in_flight:
-            self._land()
+        is_reading = False
+        if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
+            self._land(back)
+        elif (step := self._plan()) is not None:
+            is_reading = not isinstance(step, Decode)
+            self._do(step)
+        elif (here := next((f for f in self._in_flight if not f.is_away), None)) is not None:
+            self._land(here)
         else:
             return False
         self.scheduler.took(self._clock() - begun, reading=is_reading)
         return True
+
+    def _plan(self) -> Work | None:
+        reading = self._reading is not None
+        return self.scheduler.plan(self._requests, self._in_flight, reading=reading)
+
+    def _do(self, step: Work) -> None:
+        if not isinstance(step, Decode):
+            self._read(step)
+        elif not self._issue(step) and self._in_flight:
+            self._land(self._in_flight[0])
 
     @property
     def _running(self) -> int:
@@ -88,8 +92,13 @@ class Engine:
         if not any(request.phase == "waiting" for request in self._requests):
             return
         for request in self.scheduler.admit(self._requests):
-            self._guarded(request, self.executor.begin)
-            self._deliver(request, Prefilled(request.rows, len(request.prompt)))
+            self._guarded(request, self._begin)
+
+    def _begin(self, request: Request) -> None:
+        if (flight := self.executor.begin(request)) is not None:
+            self._in_flight.append(flight)  # it begins when that is back
+            return
+        self._deliver(request, Prefilled(request.rows, len(request.prompt)))
 
     def _issue(self, step: Decode) -> bool:
         """Whether the step is done with; else a round in flight must be read first."""
@@ -100,10 +109,11 @@ class Engine:
             self._in_flight.append(flight)
         return True
 
-    def _land(self) -> None:
-        """Reads the oldest round and hands out its tokens; where the device computes meanwhile,
-        behind the next round's issue."""
-        flight, outcomes = self._in_flight.popleft(), list[Outcome]()
+    def _land(self, flight: Flight) -> None:
+        """Reads a round and hands out its tokens; where the device computes meanwhile, behind the
+        next round's issue."""
+        self._in_flight.remove(flight)
+        outcomes = list[Outcome]()
         with self._losing(flight.requests):
             outcomes = self.executor.land(flight, self._running)
         for outcome in outcomes:
@@ -133,33 +143,38 @@ class Engine:
         reading, self._reading = self._reading, None
         if reading is None:
             return  # it could not begin
-        outcomes = list[Outcome]()
+        outcomes, sent = list[Outcome](), None
         with self._losing(reading.requests):
             if not reading.go_on():
                 self._reading = reading
                 return
-            outcomes = self.executor.end_read(reading, self._running)
+            outcomes, sent = self.executor.end_read(reading, self._running)
+        if sent is not None:
+            self._in_flight.append(sent)
         for request in reading.requests:
             self._guarded(request, self.executor.keep_prefix)
             self._deliver(request, Prefilled(request.rows, len(request.prompt)))
         self._hand_out(outcomes)
 
     def _replay(self, request: Request) -> None:
-        reason = None
+        reason, sent = None, None
         with self._losing([request]):
-            reason = self.executor.replay(request)
+            reason, sent = self.executor.replay(request)
+        if sent is not None:
+            self._in_flight.append(sent)
         self._deliver(request, Rebuilt(request.replayed, len(request.log)))
         if reason is not None:  # the log holds all of the answer
             self._end(request, reason)
-        if request.phase == "replay" and request.replayed == len(request.log):
+        elif sent is None and request.replayed == len(request.log) and request.phase == "replay":
             request.phase = "decode"
 
     def _hand_out(self, outcomes: Sequence[Outcome]) -> None:
         for request, made, reason, fault, _ in outcomes:
             if request not in self._requests:
                 continue
-            if made is not None:
+            if isinstance(made, Round):
                 self._grow(request, len(made.tokens))
+            if made is not None:
                 self._deliver(request, made)
             if fault is not None or reason is not None:
                 self._end(request, fault if fault is not None else reason)
@@ -209,16 +224,13 @@ class Engine:
                 own.__cause__ = fault
             self._end(request, own)
 
-    def _leave_reading(self, request: Request) -> None:
-        assert self._reading is not None
-        if len(self._reading.requests) == 1:
-            self._reading = None
-
     def _end(self, request: Request, why: FinishReason | BaseException | None = None) -> None:
         """`why` None: nobody listens any more."""
         request.phase = "finished"
         if request in self._requests:
             self._requests.remove(request)
+        if self._reading is not None and self._reading.requests == (request,):
+            self._reading = None  # of several prompts the others' rows are wanted
         self.executor.release(request)
         if why is not None:
             request.finish(why)

@@ -1,21 +1,22 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import mlx.core as mx
 
 from ...mtp.batch_depth import BatchDepth
 from ...mtp.batch_prompts import PromptTarget
-from ...mtp.batch_verdict import judge
 from ...mtp.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.types import FinishReason, Forward, Round
-from .batch import Batch, Flight, Outcome
+from .batch import Batch, IssuedRound
 from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
+from .groups import Groups
+from .outcome import Flight, Outcome, counted, counted_again, judged
 from .prefix_store import PrefixStore
 from .reading import Reading
 from .request import Request
@@ -32,6 +33,61 @@ def computes_behind() -> bool:
     `async_eval` behind all but the last ten operations. What is issued first is waited for there.
     """
     return mx.default_device() != mx.Device(mx.cpu)
+
+
+class Executor(Protocol):
+    """Where an engine's work is done. All methods run on the compute thread."""
+
+    overlaps: bool
+    """Whether the next round is issued before the tokens of one are delivered."""
+
+    def begin(self, request: Request) -> Flight | None:
+        """Gives a request its caches: behind a prefix of its prompt, if one is kept. Where other
+        nodes must be asked for that, the question."""
+        ...
+
+    def read(self, step: Prefill) -> Reading:
+        """Begins a forward over prompts."""
+        ...
+
+    def end_read(self, reading: Reading, running: int) -> tuple[list[Outcome], Flight | None]:
+        """The forward is computed here: rows count, and whose prompt is read has a first token, or
+        has one when what was sent is back."""
+        ...
+
+    def keep_prefix(self, request: Request) -> None:
+        """Keeps a copy of the state behind the rows of its prompt that were read."""
+        ...
+
+    def make_room(self, request: Request) -> None:
+        """What is kept of prompts gives way to the next rows of an answer."""
+        ...
+
+    def replay(self, request: Request) -> tuple[FinishReason | None, Flight | None]:
+        """Rebuilds the state behind the next rounds of a log: why the answer ended there, if so,
+        and what was sent for it."""
+        ...
+
+    def issue(self, step: Decode, running: int) -> Flight | None:
+        """Begins a round; None: one in flight must be read first."""
+        ...
+
+    def land(self, flight: Flight, running: int) -> list[Outcome]:
+        """Reads what is in flight, and waits for it where it is not away."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Frees what only this request held."""
+        ...
+
+    def forget(self, requests: Sequence[Request]) -> list[Request]:
+        """Nobody knows what their caches hold any more; all that shared them."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of KV and of recurrent states of all requests on this node."""
+        ...
 
 
 class LocalExecutor:
@@ -67,9 +123,9 @@ class LocalExecutor:
         """A log is rebuilt by forwards of so many rows, of which it was measured that they give
         what single steps do; 0: by forwards of as many rows as it records."""
         self._depth = BatchDepth()
-        self._states: dict[Request, State] = {}
-        """Of requests that are in no batch."""
-        self._batches: list[Batch] = []
+        self._groups = Groups[Request, Batch](
+            self._new_batch, lambda request: request.phase in ("replay", "decode")
+        )
 
     def begin(self, request: Request) -> None:
         """Gives a request its caches: behind a prefix of its prompt, if one is kept."""
@@ -80,15 +136,15 @@ class LocalExecutor:
             state = State(self._make_caches(), 0, DraftState() if request.k else None)
         request.rows = request.cached = state.rows
         request.phase = "prefill"
-        self._states[request] = state
+        self._groups.single[request] = state
 
     def read(self, step: Prefill) -> Reading:
         """Begins a forward over prompts."""
-        states = {request: self._states[request] for request in step.requests}
+        states = {request: self._groups.single[request] for request in step.requests}
         together = cast("PromptTarget", self._target) if len(states) > 1 else None
         return Reading(self._target, together, states, step.ends, self._clock)
 
-    def end_read(self, reading: Reading, running: int) -> list[Outcome]:
+    def end_read(self, reading: Reading, running: int) -> tuple[list[Outcome], None]:
         """The forward is computed: rows count, and whose prompt is read has a first token."""
         patience = RESTING_ROWS if running > 1 and self._depth.rests(running) else PENDING_ROWS
         outcomes, goes_on = list[Outcome](), list[State]()
@@ -105,7 +161,7 @@ class LocalExecutor:
         if goes_on:
             mx.eval([array for state in goes_on for array in state.arrays()])
             mx.clear_cache()
-        return outcomes
+        return outcomes, None
 
     def _show_head(self, reading: Reading, index: int, patience: int) -> None:
         """Rows of a prompt wait for the head, which reads those of earlier forwards if they are
@@ -124,65 +180,59 @@ class LocalExecutor:
     def keep_prefix(self, request: Request) -> None:
         """Keeps a copy of the state behind the rows of its prompt that were read."""
         if self._prefixes is not None and request.cached < request.rows < len(request.prompt):
-            self._prefixes.keep(request, self._states[request], self.bytes)
+            self._prefixes.keep(request, self._groups.single[request], self.bytes)
 
     def make_room(self, request: Request) -> None:
         """What is kept of prompts gives way to the next rows of an answer."""
         if self._prefixes is not None:
             self._prefixes.make_room(self._viewed(request), self.bytes)
 
-    def replay(self, request: Request) -> FinishReason | None:
+    def replay(self, request: Request) -> tuple[FinishReason | None, None]:
         """Rebuilds the state behind the next rounds of a log; why the answer ended there, if so."""
         if request.replayed == 0:
-            return self._replay_first(request)
-        batch = self._batch_of((request,))
+            return self._replay_first(request), None
+        batch = self._groups.of((request,))
         rounds = request.log[request.replayed : request.replayed + REPORT_EVERY]
         if self.rebuild_rows and not self.fixed_rows:
             self._replay_together(batch, request, rounds)
         else:
             self._replay_each(batch, request, rounds)
-        reason = None
-        for recorded in rounds:
-            request.sampler.commit(as_row(recorded.tokens))
-            reason, _ = request.cut(list(recorded.tokens))
+        reason = counted_again(request, rounds)
         request.rows += sum(len(recorded.tokens) for recorded in rounds)
-        request.replayed += len(rounds)
-        return reason
+        return reason, None
 
-    def issue(self, step: Decode, running: int) -> Flight | None:
+    def issue(self, step: Decode, running: int) -> IssuedRound | None:
         """Begins a round; None: one in flight must be read first."""
-        return self._batch_of(step.requests).issue(running)
+        return self._groups.of(step.requests).issue(running)
 
     def land(self, flight: Flight, running: int) -> list[Outcome]:
         """Reads a round: the only wait for the device while answers run."""
+        assert isinstance(flight, IssuedRound)
         return flight.batch.land(flight, running)
 
     def release(self, request: Request) -> None:
         """Frees what only this request held; its rows in a batch go with the next change."""
-        _ = self._states.pop(request, None)
-        self._batches = [
-            batch
-            for batch in self._batches
-            if any(each.phase in ("replay", "decode") for each in batch.requests)
-        ]
+        self._groups.release(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
         """Nobody knows what their caches hold any more; all that shared them."""
-        lost = set(requests)
-        for batch in list(self._batches):
-            if not lost.isdisjoint(batch.requests):
-                lost |= set(batch.requests)
-                self._batches.remove(batch)
-        for request in lost:
-            _ = self._states.pop(request, None)
-        return list(lost)
+        return self._groups.forget(requests)
 
     @property
     def bytes(self) -> int:
         """Bytes of KV, of recurrent states and of the head's part of all requests."""
-        held = [array for state in self._states.values() for array in state.arrays()]
-        held += [array for batch in self._batches for array in batch.arrays()]
-        return sum(array.nbytes for array in held)
+        return self._groups.bytes
+
+    def _new_batch(self, joins: dict[Request, State]) -> Batch:
+        return Batch(
+            self._target,
+            self._draft_model,
+            joins,
+            self._depth,
+            self._clock,
+            fixed_rows=self.fixed_rows,
+            counts_on_device=self.counts_on_device,
+        )
 
     def _first_token(self, reading: Reading, index: int) -> Outcome | None:
         """The token behind the prompt; None where a log tells it."""
@@ -194,33 +244,22 @@ class LocalExecutor:
         if request.log:
             request.phase = "replay"
             return None
-        judged = judge([request], block.logits[-1:][None], None, [0], [end - 1])
-        ((_, ids, _),) = judged.read()
+        verdict = judged([request], block.logits[-1:][None], None, [0], [end - 1])
+        ((_, ids, _),) = verdict.read()
         if NO_TOKEN in ids:
-            return Outcome(request, None, fault=NotFinite(end))
-        token = judged.tokens[0]
+            return Outcome(request, fault=NotFinite(end))
+        token = verdict.tokens[0]
         request.sampler.commit(token)
         if state.draft is not None:
             state.draft.complete(token)
         request.phase = "decode"
-        try:
-            reason = request.count(ids[0])
-            scores = judged.scores[0]
-            logprobs = () if scores is None else scores.read(ids)
-        except BaseException as fault:  # this request's: its stop condition met it
-            return Outcome(request, None, fault=fault)
-        made = Round(tuple(ids), 0, 0, Forward(start, end - start), logprobs)
-        return Outcome(request, made, reason)
+        return counted(request, verdict, 0, ids, Forward(start, end - start))
 
     def _replay_first(self, request: Request) -> FinishReason | None:
         first = request.log[0]
-        token = as_row(first.tokens)
-        request.sampler.commit(token)
-        if (draft := self._states[request].draft) is not None:
-            draft.complete(token)
-        reason, _ = request.cut(list(first.tokens))
-        request.replayed = 1
-        return reason
+        if (draft := self._groups.single[request].draft) is not None:
+            draft.complete(as_row(first.tokens))
+        return counted_again(request, [first])
 
     def _replay_each(self, batch: Batch, request: Request, rounds: Sequence[Round]) -> None:
         """By forwards of as many rows as before, so that the same kernels run.
@@ -242,53 +281,9 @@ class LocalExecutor:
             some = slice(begin, begin + self.rebuild_rows)
             batch.append(ids[some], after[some], len(after[some]))
 
-    def _batch_of(self, requests: Sequence[Request]) -> Batch:
-        """The batch of exactly these requests: the largest that has some of them changes.
-
-        Nothing of theirs is in flight then.
-        """
-        wanted = set(requests)
-        some = [batch for batch in self._batches if not wanted.isdisjoint(batch.requests)]
-        if len(some) == 1 and set(some[0].requests) == wanted:
-            return some[0]
-        home = max(some, key=lambda batch: len(wanted & set(batch.requests)), default=None)
-        stays = set(home.requests) & wanted if home is not None else set[Request]()
-        joins = {r: self._taken(r) for r in requests if r not in stays}
-        if home is None:
-            home = Batch(
-                self._target,
-                self._draft_model,
-                joins,
-                self._depth,
-                self._clock,
-                fixed_rows=self.fixed_rows,
-                counts_on_device=self.counts_on_device,
-            )
-            self._batches.append(home)
-            return home
-        leaves = [request for request in home.requests if request not in wanted]
-        for request in leaves:
-            if request.phase == "decode":
-                self._states[request] = home.extract(request)
-        home.change(leaves, joins)
-        return home
-
-    def _taken(self, request: Request) -> State:
-        """Its state, out of where it is."""
-        if request in self._states:
-            return self._states.pop(request)
-        batch = next(batch for batch in self._batches if request in batch.requests)
-        state = batch.extract(request)
-        leaves = [r for r in batch.requests if r is request or r.phase != "decode"]
-        if len(leaves) < len(batch.requests):
-            batch.change(leaves, {})
-        else:
-            self._batches.remove(batch)
-        return state
-
     def _viewed(self, request: Request) -> State | None:
         """Its state, if its caches are its own now."""
-        if request in self._states:
-            return self._states[request]
-        batch = next((b for b in self._batches if b.requests == (request,)), None)
+        if request in self._groups.single:
+            return self._groups.single[request]
+        batch = next((b for b in self._groups.groups if b.requests == (request,)), None)
         return None if batch is None else State(batch.caches.views(), request.rows)

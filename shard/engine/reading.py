@@ -14,7 +14,7 @@ from ...mtp.rollback import cache_arrays
 from ...mtp.seams import Block, as_row
 from .request import Request
 from .state import State
-from .targets import Target
+from .targets import PromptReader
 
 LEAST_S: Final = 0.02
 """A part takes no less: there is a look at who else is there behind each."""
@@ -29,7 +29,7 @@ class Reading:
 
     def __init__(
         self,
-        target: Target,
+        target: PromptReader,
         together: PromptTarget | None,
         states: dict[Request, State],
         ends: Sequence[int],
@@ -77,7 +77,7 @@ class Reading:
                 return False
         return True
 
-    def _build(self, target: Target, together: PromptTarget | None) -> list[Block]:
+    def _build(self, target: PromptReader, together: PromptTarget | None) -> list[Block]:
         if together is None:
             (request,), (state,) = self.requests, self.states.values()
             wants = self.ends[0] == len(request.prompt)

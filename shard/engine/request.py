@@ -86,6 +86,9 @@ class Request:
     max_tokens: int
     sampler: Sampler
     ending: StopCondition
+    name: str = ""
+    attempt: int = 1
+    """With its name these tell it from others on every stage."""
     k: int = 0
     """Drafts per round, at most."""
     depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
@@ -138,6 +141,11 @@ class Request:
     """Events that were delivered."""
     taken: int = 0
     """Events that its reader has taken; written by the reader's thread alone."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name and attempt."""
+        return self.name, self.attempt
 
     @property
     def room(self) -> int:

@@ -1,71 +1,104 @@
-"""What a pipeline's stage keeps of prompts, and where the generator has all stages keep it."""
+"""What a pipeline's stages keep of prompts: the states behind some forwards over them.
+
+The generator says with each forward over a prompt what is kept of the state behind it
+(`HiddenBlock.border`), so that all stages keep the same. But each drops what it must, and a stage
+that took another one's place has nothing: before a request begins behind a prefix, the ids of those
+rows travel round the stages (`Link.ask_prefixes`), and it begins behind the most that all of them
+still have.
+"""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
-from ..pipeline.prefixes import PromptRead
-from ..pipeline.request_state import RequestState
 from .prefix_cache import PrefixCache, is_worth
 from .prefix_tree import Salt
 from .spans import growth_of
+from .state import State
+
+
+@dataclass(slots=True)
+class PromptRead:
+    """The rows of a prompt that a stage has read, from its first one on."""
+
+    ids: list[int] = field(default_factory=list[int])
+    ends: list[int] = field(default_factory=list[int])
+    """The row behind each forward."""
+    first_turn: int = 0
+    """The row behind the prompt's first turn; 0: none was seen."""
+
+    def add(self, begin: int, tokens: Sequence[int], border: "pb.Border.ValueType") -> None:
+        """One forward was run over the rows from `begin` on.
+
+        Nothing is noted where those before it are not known.
+        """
+        if begin != len(self.ids):
+            return
+        self.ids += tokens
+        self.ends.append(len(self.ids))
+        if border == pb.BORDER_FIRST_TURN:
+            self.first_turn = len(self.ids)
 
 
 class StagePrefixes:
-    """The `Prefixes` of a stage, over its own layers' caches."""
+    """The kept states of one stage. All methods run on the compute thread.
 
-    def __init__(self, model: StageModel, kept: PrefixCache) -> None:
-        """`kept`: of the stage's own caches."""
-        self._model = model
+    `live`: bytes of all requests in progress, beside which what is kept must have room. `salt`:
+    only what was kept with the same one is found. The generator alone has it, and all stages go by
+    what it found.
+    """
+
+    def __init__(self, kept: PrefixCache) -> None:
         self._kept = kept
 
     @classmethod
     def of(cls, model: StageModel, budget: int) -> "StagePrefixes | None":
         """None where nothing is to be kept; `budget` in bytes, live requests included."""
-        if not budget:
-            return None
-        return cls(model, PrefixCache(budget, lambda: model.own_caches(model.make_caches())))
+        return cls(PrefixCache(budget, model.make_caches)) if budget else None
 
     @property
     def bytes(self) -> int:
+        """Bytes of what is kept."""
         return self._kept.bytes
 
     def held(self, ids: Sequence[int], ends: Sequence[int], salt: Salt = b"") -> list[int]:
-        """`salt`: the request's; see `PromptRead.salt`."""
+        """Rows of `ids`, which forwards that end at `ends` read, behind which a state is kept."""
         return self._kept.held(ids, [*ends, len(ids) + 1], salt, drafts=False)
 
     def behind(
         self, ids: Sequence[int], ends: Sequence[int], live: int, salt: Salt = b""
-    ) -> RequestState | None:
+    ) -> tuple[State, PromptRead] | None:
+        """A copy of the state behind all of `ids`; None where it is not here, or has no room."""
         all_ends = [*ends, len(ids) + 1]
         found = self._kept.find(ids, all_ends, drafts=False, live=live, salt=salt)
         if found is None or found.position != len(ids):
             return None
-        caches = self._model.make_caches()
-        # Entries of other stages' layers are aliases of own ones: they stay that.
-        own = self._model.own_caches(caches)
-        taken = {id(mine): cache for mine, cache in zip(own, found.caches, strict=True)}
-        state = RequestState([taken.get(id(cache), cache) for cache in caches], found.position)
-        state.read = PromptRead(list(ids), list(ends), found.position, found.first_turn)
-        return state
+        read = PromptRead(list(ids), list(ends), found.first_turn)
+        return State(found.caches, found.position), read
 
-    def keep(self, state: RequestState, live: int, following: int = 0) -> None:
-        """`following`: rows of the prompt behind those; 0: unknown, as many as the last forward."""
-        read = state.read
-        if len(read.ids) != state.position:
-            return  # begun by a copy: not all of its ids are known
-        state.alone()
-        own = self._model.own_caches(state.caches)
-        live += growth_of(own, following or state.last_rows)
-        made = read.ids, read.ends, own, None, read.first_turn
-        self._kept.put(*made, live=live, salt=read.salt)
+    def keep(
+        self, state: State, read: PromptRead, live: int, following: int, salt: Salt = b""
+    ) -> None:
+        """Keeps a copy of it behind all rows that it has, which are those of `read`.
+
+        `following`: rows that may come behind those.
+        """
+        if len(read.ids) != state.rows:
+            return  # not all of its ids are known
+        live += growth_of(state.caches, following)
+        self._kept.put(
+            read.ids, read.ends, state.caches, None, read.first_turn, live=live, salt=salt
+        )
         self._kept.shrink(live)
 
     def shrink(self, live: int) -> None:
+        """Drops what does not fit."""
         self._kept.shrink(live)
 
     def clear(self) -> None:
+        """Drops all: the numbers of one are not finite."""
         self._kept.clear()
 
 

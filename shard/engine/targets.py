@@ -10,12 +10,16 @@ from ...mtp.family import Family
 from ...mtp.seams import Block, Want
 
 
-class Target(Protocol):
-    """A whole model: ids in, logits and perhaps hidden out."""
+class PromptReader(Protocol):
+    """A model, or its first layers: the ids of one request in."""
 
     def forward(self, tokens: mx.array, caches: Sequence[object], *, want: Want) -> Block:
         """Ids (rows,) appended to the caches; lazy."""
         ...
+
+
+class Target(PromptReader, Protocol):
+    """A whole model: ids in, logits and perhaps hidden out."""
 
     def forward_batch(
         self, tokens: mx.array, caches: Sequence[object]

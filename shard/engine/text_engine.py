@@ -16,7 +16,7 @@ from ...mtp.head import DraftHead
 from ...mtp.probe import Costs, Draft
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
-from ...mtp.seams import StopCondition, Wait
+from ...mtp.seams import StopCondition
 from ...mtp.stats import StatsCollector
 from ...mtp.steps import Prefilled, Rebuilt, Step
 from ...mtp.types import FinishReason, Round
@@ -25,22 +25,19 @@ from ..kernels.first_choices import choose_first
 from ..model.numeric import numeric_error
 from ..model.stage_model import MODEL_FAULTS, StageModel, said
 from ..model.tensors import DTYPES
-from ..pipeline.meeting import Meeting
-from ..pipeline.merged import Merged
-from ..pipeline.verifier import Link, PipelineVerifier
-from .admission import Admission
-from .compute import ComputeThread, Run, as_exception
+from ..pipeline.link import Link
+from .compute import ComputeThread, as_exception
 from .draft_profile import Profile, ProfileKey
 from .drafter import new_draft
 from .drafting import Drafting
-from .earlier import Earlier
 from .engine import Engine
 from .events import Delta, Done, EngineEvent, Retold
 from .executor import LocalExecutor, computes_behind
 from .options import EngineOptions
+from .pipeline_executor import PipelineExecutor
 from .prefix_cache import PrefixCache
 from .prefix_disk import PrefixDisk
-from .prefix_store import MORE, PrefixStore
+from .prefix_store import PrefixStore
 from .probing import (
     Subject,
     probe_batch_identity,
@@ -51,7 +48,7 @@ from .probing import (
 from .request import MOST_UNREAD, EngineRequest, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
-from .staged_answer import StagedAnswer
+from .stage_prefixes import StagePrefixes
 from .targets import FamilyTarget, Target, WholeTarget
 
 if TYPE_CHECKING:
@@ -88,8 +85,6 @@ class Answering:
                 return Retold(step.done, step.total, self.text.take())
             case Prefilled():
                 return step
-            case Wait():
-                raise AssertionError("a wait is no event")
 
 
 class TextEngine:
@@ -142,21 +137,15 @@ class TextEngine:
         self.identity = "off"
         self.batch_identity = "off"
         """Measured by `probe`; "off" where no answers are decoded together."""
-        make_caches = stage.make_caches
         self._prefixes = PrefixStore(
-            PrefixCache(options.prefix_cache_bytes, lambda: stage.own_caches(make_caches())),
+            PrefixCache(options.prefix_cache_bytes, stage.make_caches),
             prefix_disk,
             self._turn_ends,
         )
-        self._engine = self._new_engine(runs_ahead)
-        self._meeting: Meeting | None = None
-        self._earlier: Earlier | None = None
-        if link is not None:
-            self._meeting = self._new_meeting(link)
-            prefixes = self._prefixes.memory
-            self._earlier = Earlier(stage, options, self._turn_ends, link, self._meeting, prefixes)
-        self._admission = Admission(options.context_length)
-        self._staged: dict[tuple[str, int], PipelineVerifier] = {}
+        self._local: LocalExecutor | None = None
+        self._staged: PipelineExecutor | None = None
+        """One of both: where the whole model is here, or a part of it."""
+        self._engine = self._whole(runs_ahead) if link is None else self._split(link)
 
     def _why_alone(self) -> str:
         """Why requests share no forwards; empty where they may."""
@@ -171,10 +160,10 @@ class TextEngine:
             return f"this model's caches ({kinds}) are not computed in batches"
         return ""
 
-    def _new_engine(self, runs_ahead: bool | None) -> Engine:
+    def _whole(self, runs_ahead: bool | None) -> Engine:
         behind = computes_behind() if runs_ahead is None else runs_ahead
         exact = set(self._kernels) >= COUNTS_ON_DEVICE if runs_ahead is None else runs_ahead
-        executor = LocalExecutor(
+        self._local = LocalExecutor(
             self._target,
             self._stage.make_caches,
             self.drafting.model(),
@@ -184,17 +173,22 @@ class TextEngine:
             counts_on_device=exact and self._options.async_draft_eval and not self._fixed_rows,
             overlaps=behind,
         )
+        options = self._options
         scheduler = Scheduler(
-            self._options.context_length, self._options.prefill_chunk, depth=2 if behind else 1
+            options.context_length, options.prefill_chunk, depth=2 if behind else 1
         )
-        return Engine(executor, scheduler, self._clock)
+        return Engine(self._local, scheduler, self._clock)
 
-    def _new_meeting(self, link: Link) -> Meeting | None:
-        """Where rows of several requests set out through a pipeline together."""
-        stage, dtype = self._stage, self._options.dtype
-        if self._alone:
-            return None
-        return Meeting(stage, Merged(stage, DTYPES[dtype]), link, self._options.stages, dtype)
+    def _split(self, link: Link) -> Engine:
+        memory, options = self._prefixes.memory, self._options
+        prefixes = StagePrefixes(memory) if memory.enabled else None
+        self._staged = PipelineExecutor(
+            self._stage, link, options, prefixes, self._turn_ends, self._clock
+        )
+        scheduler = Scheduler(
+            options.context_length, options.prefill_chunk, stages=max(2, options.stages)
+        )
+        return Engine(self._staged, scheduler, self._clock)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Any thread. Raises InvalidRequest."""
@@ -206,9 +200,10 @@ class TextEngine:
         """
         subject, k = self._subject(), self.drafting.max_k
         choose_first(self.limits.vocabulary, k, DTYPES[self._options.dtype])
-        if self._meeting is not None:
-            self._meeting.probe(self.limits.vocabulary, self._options.context_length)
-            self._alone = self._meeting.refused
+        if self._staged is not None and not self._alone:
+            rounds = self._staged.rounds
+            rounds.probe(0, self.limits.vocabulary, self._options.context_length)
+            self._alone = rounds.refused
         elif not self._alone:
             self._probe_batch(subject, k)
         if not k:
@@ -216,7 +211,9 @@ class TextEngine:
         if self._fixed_rows:
             if why := probe_fixed_rows(subject, self._fixed_rows):
                 self.drafting.turn_off(why)
-                self._fixed_rows = self._engine.executor.fixed_rows = 0
+                self._fixed_rows = 0
+                if self._local is not None:
+                    self._local.fixed_rows = 0
                 return
             self.identity = "bitwise"
         else:
@@ -230,7 +227,8 @@ class TextEngine:
         except MODEL_FAULTS as fault:  # nothing of it is kept: only the probe's own state is lost
             self._alone = f"this model cannot be computed in batches ({said(fault)})"
             log.warning("%s: its requests take turns", self._alone)
-            self._engine.executor.counts_on_device = False  # by a batch's caches
+            if self._local is not None:
+                self._local.counts_on_device = False  # by a batch's caches
             return
         self._profile.save(at_once=True)
 
@@ -261,12 +259,11 @@ class TextEngine:
         asked: EngineRequest,
         deliver: Callable[[EngineEvent], None],
         done: Callable[[BaseException | None], None],
-    ) -> "Run | Driven":
+    ) -> "Driven":
         """Any thread: answers on the compute thread, which calls `deliver` and, once, `done`."""
-        if self._link is not None:
-            steps = self.generate(asked)
-            return compute.drive(steps, deliver, done, background=asked.background)
         compute.attach(self._engine.step)
+        if self._link is not None:
+            self._link.listen(lambda: compute.post(lambda: None))  # it goes on
         driven = Driven(self, compute)
         compute.post(lambda: driven.begin(asked, deliver, done))
         return driven
@@ -314,14 +311,12 @@ class TextEngine:
             self._engine.cancel(request)
             mx.clear_cache()
 
-    def generate(self, asked: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
+    def generate(self, asked: EngineRequest) -> Generator[EngineEvent | None, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage.
 
-        Of a whole model, whoever asks for what is not computed yet has the engine do its next step.
+        Whoever asks for what is not computed yet has the engine do its next step. None: there is
+        nothing to do but to wait.
         """
-        if self._link is not None:
-            yield from self._over_stages(asked)
-            return
         events, ends = deque[EngineEvent](), list[BaseException | None]()
         request = self.begin(asked, events.append, ends.append)
         try:
@@ -336,58 +331,9 @@ class TextEngine:
                         raise fault
                     return
                 if not self._engine.step():
-                    yield Wait.a_turn()
+                    yield None
         finally:
             self.cancel(asked, request)
-
-    def _over_stages(self, asked: EngineRequest) -> Generator[Wait | EngineEvent, None, None]:
-        assert self._earlier is not None
-        asked = self._entered(asked)
-        key = asked.request, asked.attempt
-        try:
-            entry = yield from self._admission.enter(
-                len(asked.prompt), asked.max_tokens, background=asked.background
-            )
-            try:
-                yield from self._answer_over_stages(asked, self._earlier)
-            finally:
-                self._admission.leave(entry)
-        finally:
-            self._names.discard(key)
-            self._earlier.release(*key)
-            if (verifier := self._staged.pop(key, None)) is not None:
-                verifier.leave()
-                # Arrays whose last reference the caller holds are freed after it; buffers now.
-                mx.clear_cache()
-
-    def _answer_over_stages(
-        self, asked: EngineRequest, earlier: Earlier
-    ) -> Generator[Wait | EngineEvent, None, None]:
-        answering = self._answering(asked)
-        request = self._request(asked, answering.text)
-        common = yield from earlier.common(asked)
-        verifier = earlier.begin(asked, self.cache_bytes, common)
-        request.cached, key = verifier.position, (asked.request, asked.attempt)
-        self._staged[key] = verifier
-        steps, due = StagedAnswer(request, verifier).steps(), 0
-        try:
-            while True:
-                try:
-                    step = next(steps)
-                except StopIteration as end:
-                    yield self._done(answering, request, end.value)
-                    return
-                if isinstance(step, Wait):
-                    yield step
-                    continue
-                if isinstance(step, Round) and request.emitted >= due:
-                    earlier.goes_on(verifier, self.cache_bytes)
-                    due = request.emitted + MORE // 2
-                elif isinstance(step, Prefilled) and request.cached < step.done:
-                    earlier.keep_prefix(asked, verifier, step.done, self.cache_bytes)
-                yield answering.event(step)
-        except (NotFinite, NumericError) as fault:
-            raise self._told(asked, fault) from fault
 
     def _entered(self, asked: EngineRequest) -> EngineRequest:
         """The request as it is granted; its name is its own from here on. Raises InvalidRequest."""
@@ -411,7 +357,8 @@ class TextEngine:
     def _request(self, asked: EngineRequest, ending: StopCondition) -> Request:
         # Strict mode has forwards of one size, which `identity` says nothing of.
         same = self.identity == "bitwise" and not self._fixed_rows
-        self._engine.executor.rebuild_rows = self.drafting.max_k + 1 if same else 0
+        if self._local is not None:
+            self._local.rebuild_rows = self.drafting.max_k + 1 if same else 0
         together = self.batch_identity == "bitwise" and isinstance(self._target, FamilyTarget)
         caches = self._stage.make_caches()
         self._engine.scheduler.reads_together = together and can_read_together(caches)
@@ -427,6 +374,8 @@ class TextEngine:
                 asked.grammar,
             ),
             ending,
+            name=asked.request,
+            attempt=asked.attempt,
             k=asked.k,
             depth=self.drafting.depth(asked),
             log=asked.replay,
@@ -460,8 +409,8 @@ class TextEngine:
         if asked.adaptive:
             self._profile.save()
         identity = self.identity if asked.k else "off"
-        if self._meeting is not None:
-            self.batch_identity = "bitwise" if self._meeting.same else "near_tie"
+        if self._staged is not None:
+            self.batch_identity = "bitwise" if self._staged.rounds.is_same else "near_tie"
         batched = self.batch_identity if final.batched_tokens else "off"
         text = answering.text
         return Done(reason, text.finish(), final, identity, batched, text.stopped_by)
@@ -484,14 +433,11 @@ class TextEngine:
     @property
     def live_requests(self) -> int:
         """Requests that have begun."""
-        return self._engine.live_requests + len(self._staged)
+        return self._engine.live_requests
 
     def cache_bytes(self) -> int:
         """Bytes of KV and recurrent state of all live requests on this stage."""
-        if self._earlier is None:
-            return self._engine.executor.bytes
-        held = [array for verifier in self._staged.values() for array in verifier.arrays()]
-        return self._earlier.bytes + sum(array.nbytes for array in held)
+        return self._engine.executor.bytes
 
     @property
     def prefix_cache_bytes(self) -> int:

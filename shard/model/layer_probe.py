@@ -69,7 +69,7 @@ def probe_layers(
 
         def forward() -> None:
             out = part.hidden(ids, hidden, caches)
-            mx.eval(out, cache_arrays(part.own_caches(caches)))
+            mx.eval(out, cache_arrays(caches))
 
         return _least(forward, clock, begun + share * BUDGET_S) / (part.end - part.first)
 

@@ -39,7 +39,7 @@ from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, known_type, said
 
 log = logging.getLogger(__name__)
 
-_SCHEDULE_VERSION: Final = 3
+_SCHEDULE_VERSION: Final = 4
 _MAX_NUMBERS: Final = 100_000_000
 _MAX_BYTES: Final = 1 << 16
 _MOST_IDS: Final = 251
@@ -117,20 +117,30 @@ def stage_fault(small: str, first: int, end: int) -> tuple[str, tuple[int, ...]]
     Empty where they can. The borders are some near the planned ones at which the model can be cut
     in two; none where that would not help. On MLX's thread.
     """
-    config = cast("dict[str, Any]", json.loads(small))
     try:
-        trial = Trial(small_model(config), min(_MOST_IDS, vocabulary_size(config)))
-        fault = trial.fault(first, end)
-        if not fault and (fault := trial.cut_fault()):
-            return fault, ()
-        planned = {first, end} - {0, trial.layers}
-        borders = trial.borders_near(planned) if fault else ()
-        # A stage between borders that are good by themselves lacks something else.
-        return fault, () if planned <= set(borders) else borders
+        with mx.stream(trial_device()):
+            return _stage_fault(cast("dict[str, Any]", json.loads(small)), first, end)
     except (LoadFailed, InvalidCard) as refused:
         return refused.message.removesuffix(ONE_NODE), ()
     except MODEL_FAULTS as raised:
         return f"its small model cannot be run: {said(raised)}", ()
+
+
+def trial_device() -> mx.Device:
+    """Where small models run: not on CUDA, whose products round float32 so coarsely (TF32) that a
+    prompt cut otherwise seems to give other logits."""
+    return mx.Device(mx.cpu) if mx.cuda.is_available() else mx.default_device()
+
+
+def _stage_fault(config: dict[str, Any], first: int, end: int) -> tuple[str, tuple[int, ...]]:
+    trial = Trial(small_model(config), min(_MOST_IDS, vocabulary_size(config)))
+    fault = trial.fault(first, end)
+    if not fault and (fault := trial.cut_fault()):
+        return fault, ()
+    planned = {first, end} - {0, trial.layers}
+    borders = trial.borders_near(planned) if fault else ()
+    # A stage between borders that are good by themselves lacks something else.
+    return fault, () if planned <= set(borders) else borders
 
 
 class Trial:
@@ -220,14 +230,13 @@ def _run(
 ) -> list[T]:
     """What `step_of` gives for every step."""
     caches = stage.make_caches()
-    own = stage.own_caches(caches)
     found: list[T] = []
     position = 0
     for step in schedule:
         found.append(step_of(stage, _tokens(position, step.rows, ids), caches))
-        mx.eval(cache_arrays(own))
+        mx.eval(cache_arrays(caches))
         if step.back and takes_back:
-            rollback(own, step.back)
+            rollback(caches, step.back)
             position -= step.back
         position += step.rows
     return found

@@ -76,29 +76,15 @@ class StageModel:
         return self._layers[self.first : self.end]
 
     def make_caches(self) -> list[Any]:
-        """One request's caches, those of layers that other stages own among them.
-
-        The latter are aliases of own ones of the same kind: models take a mask's offset from the
-        first attention layer, which may not be here.
-        """
+        """One request's caches, of those that are written here."""
         caches = self._fresh_caches()
-        if self._is_whole:
-            return caches
-        own = self._own
-        for j in self._others:
-            same = [caches[i] for i in own if _kind(caches[i]) == _kind(caches[j])]
-            caches[j] = same[0] if same else caches[j]
-        return caches
-
-    def own_caches(self, caches: Sequence[Any]) -> list[Any]:
-        """The entries that are written here."""
-        return list(caches) if self._is_whole else [caches[i] for i in self._own]
+        return caches if self._is_whole else [caches[i] for i in self._own]
 
     def hidden(
         self, tokens: mx.array, entering: mx.array | None, caches: Sequence[Any]
     ) -> mx.array:
-        """Ids (1, n) and, unless the first layer is here, hidden (1, n, H) -> hidden (1, n, H)."""
-        _ = self._call(self._body, tokens, entering, caches)
+        """Ids (B, n) and, unless the first layer is here, hidden (B, n, H) -> hidden (B, n, H)."""
+        _ = self._call(self._body, tokens, entering, self._spread(caches))
         leaving = self._slot.leaving
         assert leaving is not None
         return leaving
@@ -137,7 +123,7 @@ class StageModel:
             return
         caches = self.make_caches()
         try:
-            if kinds := unquantised(self.own_caches(caches)):
+            if kinds := unquantised(caches):
                 raise TypeError(f"a cache of kind {kinds[0]} cannot be")
             _ = self.hidden(
                 mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size), dtype), caches
@@ -200,6 +186,29 @@ class StageModel:
         taken = [caches for _, caches in self._handing.taken]
         own = frozenset[int]().union(*taken[self.first : self.end])
         return frozenset[int]().union(*taken) - own
+
+    def _spread(self, caches: Sequence[Any]) -> Sequence[Any]:
+        """As the model takes caches, one entry for each of its own, from those that are here.
+
+        Entries of layers that other stages own are aliases of own ones of the same kind: models
+        take a mask's offset from the first attention layer, which may not be here.
+        """
+        if self._is_whole:
+            return caches
+        own = dict(zip(self._own, caches, strict=True))
+        return [own.get(self._stand_ins.get(j, j), cache) for j, cache in enumerate(self._unread)]
+
+    @cached_property
+    def _unread(self) -> list[Any]:
+        """Entries for layers that are not here and have no kind in common with those that are."""
+        return self._fresh_caches()
+
+    @cached_property
+    def _stand_ins(self) -> dict[int, int]:
+        """Of the others' caches: the first own one of the same kind, if there is any."""
+        kinds = [_kind(cache) for cache in self._unread]
+        same = {j: [i for i in self._own if kinds[i] == kinds[j]] for j in self._others}
+        return {j: found[0] for j, found in same.items() if found}
 
     @cached_property
     def _own(self) -> list[int]:

@@ -1,14 +1,9 @@
-"""Stages that exchange tensors: frames, streams, forwards.
+"""What the stages of a model exchange: frames, streams, and the ring round them.
 
 frames.py: tensor frames: cut, checked, joined
-meeting.py: where rows of several requests set out together
-merged.py: forwards that several requests of a stage share
-pacing.py: how many chunks of prompts are under way
-prefixes.py: what stages keep of prompts, and go on from
-request_state.py: what a stage holds of a request
+link.py: the generator's way through the other stages, and what is on that way
+ring.py: the generator's end of the streams
 seen_attempts.py: which attempts are over
-stage.py: what a stage does with a frame: sessions, forwards, leases
 stage_queue.py: what waits for a stage's compute thread, and in which order
 streams.py: gRPC streams between runners
-verifier.py: one request of a model in stages
 """

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from ...placement.errors import InvalidFrame
 from ...proto import peer_pb2 as pb
@@ -14,27 +15,61 @@ from ..model.tensors import ITEM_BYTES, WIRE
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
 MAX_TOGETHER = 16
-"""Requests whose rows travel in one frame: as many as run at once."""
+"""Requests whose rows travel in one block: as many as run at once."""
 REQUEST_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenBlock:
-    """Rows of hidden states, complete. `data` is (1, rows, hidden_size) in the wire's order."""
+class Member(NamedTuple):
+    """One request in a block."""
 
     request: str
     attempt: int
     position: int
+    """Its committed rows before the block."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Names the request's state on every stage."""
+        return self.request, self.attempt
+
+
+class Replayed(NamedTuple):
+    """One forward of an earlier attempt."""
+
     rows: int
+    kept: int
+    """The first of its rows that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenBlock:
+    """Hidden states of one or several requests, complete."""
+
+    members: tuple[Member, ...]
+    """In the order of the rows. Several have one row each, behind their prompts."""
+    rows: int
+    """Of each request."""
     tokens: tuple[int, ...]
+    """The ids of all rows, request by request."""
     reply: "pb.Reply.ValueType"
     data: bytes
-    schedule: tuple[int, ...] = ()
-    """Rows of each forward that the block stands for, as a resume repeats them; empty: one."""
+    """(requests, rows, hidden_size) in the wire's order."""
+    replayed: tuple[Replayed, ...] = ()
+    """The forwards that the block stands for, as a resume repeats them; empty: one, all of it."""
     near_tie: bool = False
     """Computed with other requests on a stage where that was measured to round otherwise."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
-    """What is kept of the state behind it; see `prefixes.py`."""
+    """What is kept of the state behind it; see `shard/engine/stage_prefixes.py`."""
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it is a round of answers; else it is of a prompt, or of what is rebuilt."""
+        return self.reply == pb.REPLY_ALL
+
+    @property
+    def kept(self) -> int:
+        """The rows of each request that stay."""
+        return sum(forward.kept for forward in self.replayed) if self.replayed else self.rows
 
 
 def cut(
@@ -44,78 +79,59 @@ def cut(
 
     Of a chunk that comes back, which has no data, word that it was computed.
     """
+    first = block.members[0]
     if block.reply == pb.REPLY_COMPUTED and not block.data:
-        computed = pb.Computed(position=block.position)
+        computed = pb.Computed(position=first.position)
         yield pb.Frame(
-            placement=placement, request=block.request, attempt=block.attempt, computed=computed
+            placement=placement, request=first.request, attempt=first.attempt, computed=computed
         )
+    members = [pb.Member(**member._asdict()) for member in block.members]
+    replayed = [pb.Replayed(**forward._asdict()) for forward in block.replayed]
     for offset in range(0, len(block.data), MAX_DATA):
         hidden = pb.Hidden(
             stage=stage,
-            position=block.position,
             rows=block.rows,
             dtype=WIRE[dtype],
-            shape=(1, block.rows, hidden_size),
+            shape=(len(members), block.rows, hidden_size),
             offset=offset,
             data=block.data[offset : offset + MAX_DATA],
             tokens=block.tokens if offset == 0 else (),
             reply=block.reply,
-            schedule=block.schedule if offset == 0 else (),
             near_tie=block.near_tie,
             border=block.border,
+            members=members,
+            replayed=replayed if offset == 0 else (),
         )
         yield pb.Frame(
-            placement=placement, request=block.request, attempt=block.attempt, hidden=hidden
+            placement=placement, request=first.request, attempt=first.attempt, hidden=hidden
         )
 
 
-def cut_all(
-    blocks: Sequence[HiddenBlock], placement: str, stage: int, dtype: str, hidden_size: int
-) -> list[pb.Frame]:
-    """The frames of several blocks; those of single rows of several requests travel as one."""
-    frames = {id(b): list(cut(b, placement, stage, dtype, hidden_size)) for b in blocks}
-    single = [b for b in blocks if b.rows == 1 and b.data and len(frames[id(b)]) == 1]
-    if not 1 < len({b.request for b in single}) == len(single) <= MAX_TOGETHER:
-        single = []  # several rows of one request keep their order
-    chosen = {id(b) for b in single}
-    rest = [frame for b in blocks if id(b) not in chosen for frame in frames[id(b)]]
-    if not single:
-        return rest
-    together = pb.Together(frames=[frame for b in single for frame in frames[id(b)]])
-    first = single[0]
-    envelope = pb.Frame(
-        placement=placement, request=first.request, attempt=first.attempt, together=together
-    )
-    return [envelope, *rest]
-
-
-def parts_of(together: pb.Together) -> Sequence[pb.Frame]:
-    """Raises InvalidFrame where they are not what `cut_all` makes of its blocks."""
-    parts = together.frames
-    if not 2 <= len(parts) <= MAX_TOGETHER:
-        raise InvalidFrame(f"together.frames must be 2 to {MAX_TOGETHER}", param="together.frames")
-    if any(part.WhichOneof("kind") != "hidden" or part.hidden.rows != 1 for part in parts):
-        raise InvalidFrame(
-            "together.frames must be hidden states of one row each", param="together.frames"
-        )
-    if len({part.request for part in parts}) < len(parts):
-        raise InvalidFrame("together.frames must be of different requests", param="together.frames")
-    return parts
+def members_of(frame: pb.Frame) -> list[tuple[str, int]]:
+    """The requests and attempts that a frame is about."""
+    members = [(m.request, int(m.attempt)) for m in frame.hidden.members]
+    return members or [(frame.request, int(frame.attempt))]
 
 
 def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
     """What every kind of frame must carry. Raises InvalidFrame naming the field."""
     if frame.placement != expected.placement:
         raise InvalidFrame("the frame belongs to another placement", param="placement")
-    if not REQUEST_NAME.fullmatch(frame.request):
-        raise InvalidFrame("request is not 1 to 64 letters, digits, - or _", param="request")
-    if frame.attempt < 1:
-        raise InvalidFrame("attempt counts from 1", param="attempt")
+    _check_name(frame.request, frame.attempt, "")
     kind = frame.WhichOneof("kind")
     if kind is None:
         raise InvalidFrame("the frame has no kind", param="kind")
     if kind == "prefix":
         check_prefix(frame.prefix, expected)
+
+
+def _check_name(request: str, attempt: int, within: str) -> None:
+    if not REQUEST_NAME.fullmatch(request):
+        raise InvalidFrame(
+            f"{within}request is not 1 to 64 letters, digits, - or _", param=f"{within}request"
+        )
+    if attempt < 1:
+        raise InvalidFrame(f"{within}attempt counts from 1", param=f"{within}attempt")
 
 
 def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
@@ -139,43 +155,65 @@ def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
         )
 
 
-def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
+def check_hidden(frame: pb.Frame, expected: StageLimits) -> None:
     """A frame of hidden states against the placement. Raises InvalidFrame naming the field."""
-    shape = (1, hidden.rows, expected.hidden_size)
+    hidden = frame.hidden
+    members, replayed = hidden.members, hidden.replayed
+    shape = (len(members), hidden.rows, expected.hidden_size)
+    first = hidden.offset == 0
     checks = (
         ("stage", hidden.stage == expected.stage, expected.stage),
         ("dtype", hidden.dtype == WIRE[expected.dtype], expected.dtype),
         ("rows", 1 <= hidden.rows <= expected.max_rows, f"1 to {expected.max_rows}"),
+        (
+            "members",
+            1 <= len(members) <= MAX_TOGETHER
+            and len({member.request for member in members}) == len(members)
+            and (members[0].request, members[0].attempt) == (frame.request, frame.attempt),
+            f"1 to {MAX_TOGETHER} different requests, the frame's first",
+        ),
+        (
+            "reply",
+            hidden.reply in (pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED),
+            "all, last or computed",
+        ),
+        (
+            "members",
+            len(members) == 1 or (hidden.rows == 1 and hidden.reply == pb.REPLY_ALL),
+            "one, unless each has one row behind its prompt",
+        ),
         ("shape", tuple(hidden.shape) == shape, list(shape)),
         (
-            "position",
-            hidden.position + hidden.rows <= expected.context_length,
+            "members.position",
+            all(m.position + hidden.rows <= expected.context_length for m in members),
             f"at most {expected.context_length} minus the rows",
         ),
-        ("reply", hidden.reply in (1, 2, 3, 4), "all, last, none or computed"),
         ("data", 1 <= len(hidden.data) <= MAX_DATA, f"1 to {MAX_DATA} bytes"),
         (
             "tokens",
-            len(hidden.tokens) == (hidden.rows if hidden.offset == 0 else 0)
+            len(hidden.tokens) == (len(members) * hidden.rows if first else 0)
             and all(token < expected.vocabulary for token in hidden.tokens),
             "one id of the vocabulary for each row, in the first frame",
         ),
         (
-            "schedule",
-            not hidden.schedule
+            "replayed",
+            not replayed
             or (
-                (hidden.offset == 0 and 0 not in hidden.schedule)
-                and sum(hidden.schedule) == hidden.rows
+                first
+                and hidden.reply == pb.REPLY_COMPUTED
+                and all(1 <= forward.kept <= forward.rows for forward in replayed)
+                and sum(forward.rows for forward in replayed) == hidden.rows
             ),
-            "of forwards whose rows add up to the block's, in the first frame",
+            "forwards that keep a row at least and whose rows add up to the block's, in the first "
+            "frame",
         ),
         (
             "border",
             hidden.border == pb.BORDER_UNSPECIFIED
             or (
                 hidden.border in (pb.BORDER_KEPT, pb.BORDER_FIRST_TURN)
-                and hidden.reply in (pb.REPLY_NONE, pb.REPLY_COMPUTED)
-                and not hidden.schedule
+                and hidden.reply == pb.REPLY_COMPUTED
+                and not replayed
             ),
             "one of a single forward within a prompt",
         ),
@@ -183,6 +221,8 @@ def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
     for field, good, wanted in checks:
         if not good:
             raise InvalidFrame(f"hidden.{field} must be {wanted}", param=f"hidden.{field}")
+    for member in members:
+        _check_name(member.request, member.attempt, "hidden.members.")
     total = math.prod(shape) * ITEM_BYTES[expected.dtype]
     if hidden.offset + len(hidden.data) > total:
         raise InvalidFrame(
@@ -192,18 +232,20 @@ def check_hidden(hidden: pb.Hidden, expected: StageLimits) -> None:
 
 
 class Assembler:
-    """Puts the frames of one stream's blocks together; at most one block a request is open."""
+    """Puts the frames of one stream's blocks together: a block's frames follow each other."""
 
     def __init__(self, expected: StageLimits) -> None:
         self._expected = expected
-        self._open: dict[str, list[pb.Frame]] = {}
+        self._open: list[pb.Frame] = []
 
     def add(self, frame: pb.Frame) -> HiddenBlock | None:
         """The block that this frame completes, if it does. Raises InvalidFrame."""
+        parts, self._open = self._open, []
         check_envelope(frame, self._expected)
         hidden = frame.hidden
-        check_hidden(hidden, self._expected)
-        parts = self._open.pop(frame.request, [])
+        check_hidden(frame, self._expected)
+        if hidden.offset == 0:
+            parts = []  # one that was left open is over
         received = sum(len(part.hidden.data) for part in parts)
         if hidden.offset != received or (parts and not _continues(parts[0], frame)):
             raise InvalidFrame(
@@ -212,34 +254,27 @@ class Assembler:
             )
         parts.append(frame)
         size = self._expected.hidden_size * ITEM_BYTES[self._expected.dtype]
-        if received + len(hidden.data) < hidden.rows * size:
-            self._open[frame.request] = parts
+        if received + len(hidden.data) < len(hidden.members) * hidden.rows * size:
+            self._open = parts
             return None
         return _joined(parts)
-
-    def forget(self, request: str) -> None:
-        """Drops what a request that ended left open."""
-        _ = self._open.pop(request, None)
 
 
 def _continues(first: pb.Frame, frame: pb.Frame) -> bool:
     a, b = first.hidden, frame.hidden
-    same_block = (a.position, a.rows, a.reply) == (b.position, b.rows, b.reply)
-    return first.attempt == frame.attempt and same_block
+    return (a.rows, a.reply) == (b.rows, b.reply) and list(a.members) == list(b.members)
 
 
 def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
-    first = parts[0]
+    first = parts[0].hidden
     data = [part.hidden.data for part in parts]
     return HiddenBlock(
-        request=first.request,
-        attempt=first.attempt,
-        position=first.hidden.position,
-        rows=first.hidden.rows,
-        tokens=tuple(first.hidden.tokens),
-        reply=first.hidden.reply,
+        members=tuple(Member(m.request, int(m.attempt), int(m.position)) for m in first.members),
+        rows=first.rows,
+        tokens=tuple(first.tokens),
+        reply=first.reply,
         data=data[0] if len(data) == 1 else b"".join(data),
-        schedule=tuple(first.hidden.schedule),
-        near_tie=first.hidden.near_tie,
-        border=first.hidden.border,
+        replayed=tuple(Replayed(each.rows, each.kept) for each in first.replayed),
+        near_tie=first.near_tie,
+        border=first.border,
     )

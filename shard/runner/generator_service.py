@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from ...placement.errors import ExoNodeError, InvalidRequest
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ..engine.compute import ComputeThread, Run
+from ..engine.compute import ComputeThread
 from ..engine.events import Delta, Done, EngineEvent, Retold
 from ..engine.request import EngineRequest
 from ..engine.text_engine import Driven, TextEngine
@@ -238,7 +238,7 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
 
 
 async def _drain(
-    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Run | Driven
+    events: "asyncio.Queue[EngineEvent | BaseException | None]", run: Driven
 ) -> AsyncIterator[EngineEvent]:
     """The events up to the end; raises what ended the generation otherwise."""
     while True:

@@ -38,6 +38,7 @@ from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.options import EngineOptions
+from ..engine.stage import StageWorker
 from ..engine.stage_prefixes import StagePrefixes
 from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, kept_at_the_end
@@ -46,8 +47,7 @@ from ..model.layer_probe import probe_layers, probed_rows
 from ..model.load import Loaded, bytes_read, load
 from ..model.stage_model import MODEL_FAULTS, said
 from ..model.tensors import DTYPES
-from ..pipeline.stage import StageWorker
-from ..pipeline.streams import Ring
+from ..pipeline.ring import Ring
 from ..text.prompt_encoder import PromptEncoder
 from .generator_service import GeneratorService
 from .kept_files import prefix_disk_of, profile_of

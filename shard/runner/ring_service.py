@@ -3,7 +3,8 @@
 from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
-from ..pipeline.streams import OutgoingStream, Ring
+from ..pipeline.ring import Ring
+from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
 from .stage_service import Incoming, StageService, unknown_kind
 
@@ -22,12 +23,7 @@ class RingService(StageService):
             case "hidden":
                 if (block := incoming.assembler.add(frame)) is not None:
                     self._ring.answer(block)
-            case "together":
-                for _, block in self.parts(frame, incoming):
-                    self._ring.answer(block)
-            case "rollback" | "release":
-                incoming.assembler.forget(frame.request)
-            case "renew":
+            case "release" | "renew":
                 pass  # it came round the ring: every stage has seen it
             case "prefix":
                 self._ring.prefix(frame)

@@ -9,8 +9,8 @@ from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
-from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, parts_of
-from ..pipeline.stage_queue import Kind
+from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, members_of
+from ..pipeline.link import Key
 from ..pipeline.streams import Address, OutgoingStream
 from .next_stage import NextStage
 from .refusal import Context, refuse
@@ -24,10 +24,10 @@ Up = asyncio.Queue[pb.Frame | None]
 CHUNKS_AHEAD = 2
 """Chunks of one stream, beyond one for each stage, that may wait for the compute thread.
 
-gRPC's flow control holds the rest: some only where a stage is rebuilt, since `Pacing` sends fewer.
+gRPC's flow control holds the rest: there is one only where a generator sends more than ours does.
 """
 ROWS_AHEAD = 32
-"""The same for rows of answers, of which each request in flight has one."""
+"""The same for rounds, of which each request in flight has one."""
 
 
 class Incoming:
@@ -39,9 +39,9 @@ class Incoming:
         self.chunks_ahead = asyncio.Semaphore(stages + CHUNKS_AHEAD)
         self.rows_ahead = asyncio.Semaphore(ROWS_AHEAD)
 
-    def ahead(self, kind: Kind) -> asyncio.Semaphore:
-        """What a block of that kind takes while it waits."""
-        return self.chunks_ahead if kind == "chunk" else self.rows_ahead
+    def ahead(self, block: HiddenBlock) -> asyncio.Semaphore:
+        """What a block takes while it waits."""
+        return self.rows_ahead if block.is_round else self.chunks_ahead
 
 
 class StageService(peer_pb2_grpc.StageServicer):
@@ -115,26 +115,17 @@ class StageService(peer_pb2_grpc.StageServicer):
                     check_envelope(frame, self._limits)
                     await self.take(frame, incoming)
                 except ExoNodeError as fault:
-                    incoming.up.put_nowait(self.failure(frame, fault))
+                    self.send_failures(frame, fault, incoming)
         finally:
             incoming.up.put_nowait(None)
 
-    def parts(self, frame: pb.Frame, incoming: Incoming) -> list[tuple[pb.Frame, HiddenBlock]]:
-        """The blocks that travel together; what is wrong with one of them goes back up."""
-        sound = list[tuple[pb.Frame, HiddenBlock]]()
-        for part in parts_of(frame.together):
-            try:
-                block = incoming.assembler.add(part)
-                if block is None:
-                    incoming.assembler.forget(part.request)
-                    raise InvalidFrame("a block in parts travels alone", param="hidden.data")
-                sound.append((part, block))
-            except ExoNodeError as fault:
-                incoming.up.put_nowait(self.failure(part, fault))
-        return sound
+    def send_failures(self, frame: pb.Frame, fault: BaseException, incoming: Incoming) -> None:
+        """Back up: what went wrong with all that a frame is about."""
+        for key in members_of(frame):
+            incoming.up.put_nowait(self.failure(key, fault))
 
-    def failure(self, frame: pb.Frame, fault: BaseException) -> pb.Frame:
-        """What went wrong with that frame, for the generator."""
+    def failure(self, key: Key, fault: BaseException) -> pb.Frame:
+        """What went wrong with a request, for the generator."""
         if not isinstance(fault, ExoNodeError):
             log.error("stage %d failed", self._spec.stage, exc_info=fault)
             # Not PeerLost: the stage lives, and the same frame would fail again.
@@ -148,8 +139,8 @@ class StageService(peer_pb2_grpc.StageServicer):
         )
         return pb.Frame(
             placement=self._spec.placement,
-            request=frame.request,
-            attempt=frame.attempt,
+            request=key[0],
+            attempt=key[1],
             failure=failure,
         )
 

@@ -1,17 +1,17 @@
 """A stage behind the generator: frames in, frames on, and back up what failed."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ...placement.errors import PeerLost
 from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread, as_job
+from ..engine.stage import Passed, StageWorker
 from ..model.stage_limits import StageLimits
-from ..pipeline.frames import HiddenBlock, cut_all
-from ..pipeline.stage import Outcome, StageWorker
-from ..pipeline.stage_queue import Kind, StageQueue, kind_of
+from ..pipeline.frames import HiddenBlock, cut
+from ..pipeline.stage_queue import StageQueue
 from ..pipeline.streams import OutgoingStream
 from .next_stage import NextStage
 from .stage_service import Incoming, StageService, unknown_kind
@@ -39,22 +39,14 @@ class WorkerService(StageService):
         match frame.WhichOneof("kind"):
             case "hidden":
                 if (block := incoming.assembler.add(frame)) is not None:
-                    _ = await incoming.ahead(kind_of(block)).acquire()
+                    _ = await incoming.ahead(block).acquire()
                     self._forward(block, frame, incoming)
-            case "together":
-                if parts := self.parts(frame, incoming):
-                    _ = await incoming.ahead("row").acquire()
-                    self._forward_all(parts, incoming)
-            case "rollback" | "release":
-                incoming.assembler.forget(frame.request)
+            case "release" | "renew":
                 if frame.HasField("release"):
                     _ = self._queue.drop(frame.request, int(frame.attempt))
                 self._apply(frame, incoming)
-            case "renew":
-                self._apply(frame, incoming)
             case "prefix":
-                incoming.assembler.forget(frame.request)
-                self._ask_prefix(frame, incoming)
+                self._answer_prefix(frame, incoming)
             case kind:
                 raise unknown_kind(kind)
 
@@ -70,17 +62,21 @@ class WorkerService(StageService):
 
     def _compute_then(
         self,
-        requests: Sequence[str],
         work: Callable[[], T],
         then: Callable[["Future[T]"], None],
-        *,
-        attempt: int = 0,
-        kind: Kind = "word",
+        block: HiddenBlock | None = None,
     ) -> None:
-        """`then` hears of the result on the event loop, or that it was dropped: cancelled."""
+        """`then` hears of the result on the event loop, or that it was dropped: cancelled.
+
+        `block`: what `work` computes; None: nothing.
+        """
         loop, (run, future) = asyncio.get_running_loop(), as_job(work)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(then, done))
-        self._queue.add(requests, attempt, kind, run, future.cancel)
+        if block is None or block.is_round:
+            members = () if block is None else [member.key for member in block.members]
+            self._queue.add_round(members, run)
+        else:
+            self._queue.add_chunk(block.members[0].key, run, future.cancel)
         self._compute.post(self._run_next)
 
     def _run_next(self) -> None:
@@ -89,88 +85,49 @@ class WorkerService(StageService):
             run()
 
     def _forward(self, block: HiddenBlock, frame: pb.Frame, incoming: Incoming) -> None:
-        kind = kind_of(block)
-
-        def finished(future: "Future[list[HiddenBlock]]") -> None:
-            incoming.ahead(kind).release()
+        def finished(future: "Future[Passed]") -> None:
+            incoming.ahead(block).release()
             if future.cancelled():
                 return  # the request is over
             if (fault := future.exception()) is not None:
-                incoming.up.put_nowait(self.failure(frame, fault))
+                self.send_failures(frame, fault, incoming)
                 return
-            self._send_on(future.result())
+            passed = future.result()
+            for key, fault in passed.faults:
+                incoming.up.put_nowait(self.failure(key, fault))
+            if passed.leaving is not None:
+                self._send_on(passed.leaving)
 
-        forward, attempt = self._worker.forward, block.attempt
-        self._compute_then(
-            [block.request], lambda: forward(block), finished, attempt=attempt, kind=kind
-        )
+        self._compute_then(lambda: self._worker.forward(block), finished, block)
 
-    def _forward_all(
-        self, parts: Sequence[tuple[pb.Frame, HiddenBlock]], incoming: Incoming
-    ) -> None:
-        def finished(future: "Future[list[Outcome]]") -> None:
-            incoming.ahead("row").release()
-            if (fault := future.exception()) is not None:
-                for frame, _ in parts:
-                    incoming.up.put_nowait(self.failure(frame, fault))
-                return
-            going = list[HiddenBlock]()
-            for (frame, _), outcome in zip(parts, future.result(), strict=True):
-                if isinstance(outcome, Exception):
-                    incoming.up.put_nowait(self.failure(frame, outcome))
-                else:
-                    going += outcome
-            self._send_on(going)
-
-        blocks = [block for _, block in parts]
-        requests = [block.request for block in blocks]
-        self._compute_then(requests, lambda: self._worker.forward_all(blocks), finished, kind="row")
-
-    def _send_on(self, blocks: Sequence[HiddenBlock]) -> None:
+    def _send_on(self, block: HiddenBlock) -> None:
         limits, spec = self._limits, self._spec
-        following = spec.stage + 1
-        frames = cut_all(blocks, spec.placement, following, limits.dtype, limits.hidden_size)
-        if frames:
-            self._following.send(frames)
+        wire = spec.placement, spec.stage + 1, limits.dtype, limits.hidden_size
+        self._following.send(list(cut(block, *wire)))
 
-    def _pass_on(self, frame: pb.Frame) -> None:
-        """To the next stage; behind the last one is the generator, where it comes from."""
-        if self._spec.stage + 1 < self._spec.num_stages:
-            self._following.send([frame])
-
-    def _ask_prefix(self, frame: pb.Frame, incoming: Incoming) -> None:
+    def _answer_prefix(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Where a new attempt may begin: what this stage lacks goes no further."""
-        name, attempt, asked = frame.request, int(frame.attempt), frame.prefix
-        tokens, schedule, held = list(asked.tokens), list(asked.schedule), list(asked.held)
+        key, query = (frame.request, int(frame.attempt)), frame.prefix
+        tokens, schedule, held = list(query.tokens), list(query.schedule), list(query.held)
 
         def finished(future: "Future[list[int]]") -> None:
             if (fault := future.exception()) is not None:
-                incoming.up.put_nowait(self.failure(frame, fault))
+                self.send_failures(frame, fault, incoming)
                 return
-            asked.held[:] = future.result()
+            query.held[:] = future.result()
             self._following.send([frame])
 
-        look = self._worker.held
-        self._compute_then([name], lambda: look(name, attempt, tokens, schedule, held), finished)
+        self._compute_then(lambda: self._worker.held(key, tokens, schedule, held), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
-        """Rollback, release and renew: here first, then at the stages behind this one."""
-        worker, name, attempt = self._worker, frame.request, int(frame.attempt)
-
-        def apply() -> None:
-            match frame.WhichOneof("kind"):
-                case "rollback":
-                    worker.rollback(name, attempt, int(frame.rollback.position))
-                case "renew":
-                    worker.renew(name, attempt)
-                case _:
-                    worker.release(name, attempt)
+        """Release and renew: here first, then at the stages behind this one."""
+        key = frame.request, int(frame.attempt)
+        work = self._worker.release if frame.HasField("release") else self._worker.renew
 
         def finished(future: "Future[None]") -> None:
             if (fault := future.exception()) is not None:
-                incoming.up.put_nowait(self.failure(frame, fault))
-            self._pass_on(frame)
+                self.send_failures(frame, fault, incoming)
+            if self._spec.stage + 1 < self._spec.num_stages:  # behind the last is the generator
+                self._following.send([frame])
 
-        # A renewal need not wait for what is queued of its request.
-        ordered = [] if frame.HasField("renew") else [name]
-        self._compute_then(ordered, apply, finished)
+        self._compute_then(lambda: work(key), finished)

@@ -30,9 +30,9 @@ from subjects import loaded, room_of, spec_of
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.stage_prefixes import StagePrefixes
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.pipeline.stage import StageWorker
 from exo_node.shard.text.grammar import Gate
 from exo_node.shard.text.grammars import GrammarSpec
 
@@ -188,7 +188,8 @@ def staged_engine(case: Case) -> TextEngine:
     ]
     wanted = spec_of(case.model, case.dtype, case.stages)
     wanted.prefix_cache_bytes = rooms[0]
-    return engine_of(parts[0], wanted, LoopbackLink(workers, [p.expected for p in parts[1:]]))
+    link = LoopbackLink(workers, [part.expected for part in parts[1:]])
+    return engine_of(parts[0], wanted, link, clock=lambda: 0.0)
 
 
 def _fields(option: Option, served: TextEngine) -> dict[str, Any]:

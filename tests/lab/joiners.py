@@ -21,6 +21,7 @@ from exo_node.node.join.wire import JoinConnection, connected, hello, party_of, 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
+from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.node.trust.certificates import (
     cluster_fingerprint,
     join_credentials,
@@ -207,7 +208,7 @@ class Impostor:
             "name": self.name,
             "chip": "chip",
             "version": "0.1.0",
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "address": "127.0.0.1:9",
             "fresh": self.fresh,
             "open": False,

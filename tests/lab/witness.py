@@ -50,17 +50,20 @@ def install(log: str) -> None:
     """In a runner, makes its stage write; in any other process nothing."""
     if "exo_node.shard.runner.main" not in sys.orig_argv:
         return
+    from exo_node.shard.engine.stage import Passed, StageWorker
     from exo_node.shard.pipeline.frames import HiddenBlock
-    from exo_node.shard.pipeline.stage import StageWorker
 
     forward = StageWorker.forward
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def seen(self: StageWorker, block: HiddenBlock) -> list[HiddenBlock]:
-        out = forward(self, block)  # it raises where it refuses the attempt
-        line = f"{time.monotonic_ns()} {os.getpid()} {block.request} {block.attempt}\n"
-        _ = os.write(file, line.encode())
-        return out
+    def seen(self: StageWorker, block: HiddenBlock) -> Passed:
+        passed = forward(self, block)
+        refused = {key for key, _ in passed.faults}
+        now, process = time.monotonic_ns(), os.getpid()
+        ran = [member for member in block.members if member.key not in refused]
+        lines = [f"{now} {process} {member.request} {member.attempt}\n" for member in ran]
+        _ = os.write(file, "".join(lines).encode())
+        return passed
 
     StageWorker.forward = seen
 

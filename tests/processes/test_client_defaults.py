@@ -67,4 +67,5 @@ def test_an_agents_defaults_are_answered_and_what_was_mapped_is_told(
         connection.close()
     assert response.status == 200, text
     assert set((response.getheader("x-exo-node-ignored") or "").split(", ")) == NOTES
-    assert '"error"' not in text.replace('"error":null', "")
+    # As a field: a sampled answer may well say the word.
+    assert '"error":' not in text.replace('"error":null', "")

@@ -22,10 +22,10 @@ from small import LAYERS, expected, small_checkpoint
 
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
-from exo_node.placement.errors import InvalidFrame, PeerLost
+from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
-from exo_node.shard.pipeline.frames import HiddenBlock, cut
+from exo_node.shard.pipeline.frames import HiddenBlock, Member, cut
 from exo_node.shard.pipeline.streams import Address, OutgoingStream
 
 STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me a story.")
@@ -128,9 +128,15 @@ async def raw_stream(two: Placement) -> AsyncGenerator[Any]:
         yield peer_pb2_grpc.StageStub(channel).Stream()
 
 
-def a_frame(request: str, placement: str = "p1") -> pb.Frame:
-    block = HiddenBlock(request, 1, 0, 2, (1, 2), pb.REPLY_ALL, bytes(2 * HIDDEN * 4))
-    [frame] = cut(block, placement, 1, "float32", HIDDEN)
+def a_frame(request: str) -> pb.Frame:
+    """The first two rows of one request."""
+    return frame_of(2, Member(request, 1, 0))
+
+
+def frame_of(rows: int, *members: Member) -> pb.Frame:
+    count = rows * len(members)
+    block = HiddenBlock(members, rows, (1,) * count, pb.REPLY_ALL, bytes(count * HIDDEN * 4))
+    [frame] = cut(block, "p1", 1, "float32", HIDDEN)
     return frame
 
 
@@ -151,10 +157,11 @@ def of(frame: pb.Frame, **changes: Any) -> pb.Frame:
 
 BAD_FRAMES = {
     "hidden.shape": wrong_shape(),
+    "hidden.members": frame_of(1, Member("raw-1", 1, 2), Member("raw-1", 2, 2)),
     "placement": of(a_frame("raw-1"), placement="p2"),
     "kind": wrong_kind(),
     "request": pb.Frame(placement="p1", request="r" * 65, attempt=1, release=pb.Release()),
-    "attempt": pb.Frame(placement="p1", request="raw-1", rollback=pb.Rollback()),
+    "attempt": pb.Frame(placement="p1", request="raw-1", renew=pb.Renew()),
 }
 
 
@@ -164,11 +171,13 @@ def test_a_bad_frame_gets_a_failure_that_names_the_field_and_harms_nothing(
 ) -> None:
     async def play() -> None:
         async with raw_stream(two) as stream:
-            await stream.write(BAD_FRAMES[field])
-            answer: pb.Frame = await asyncio.wait_for(stream.read(), WITHIN_S)
-            assert answer.WhichOneof("kind") == "failure"
-            assert (answer.failure.code, answer.failure.param) == ("invalid_frame", field)
-            assert answer.failure.stage == 1
+            frame = BAD_FRAMES[field]
+            await stream.write(frame)
+            for _ in range(max(1, len(frame.hidden.members))):
+                answer: pb.Frame = await asyncio.wait_for(stream.read(), WITHIN_S)
+                assert answer.WhichOneof("kind") == "failure"
+                assert (answer.failure.code, answer.failure.param) == ("invalid_frame", field)
+                assert answer.failure.stage == 1
         assert await good(two)
 
     loop.run(play())
@@ -180,18 +189,39 @@ def test_a_stage_goes_on_after_a_bad_frame_in_the_same_stream(
     async def play() -> None:
         async with raw_stream(two) as stream:
             late = a_frame("raw-2")
-            late.hidden.position = 7
+            late.hidden.members[0].position = 7
             for frame in (wrong_shape(), a_frame("raw-2"), late):
                 await stream.write(frame)
             params = [
                 (await asyncio.wait_for(stream.read(), WITHIN_S)).failure.param for _ in range(2)
             ]
             # The good frame between them was taken: position 7 is wrong because row 2 is next.
-            assert params == ["hidden.shape", "hidden.position"]
+            assert params == ["hidden.shape", "hidden.members.position"]
             await stream.write(
                 pb.Frame(placement="p1", request="raw-2", attempt=1, release=pb.Release())
             )
             _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
+
+    loop.run(play())
+
+
+def test_what_fails_of_a_round_is_told_of_each_that_shares_it(
+    loop: asyncio.Runner, two: Placement
+) -> None:
+    async def play() -> None:
+        async with raw_stream(two) as stream:
+            await stream.write(a_frame("raw-4"))
+            await stream.write(frame_of(1, Member("raw-4", 1, 2), Member("raw-5", 1, 2)))
+            told = [await asyncio.wait_for(stream.read(), WITHIN_S) for _ in range(2)]
+            assert {frame.request: frame.failure.code for frame in told} == {
+                "raw-4": StateLost("").code,
+                "raw-5": PeerLost("").code,
+            }
+            await stream.write(
+                pb.Frame(placement="p1", request="raw-4", attempt=1, release=pb.Release())
+            )
+            _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
+        assert await good(two)
 
     loop.run(play())
 

@@ -25,13 +25,20 @@ from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.node.rpc import control_server
 from exo_node.node.rpc.control_server import PROTOCOL
-from exo_node.placement.errors import ExoNodeError, InvalidRequest, PeerLost
+from exo_node.placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.bound_server import BoundNumbers
 from exo_node.proto.bounds import MAX_COUNTER, fault
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.pipeline.frames import Assembler, check_envelope
+from exo_node.shard.pipeline.frames import (
+    Assembler,
+    HiddenBlock,
+    Member,
+    Replayed,
+    check_envelope,
+    cut,
+)
 
 EVERY: Mapping[str, Descriptor] = pb.DESCRIPTOR.message_types_by_name
 U64, U32 = 2**64 - 1, 2**32 - 1
@@ -351,3 +358,71 @@ def test_any_frame_is_taken_or_refused(message: Message) -> None:
             _ = Assembler(EXPECTED).add(frame)
     except ExoNodeError as refusal:
         assert refusal.message
+
+
+BLOCKS = {
+    "a round": HiddenBlock(
+        (Member("r1", 1, 3), Member("r2", 2, 9)), 1, (1, 2), pb.REPLY_ALL, bytes(2 * 16)
+    ),
+    "a chunk": HiddenBlock(
+        (Member("r1", 1, 3),), 2, (1, 2), pb.REPLY_COMPUTED, bytes(2 * 16), border=pb.BORDER_KEPT
+    ),
+    "a log": HiddenBlock(
+        (Member("r1", 1, 3),),
+        3,
+        (1, 2, 3),
+        pb.REPLY_COMPUTED,
+        bytes(3 * 16),
+        (Replayed(2, 1), Replayed(1, 1)),
+    ),
+}
+
+
+@st.composite
+def changed(draw: st.DrawFn, block: HiddenBlock) -> pb.Frame:
+    """Its frame with one field, of it or of what is inside it, at random."""
+    (frame,) = cut(block, "p1", 1, "float32", 4)
+    inner = [*frame.hidden.members, *frame.hidden.replayed]
+    place: Any = draw(st.sampled_from([frame, frame.hidden, frame.hidden, *inner]))
+    field = draw(st.sampled_from([f for f in place.DESCRIPTOR.fields if f.name != "hidden"]))
+    if draw(st.booleans()):
+        place.ClearField(field.name)
+    fill(draw, place, field, 1)
+    return frame
+
+
+@pytest.mark.parametrize("what", BLOCKS)
+def test_a_good_frame_with_one_field_at_random_becomes_a_sound_block_or_is_refused_by_name(
+    what: str,
+) -> None:
+    @settings(max_examples=80, deadline=None, suppress_health_check=CHECKS)
+    @given(changed(BLOCKS[what]))
+    def story(frame: pb.Frame) -> None:
+        try:
+            check_envelope(frame, EXPECTED)
+            if frame.WhichOneof("kind") != "hidden":
+                return
+            block = Assembler(EXPECTED).add(frame)
+        except InvalidFrame as refusal:
+            first, _, rest = str(refusal.param).partition(".")
+            assert first in EVERY["Frame"].fields_by_name
+            named = {"hidden": EVERY["Hidden"], "prefix": EVERY["PrefixQuery"]}
+            assert not rest or rest.split(".")[0] in named[first].fields_by_name
+            return
+        if block is not None:  # data may be short of what would complete it
+            assert len(block.data) == 16 * block.rows * len(block.members)
+            assert len(block.tokens) == block.rows * len(block.members)
+            assert max(block.tokens) < EXPECTED.vocabulary
+            assert all(m.position + block.rows <= 64 and m.attempt for m in block.members)
+            assert 1 <= block.kept <= block.rows
+            assert len({m.request for m in block.members}) == len(block.members)
+
+    story()
+
+
+@pytest.mark.parametrize("what", BLOCKS)
+def test_the_frames_that_those_begin_from_are_taken(what: str) -> None:
+    (frame,) = cut(BLOCKS[what], "p1", 1, "float32", 4)
+    assert fault(frame) is None
+    check_envelope(frame, EXPECTED)
+    assert Assembler(EXPECTED).add(frame) == BLOCKS[what]

@@ -37,6 +37,7 @@ from exo_node.node.join.requests import (
     Request,
     newest_of_a_crowd,
 )
+from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import DigitsDiffer, JoinRequestNotFound, Untrusted
 from exo_node.placement.ids import NodeId
 
@@ -51,7 +52,7 @@ def party(letter: str, **changed: Any) -> PeerIdentity:
         name=letter,
         chip="chip",
         version="0.1.0",
-        protocol=1,
+        protocol=PROTOCOL,
         address="10.0.0.1:52416",
         fresh=True,
         open=False,
@@ -277,7 +278,7 @@ def test_the_transcript_depends_on_everything_that_either_side_said() -> None:
         {"name": "other"},
         {"chip": "other"},
         {"version": "9"},
-        {"protocol": 2},
+        {"protocol": PROTOCOL + 1},
         {"address": "10.0.0.2:52416"},
         {"fresh": "not"},
         {"open": True},

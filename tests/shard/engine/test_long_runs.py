@@ -97,13 +97,13 @@ def test_memory_does_not_grow_with_the_answer(
 
 def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     leaked: list[mx.array] = []
-    judge = batch.judge
+    judged = batch.judged
 
     def leaking(requests: Any, logits: mx.array, *rest: Any) -> Any:
         leaked.append(logits)
-        return judge(requests, logits, *rest)
+        return judged(requests, logits, *rest)
 
-    monkeypatch.setattr(batch, "judge", leaking)
+    monkeypatch.setattr(batch, "judged", leaking)
     assert growth(sampled(tiny, 2)) > 200_000
 
 

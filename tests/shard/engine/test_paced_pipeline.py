@@ -11,7 +11,7 @@ from small import PROMPT, small_engine
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.pipeline import streams
+from exo_node.shard.pipeline import ring
 
 CHUNKS = 12
 """Of a long prompt."""
@@ -130,7 +130,7 @@ def test_a_prompt_passes_those_in_the_background(pipeline: PacedPipeline) -> Non
 def test_chunks_that_nobody_hears_of_end_their_request_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "PREFILL_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(ring, "PREFILL_DEADLINE_S", DEADLINE_S)
     pipeline = PacedPipeline(monkeypatch, 2)
     (other,) = answers(pipeline, 1)
 

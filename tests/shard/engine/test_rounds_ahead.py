@@ -165,7 +165,8 @@ def taken_out(engine: Engine, answer: Answer) -> State:
     answer.request.taken -= MOST_UNREAD  # its reader pauses, so nothing more is issued
     while engine.step():
         pass
-    (batch,) = engine.executor._batches
+    executor: Any = engine.executor
+    (batch,) = executor._groups.groups
     state = batch.extract(answer.request)
     answer.request.taken += MOST_UNREAD
     return state
@@ -255,4 +256,5 @@ def test_the_device_counts_rows_where_kernels_compute_the_same_so() -> None:
     wanted = spec(native_mtp=True)
     loaded = load_quietly(wanted)
     engines = [engine_of(loaded, wanted, kernels=k) for k in ((), tuple(COUNTS_ON_DEVICE))]
-    assert [each._engine.executor.counts_on_device for each in engines] == [False, True]
+    executors: list[Any] = [each._engine.executor for each in engines]
+    assert [each.counts_on_device for each in executors] == [False, True]

@@ -44,6 +44,9 @@ class Flight:
 
     requests: tuple[Request, ...]
     may_be_followed: bool = True
+    is_away: bool = False
+    is_back: bool = False
+    is_chunk: bool = False
 
 
 def scheduler(depth: int = 1, *, reads_together: bool = False) -> Scheduler:
@@ -244,3 +247,124 @@ def test_tokens_in_flight_are_handed_out_before_a_prompt_is_read() -> None:
 def test_nothing_to_do_is_nothing() -> None:
     assert scheduler().plan([], [], reading=False) is None
     assert scheduler().plan([request("finished"), request("waiting")], [], reading=False) is None
+
+
+# ---- over stages
+
+
+def away(*requests: Request, **fields: bool) -> Flight:
+    """A piece of work that other nodes have."""
+    return Flight(requests, **({"may_be_followed": False, "is_away": True} | fields))
+
+
+def chunk(of: Request) -> Flight:
+    """A chunk of a prompt, on its way."""
+    return away(of, is_chunk=True, may_be_followed=True)
+
+
+def over(stages: int) -> Scheduler:
+    """The scheduler of a model that is split over so many stages."""
+    return Scheduler(CONTEXT, CHUNK, stages=stages)
+
+
+def rounds(made: Scheduler, live: list[Request], flights: list[Flight]) -> list[set[int]]:
+    """Rounds until none may follow, by the places of their requests; they are away then."""
+    found = list[set[int]]()
+    while isinstance(step := made.plan(live, flights, reading=False), Decode):
+        flights.append(away(*step.requests))
+        found.append({live.index(each) for each in step.requests})
+    assert step is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "answers", "sizes"),
+    [
+        (2, 1, [1]),
+        (2, 2, [1, 1]),
+        (2, 3, [1, 2]),
+        (2, 4, [2, 2]),
+        (3, 3, [1, 1, 1]),
+        (3, 4, [1, 1, 2]),
+        (3, 7, [2, 2, 3]),
+        (2, 32, [16, 16]),
+        (2, 40, [8, 16, 16]),
+    ],
+)
+def test_as_many_groups_as_stages_keep_all_of_them_busy(
+    stages: int, answers: int, sizes: list[int]
+) -> None:
+    found = rounds(over(stages), [request() for _ in range(answers)], [])
+    assert sorted(map(len, found)) == sizes
+    assert sorted(number for each in found for number in each) == list(range(answers))
+
+
+def test_groups_stay_as_they_are_while_answers_come() -> None:
+    made, live = over(2), [request(), request()]
+    first = rounds(made, live, [])
+    assert first == [{0}, {1}]
+    live.append(request())
+    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1]]
+    live.append(request())
+    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1, 3]]
+
+
+def test_a_group_of_too_many_is_parted_when_others_end() -> None:
+    made, live = over(2), [request() for _ in range(4)]
+    assert sorted(map(sorted, rounds(made, live, []))) == [[0, 2], [1, 3]]
+    live[1].phase = live[3].phase = "finished"
+    assert sorted(map(sorted, rounds(made, live, []))) == [[0], [2]]
+
+
+def test_a_member_joins_behind_the_round_that_is_away() -> None:
+    made, live, flights = over(2), [request(), request()], list[Flight]()
+    _ = rounds(made, live, flights)
+    live.append(request())
+    assert rounds(made, live, flights) == []
+    flights.pop(0)
+    assert rounds(made, live, flights) == [{0, 2}]
+
+
+def test_as_many_chunks_as_keep_all_stages_busy_are_under_way() -> None:
+    made, live, flights = over(2), [reader(), reader()], list[Flight]()
+    whose = list[int]()
+    while isinstance(step := made.plan(live, flights, reading=False), Prefill):
+        (each,) = step.requests
+        whose.append(live.index(each))
+        flights.append(chunk(each))
+    assert step is None and whose == [0, 1, 0], "one more than stages, in turn"
+    flights.pop(0)
+    assert isinstance(made.plan(live, flights, reading=False), Prefill)
+
+
+def test_a_forward_that_was_begun_here_goes_on_whatever_is_under_way() -> None:
+    live = [reader()]
+    flights = [chunk(live[0]) for _ in range(3)]
+    assert over(2).plan(live, flights, reading=True) == GoOn()
+
+
+@pytest.mark.parametrize("what", ["a question for prefixes", "the end of its prompt"])
+def test_a_prompt_waits_for_what_is_away(what: str) -> None:
+    waiting = reader(rows=1024 if what == "the end of its prompt" else 0)
+    assert over(2).plan([waiting], [away(waiting)], reading=False) is None
+    other = reader()
+    assert over(2).plan([waiting, other], [away(waiting)], reading=False) == Prefill(
+        (other,), (other.next_end,)
+    )
+
+
+def test_rounds_that_are_away_hold_up_no_prompt() -> None:
+    made, live = over(2), [request(), reader()]
+    made.took(100.0, reading=True)
+    assert isinstance(made.plan(live, [away(live[0])], reading=False), Prefill)
+    # It is back: it was owed nothing while it could not have had it, and has one round.
+    assert made.plan(live, [], reading=False) == Decode((live[0],))
+    live[0].turn = 10**6
+    assert isinstance(made.plan(live, [], reading=False), Prefill)
+
+
+def test_a_prompt_in_the_background_waits_for_the_others() -> None:
+    made, live = over(2), [reader(background=True), reader()]
+    for _ in range(4):
+        step = made.plan(live, [], reading=False)
+        assert isinstance(step, Prefill) and step.requests == (live[1],)

@@ -100,4 +100,4 @@ def test_the_demos_stage_is_timed_and_left_as_it_was(first: int, tail: bool) -> 
     figures = (found.decode_s, found.verify_s, found.prefill_s)
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)
     assert (found.tail_s > 0) == tail
-    assert len(loaded.model.make_caches()) == 16
+    assert len(loaded.model.make_caches()) == 8

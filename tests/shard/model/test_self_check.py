@@ -390,3 +390,11 @@ def test_the_check_leaves_the_process_as_it_was(dtype: str) -> None:
     mx.random.seed(7)
     assert mx.random.normal((4,)).tolist() == wanted
     assert mx.get_active_memory() - before < 1 << 20
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_small_models_are_not_tried_on_cuda(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    """There float32 is rounded so coarsely that every class seemed to depend on its chunks."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert self_check.trial_device() == mx.Device(mx.cpu if cuda else mx.gpu)

@@ -5,7 +5,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,17 @@ from exo_node.placement.errors import InvalidFrame
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.tensors import ITEM_BYTES
-from exo_node.shard.pipeline.frames import MAX_DATA, Assembler, HiddenBlock, check_envelope, cut
+from exo_node.shard.pipeline.frames import (
+    MAX_DATA,
+    MAX_TOGETHER,
+    Assembler,
+    HiddenBlock,
+    Member,
+    Replayed,
+    check_envelope,
+    cut,
+    members_of,
+)
 
 HIDDEN = 8
 EXPECTED = StageLimits(
@@ -36,17 +45,36 @@ WIDE = replace(EXPECTED, dtype="float32", hidden_size=65_536, max_rows=16)
 def a_block(
     request: str = "r1", rows: int = 3, expected: StageLimits = EXPECTED, attempt: int = 2
 ) -> HiddenBlock:
-    size = rows * expected.hidden_size * ITEM_BYTES[expected.dtype]
     return HiddenBlock(
-        request=request,
-        attempt=attempt,
-        position=7,
+        members=(Member(request, attempt, 7),),
         rows=rows,
         tokens=tuple(range(rows)),
         reply=pb.REPLY_ALL,
-        data=bytes((i * 31 + len(request)) % 251 for i in range(251)) * (size // 251)
-        + bytes(size % 251),
+        data=some_data(rows, expected, len(request)),
     )
+
+
+def a_round(count: int = 3, expected: StageLimits = EXPECTED) -> HiddenBlock:
+    """A row of each of several requests."""
+    return HiddenBlock(
+        members=tuple(Member(f"r{i}", i + 1, 7 * i) for i in range(count)),
+        rows=1,
+        tokens=tuple(range(count)),
+        reply=pb.REPLY_ALL,
+        data=some_data(count, expected, 3),
+    )
+
+
+def a_replay(*replayed: tuple[int, int]) -> HiddenBlock:
+    """Three rows that stand for these forwards of (rows, kept) each."""
+    forwards = tuple(Replayed(*forward) for forward in replayed)
+    return replace(a_block(), reply=pb.REPLY_COMPUTED, replayed=forwards)
+
+
+def some_data(rows: int, expected: StageLimits, seed: int) -> bytes:
+    size = rows * expected.hidden_size * ITEM_BYTES[expected.dtype]
+    unit = bytes((i * 31 + seed) % 251 for i in range(251))
+    return unit * (size // 251) + bytes(size % 251)
 
 
 def frames_of(block: HiddenBlock, expected: StageLimits = EXPECTED) -> list[pb.Frame]:
@@ -56,8 +84,19 @@ def frames_of(block: HiddenBlock, expected: StageLimits = EXPECTED) -> list[pb.F
 
 
 def a_frame() -> pb.Frame:
-    [frame] = frames_of(a_block())
+    return frame_of(a_block())
+
+
+def frame_of(block: HiddenBlock) -> pb.Frame:
+    [frame] = frames_of(block)
     return frame
+
+
+def refused(frame: pb.Frame, assembler: Assembler | None = None) -> str | None:
+    """The field that is named."""
+    with pytest.raises(InvalidFrame) as caught:
+        _ = (assembler or Assembler(EXPECTED)).add(frame)
+    return caught.value.param
 
 
 def setting(field: str, value: object) -> Callable[[pb.Frame], None]:
@@ -87,8 +126,6 @@ MUTATIONS: list[tuple[str, object]] = [
     ("attempt", 0),
     ("hidden.stage", 0),
     ("hidden.stage", 2),
-    ("hidden.position", 98),
-    ("hidden.position", 2**64 - 1),
     ("hidden.rows", 0),
     ("hidden.rows", 5),
     ("hidden.rows", 2**32 - 1),
@@ -114,7 +151,10 @@ MUTATIONS: list[tuple[str, object]] = [
     ("hidden.tokens", [1, 2, 50]),
     ("hidden.tokens", [1, 2, 2**32 - 1]),
     ("hidden.reply", 0),
+    ("hidden.reply", 3),
     ("hidden.reply", 5),
+    ("hidden.members", []),
+    ("hidden.border", pb.BORDER_KEPT),
 ]
 # Frames behind the first carry no tokens, so an offset that is off shows there first.
 NAMED_INSTEAD = {"hidden.offset": "hidden.tokens"}
@@ -127,31 +167,175 @@ def test_a_frame_with_one_wrong_field_is_refused_by_its_name(field: str, value: 
     frame = a_frame()
     setting(field, value)(frame)
     assembler = Assembler(EXPECTED)
-    with pytest.raises(InvalidFrame) as caught:
-        _ = assembler.add(frame)
-    assert caught.value.param == NAMED_INSTEAD.get(field, field)
+    assert refused(frame, assembler) == NAMED_INSTEAD.get(field, field)
     assert assembler.add(a_frame()) == a_block(), "the refused frame left something behind"
 
 
 def test_a_frame_of_no_kind_is_refused() -> None:
-    with pytest.raises(InvalidFrame) as caught:
-        _ = Assembler(EXPECTED).add(pb.Frame(placement="p1", request="r1", attempt=1))
-    assert caught.value.param == "kind"
+    assert refused(pb.Frame(placement="p1", request="r1", attempt=1)) == "kind"
 
 
-@pytest.mark.parametrize("schedule", [[3, 1], [0, 3], [4], [1]])
-def test_a_schedule_that_is_not_the_blocks_is_refused(schedule: list[int]) -> None:
-    frame = a_frame()
-    frame.hidden.schedule.extend(schedule)
-    with pytest.raises(InvalidFrame) as caught:
-        _ = Assembler(EXPECTED).add(frame)
-    assert caught.value.param == "hidden.schedule"
+# -------------------------------------------------------------------------------- members
 
 
-def test_a_schedule_that_adds_up_travels_with_its_block() -> None:
-    sent = replace(a_block(), schedule=(1, 2))
-    [frame] = frames_of(sent)
-    assert Assembler(EXPECTED).add(frame) == sent
+def of_member(index: int, **fields: object) -> Callable[[pb.Frame], None]:
+    """Sets fields of one of a frame's members."""
+
+    def change(frame: pb.Frame) -> None:
+        for name, value in fields.items():
+            setattr(frame.hidden.members[index], name, value)
+
+    return change
+
+
+def with_members(*chosen: int) -> Callable[[pb.Frame], None]:
+    """Those of before by place, as many rows as there are."""
+
+    def change(frame: pb.Frame) -> None:
+        before = [pb.Member.FromString(m.SerializeToString()) for m in frame.hidden.members]
+        setting("hidden.members", [before[index] for index in chosen])(frame)
+        setting("hidden.shape", [len(chosen), 1, HIDDEN])(frame)
+        setting("hidden.tokens", [1] * len(chosen))(frame)
+        setting("hidden.data", bytes(len(chosen) * HIDDEN * 2))(frame)
+
+    return change
+
+
+def two_rows_each(frame: pb.Frame) -> None:
+    frame.hidden.rows = 2
+    setting("hidden.shape", [3, 2, HIDDEN])(frame)
+    setting("hidden.tokens", [1] * 6)(frame)
+    setting("hidden.data", bytes(6 * HIDDEN * 2))(frame)
+
+
+OF_MEMBERS: list[tuple[str, str, Callable[[pb.Frame], None]]] = [
+    ("hidden.members", "none", with_members()),
+    ("hidden.members", "the same one twice", with_members(0, 1, 1)),
+    ("hidden.members", "two attempts of one request", of_member(2, request="r1")),
+    ("hidden.members", "in another order than the frame's", with_members(1, 0, 2)),
+    ("hidden.members", "the frame's first left out", with_members(1, 2)),
+    ("hidden.members", "the first of another attempt", of_member(0, attempt=9)),
+    ("hidden.members", "the frame of another request", setting("request", "r9")),
+    ("hidden.members", "the frame of another attempt", setting("attempt", 9)),
+    ("hidden.members", "two rows each", two_rows_each),
+    ("hidden.members", "the end of prompts", setting("hidden.reply", pb.REPLY_LAST)),
+    ("hidden.members", "chunks of prompts", setting("hidden.reply", pb.REPLY_COMPUTED)),
+    ("hidden.members.position", "beyond the context", of_member(1, position=100)),
+    ("hidden.members.position", "of the first", of_member(0, position=2**64 - 1)),
+    ("hidden.members.request", "no name", of_member(1, request="")),
+    ("hidden.members.request", "a long name", of_member(2, request="r" * 65)),
+    ("hidden.members.request", "a path", of_member(1, request="../r1")),
+    ("hidden.members.attempt", "no attempt", of_member(2, attempt=0)),
+    ("hidden.shape", "for one", setting("hidden.shape", [1, 1, HIDDEN])),
+    ("hidden.shape", "as rows of one", setting("hidden.shape", [1, 3, HIDDEN])),
+    ("hidden.tokens", "of one", setting("hidden.tokens", [1])),
+    ("hidden.data", "for four", setting("hidden.data", bytes(4 * HIDDEN * 2))),
+    ("hidden.border", "kept", setting("hidden.border", pb.BORDER_KEPT)),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [(field, change) for field, _, change in OF_MEMBERS],
+    ids=[f"{field}: {what}" for field, what, _ in OF_MEMBERS],
+)
+def test_a_round_with_one_wrong_field_is_refused_by_its_name(
+    field: str, change: Callable[[pb.Frame], None]
+) -> None:
+    frame = frame_of(a_round())
+    change(frame)
+    assembler = Assembler(EXPECTED)
+    assert refused(frame, assembler) == field
+    assert assembler.add(frame_of(a_round())) == a_round(), "something was left behind"
+
+
+def test_rows_of_some_requests_out_of_more_are_a_block_as_well() -> None:
+    """What `with_members` makes is refused for whom it chooses, and not for how it is made."""
+    frame = frame_of(a_round())
+    with_members(0, 2)(frame)
+    whole = Assembler(EXPECTED).add(frame)
+    assert whole is not None
+    assert [member.request for member in whole.members] == ["r0", "r2"]
+
+
+def test_as_many_requests_as_run_at_once_share_a_block_and_no_more() -> None:
+    most = a_round(MAX_TOGETHER)
+    limits = replace(EXPECTED, context_length=1000)
+    assert Assembler(limits).add(frame_of(most)) == most
+    assert refused(frame_of(a_round(MAX_TOGETHER + 1)), Assembler(limits)) == "hidden.members"
+
+
+@pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED])
+def test_one_request_may_have_rows_of_any_kind(reply: "pb.Reply.ValueType") -> None:
+    sent = replace(a_block(), reply=reply)
+    assert Assembler(EXPECTED).add(frame_of(sent)) == sent
+
+
+def test_a_frame_is_about_all_its_members_or_else_about_its_request() -> None:
+    assert members_of(frame_of(a_round())) == [("r0", 1), ("r1", 2), ("r2", 3)]
+    release = pb.Frame(placement="p1", request="r9", attempt=4, release=pb.Release())
+    assert members_of(release) == [("r9", 4)]
+    bare = a_frame()
+    setting("hidden.members", [])(bare)
+    assert members_of(bare) == [("r1", 2)], "a refusal of it would reach nobody"
+
+
+# ------------------------------------------------------------------------------- replayed
+
+
+@pytest.mark.parametrize(
+    "replayed",
+    [
+        [(3, 3), (1, 1)],
+        [(1, 1), (1, 1)],
+        [(4, 4)],
+        [(2, 0), (1, 1)],
+        [(2, 3), (1, 1)],
+        [(0, 0), (3, 3)],
+        [(0, 1), (3, 3)],
+        [(2**32 - 1, 1)],
+    ],
+    ids=str,
+)
+def test_forwards_that_are_not_the_blocks_are_refused(replayed: list[tuple[int, int]]) -> None:
+    """Their rows do not add up to its own, one keeps no row, or more than it has."""
+    assert refused(frame_of(a_replay(*replayed))) == "hidden.replayed"
+
+
+@pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST])
+def test_no_rows_come_back_of_what_is_repeated(reply: "pb.Reply.ValueType") -> None:
+    assert refused(frame_of(replace(a_replay((1, 1), (2, 2)), reply=reply))) == "hidden.replayed"
+
+
+@pytest.mark.parametrize("replayed", [[(1, 1), (2, 1)], [(3, 1)], [(1, 1)] * 3], ids=str)
+def test_forwards_that_are_repeated_travel_with_their_block(
+    replayed: list[tuple[int, int]],
+) -> None:
+    sent = a_replay(*replayed)
+    got = Assembler(EXPECTED).add(frame_of(sent))
+    assert got is not None and got == sent
+    assert got.kept == sum(kept for _, kept in replayed)
+
+
+def test_all_rows_stay_of_a_block_that_repeats_nothing() -> None:
+    assert a_block(rows=3).kept == 3
+    assert a_round(3).kept == 1, "of each request"
+
+
+def test_only_a_round_of_answers_wants_all_rows_back() -> None:
+    kinds = {reply: replace(a_block(), reply=reply).is_round for reply in pb.Reply.values()}
+    assert [reply for reply, is_round in kinds.items() if is_round] == [pb.REPLY_ALL]
+
+
+def test_word_that_a_chunk_was_computed_travels_without_its_rows() -> None:
+    done = replace(a_replay((3, 2)), tokens=(), data=b"", replayed=())
+    [frame] = frames_of(done)
+    check_envelope(frame, EXPECTED)
+    assert (frame.request, frame.attempt, frame.WhichOneof("kind")) == ("r1", 2, "computed")
+    assert frame.computed.position == 7
+
+
+# ------------------------------------------------------------------------------- prefixes
 
 
 def a_question() -> pb.Frame:
@@ -188,29 +372,32 @@ def test_a_prefix_that_is_none_is_refused(field: str, value: Sequence[int]) -> N
 
 def test_a_border_travels_with_a_forward_over_a_prompt_alone() -> None:
     sent = replace(a_block(), reply=pb.REPLY_COMPUTED, border=pb.BORDER_FIRST_TURN)
-    [frame] = frames_of(sent)
-    assert Assembler(EXPECTED).add(frame) == sent
+    assert Assembler(EXPECTED).add(frame_of(sent)) == sent
     for changed in (
         replace(sent, reply=pb.REPLY_ALL),
         replace(sent, reply=pb.REPLY_LAST),
-        replace(sent, schedule=(1, 2)),
+        replace(sent, replayed=(Replayed(1, 1), Replayed(2, 2))),
         replace(sent, border=cast("Any", 3)),
     ):
-        [frame] = frames_of(changed)
-        with pytest.raises(InvalidFrame) as caught:
-            _ = Assembler(EXPECTED).add(frame)
-        assert caught.value.param == "hidden.border"
+        assert refused(frame_of(changed)) == "hidden.border"
 
 
-def test_the_frame_that_the_mutations_start_from_is_accepted() -> None:
-    assert Assembler(EXPECTED).add(a_frame()) == a_block()
+# ------------------------------------------------------------- blocks of several frames
+
+
+def test_the_frames_that_the_mutations_start_from_are_accepted() -> None:
+    assembler = Assembler(EXPECTED)
+    for block in (a_block(), a_round()):
+        assert assembler.add(frame_of(block)) == block
 
 
 def test_the_last_rows_of_the_context_and_the_last_id_are_accepted() -> None:
     frame = a_frame()
-    frame.hidden.position = 97
+    frame.hidden.members[0].position = 97
     setting("hidden.tokens", [49, 49, 49])(frame)
     assert Assembler(EXPECTED).add(frame) is not None
+    frame.hidden.members[0].position = 98
+    assert refused(frame) == "hidden.members.position"
 
 
 def test_data_that_is_too_short_never_becomes_a_block() -> None:
@@ -218,9 +405,7 @@ def test_data_that_is_too_short_never_becomes_a_block() -> None:
     frame.hidden.data = frame.hidden.data[:-1]
     assembler = Assembler(EXPECTED)
     assert assembler.add(frame) is None
-    with pytest.raises(InvalidFrame) as caught:
-        _ = assembler.add(a_frame())
-    assert caught.value.param == "hidden.offset"
+    assert assembler.add(a_frame()) == a_block(), "the next block is another one"
 
 
 def test_nothing_is_allocated_for_a_refused_frame() -> None:
@@ -256,47 +441,99 @@ def test_a_block_of_exactly_one_mebibyte_is_one_frame() -> None:
     assert Assembler(WIDE).add(frame) == block
 
 
-def test_the_frames_of_interleaved_requests_do_not_mix() -> None:
-    blocks = [a_block(f"request-{'x' * n}", rows=5 + 3 * n, expected=WIDE) for n in range(3)]
-    turns = zip_longest(*(frames_of(block, WIDE) for block in blocks))
-    assembler = Assembler(WIDE)
-    done = [assembler.add(frame) for frame in chain(*turns) if frame is not None]
-    whole = {block.request: block for block in done if block is not None}
-    assert whole == {block.request: block for block in blocks}
+def test_a_round_whose_rows_are_wide_is_cut_and_put_together() -> None:
+    limits = replace(WIDE, context_length=1000)
+    block = a_round(MAX_TOGETHER, limits)
+    frames = frames_of(block, limits)
+    assert len(frames) == 4 and all(len(f.hidden.members) == MAX_TOGETHER for f in frames)
+    assembler = Assembler(limits)
+    assert [assembler.add(frame) for frame in frames] == [None, None, None, block]
 
 
-@pytest.mark.parametrize("order", [(1,), (0, 2), (0, 0), (0, 1, 1)], ids=str)
-def test_frames_out_of_order_are_refused(order: tuple[int, ...]) -> None:
-    frames = frames_of(a_block(rows=11, expected=WIDE), WIDE)
-    assembler = Assembler(WIDE)
-    for index in order[:-1]:
-        assert assembler.add(frames[index]) is None
-    with pytest.raises(InvalidFrame) as caught:
-        _ = assembler.add(frames[order[-1]])
-    assert caught.value.param == "hidden.offset"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("attempt", 3), ("hidden.position", 8), ("hidden.reply", pb.REPLY_LAST)],
-    ids=lambda x: str(x),
-)
-def test_a_block_cannot_change_between_its_frames(field: str, value: object) -> None:
-    first, second, _ = frames_of(a_block(rows=11, expected=WIDE), WIDE)
-    setting(field, value)(second)
+def test_a_block_that_begins_ends_one_that_was_left_open() -> None:
+    """A block's frames follow each other: nothing more of the first one can be good."""
+    one, other = (a_block(name, rows=11, expected=WIDE) for name in ("r1", "r2"))
+    (first, second, _), frames = frames_of(one, WIDE), frames_of(other, WIDE)
     assembler = Assembler(WIDE)
     assert assembler.add(first) is None
-    with pytest.raises(InvalidFrame, match=r"hidden\.offset"):
-        _ = assembler.add(second)
+    assert [assembler.add(frame) for frame in frames] == [None, None, other]
+    assert refused(second, assembler) == "hidden.offset"
+    assert [assembler.add(frame) for frame in frames] == [None, None, other]
 
 
-def test_what_a_forgotten_request_left_open_does_not_spoil_its_next_block() -> None:
+def test_a_frame_of_another_block_in_between_is_refused_and_ends_the_one_that_is_open() -> None:
+    one, other = (frames_of(a_block(n, rows=11, expected=WIDE), WIDE) for n in ("r1", "r2"))
+    assembler = Assembler(WIDE)
+    assert assembler.add(one[0]) is None
+    assert refused(other[1], assembler) == "hidden.offset"
+    assert refused(one[1], assembler) == "hidden.offset"
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 2), (0, 0, 2), (0, 1, 1), (0, 1, 2, 2)], ids=str)
+def test_frames_out_of_order_are_refused(order: tuple[int, ...]) -> None:
     block = a_block(rows=11, expected=WIDE)
     frames = frames_of(block, WIDE)
     assembler = Assembler(WIDE)
-    assert assembler.add(frames[0]) is None
-    assembler.forget(block.request)
+    for index in order[:-1]:
+        assert assembler.add(frames[index]) == (block if index == 2 else None)
+    assert refused(frames[order[-1]], assembler) == "hidden.offset"
     assert [assembler.add(frame) for frame in frames] == [None, None, block]
+
+
+def another_attempt(frame: pb.Frame) -> None:
+    frame.attempt = frame.hidden.members[0].attempt = 3
+
+
+def more_rows(frame: pb.Frame) -> None:
+    frame.hidden.rows = frame.hidden.shape[1] = 12
+
+
+def one_more_member(frame: pb.Frame) -> None:
+    frame.hidden.members.append(pb.Member(request="r99", attempt=1))
+    frame.hidden.shape[0] += 1
+
+
+BETWEEN = {
+    "attempt": another_attempt,
+    "position": of_member(0, position=8),
+    "reply": setting("hidden.reply", pb.REPLY_LAST),
+    "rows": more_rows,
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_block_cannot_change_between_its_frames(what: str) -> None:
+    first, second, _ = frames_of(a_block(rows=11, expected=WIDE), WIDE)
+    BETWEEN[what](second)
+    assembler = Assembler(WIDE)
+    assert assembler.add(first) is None
+    assert refused(second, assembler) == "hidden.offset"
+
+
+@pytest.mark.parametrize("change", [one_more_member, of_member(7, attempt=40)])
+def test_a_round_cannot_change_between_its_frames(change: Callable[[pb.Frame], None]) -> None:
+    first, second, _ = frames_of(a_round(12, WIDE), WIDE)
+    change(second)
+    assembler = Assembler(WIDE)
+    assert assembler.add(first) is None
+    assert refused(second, assembler) == "hidden.offset"
+
+
+def test_what_is_repeated_is_told_by_the_first_frame_alone() -> None:
+    forwards = (Replayed(5, 2), Replayed(6, 6))
+    block = replace(a_block(rows=11, expected=WIDE), reply=pb.REPLY_COMPUTED, replayed=forwards)
+    frames = frames_of(block, WIDE)
+    assert [len(frame.hidden.replayed) for frame in frames] == [2, 0, 0]
+    assembler = Assembler(WIDE)
+    assert [assembler.add(frame) for frame in frames] == [None, None, block]
+    assert assembler.add(frames[0]) is None
+    frames[1].hidden.replayed.extend(frames[0].hidden.replayed)
+    assert refused(frames[1], assembler) == "hidden.replayed"
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+POSITIONS = st.integers(0, 2**32 - 16)
+MEMBERS = st.builds(Member, NAMES, st.integers(1, 2**64 - 1), POSITIONS)
 
 
 @st.composite
@@ -311,19 +548,32 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
         context_length=2**32,
         vocabulary=1000,
     )
-    rows = draw(st.integers(1, 16))
-    size = rows * expected.hidden_size * ITEM_BYTES[dtype]
+    members = draw(
+        st.lists(MEMBERS, min_size=1, max_size=MAX_TOGETHER, unique_by=lambda m: m.request)
+    )
+    reply, rows, replayed = pb.REPLY_ALL, 1, list[Replayed]()
+    if len(members) == 1:
+        rows = draw(st.integers(1, 16))
+        reply = draw(st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED]))
+    borders = [pb.BORDER_UNSPECIFIED]
+    if reply == pb.REPLY_COMPUTED and draw(st.booleans()):
+        while (left := rows - sum(each.rows for each in replayed)) > 0:
+            forward = draw(st.integers(1, left))
+            replayed.append(Replayed(forward, draw(st.integers(1, forward))))
+    elif reply == pb.REPLY_COMPUTED:
+        borders += [pb.BORDER_KEPT, pb.BORDER_FIRST_TURN]
+    count = len(members) * rows
+    size = count * expected.hidden_size * ITEM_BYTES[dtype]
     unit = draw(st.binary(min_size=1, max_size=64))
     block = HiddenBlock(
-        request=draw(st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)),
-        attempt=draw(st.integers(1, 2**64 - 1)),
-        position=draw(st.integers(0, 2**32 - 16)),
+        members=tuple(members),
         rows=rows,
-        tokens=tuple(draw(st.lists(st.integers(0, 999), min_size=rows, max_size=rows))),
-        reply=draw(
-            st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_NONE, pb.REPLY_COMPUTED])
-        ),
+        tokens=tuple(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))),
+        reply=reply,
         data=(unit * (size // len(unit) + 1))[:size],
+        replayed=tuple(replayed),
+        near_tie=draw(st.booleans()),
+        border=draw(st.sampled_from(borders)),
     )
     return block, expected
 
@@ -354,7 +604,15 @@ def test_the_checks_hold_without_asserts() -> None:
         "    except t.InvalidFrame:\n"
         "        continue\n"
         "    raise SystemExit(f'{field} = {value!r} was accepted')\n"
-        "print(len(t.MUTATIONS))\n"
+        "for field, what, change in t.OF_MEMBERS:\n"
+        "    frame = t.frame_of(t.a_round())\n"
+        "    change(frame)\n"
+        "    try:\n"
+        "        t.Assembler(t.EXPECTED).add(frame)\n"
+        "    except t.InvalidFrame:\n"
+        "        continue\n"
+        "    raise SystemExit(f'{field}: {what} was accepted')\n"
+        "print(len(t.MUTATIONS), len(t.OF_MEMBERS))\n"
     )
     done = subprocess.run(
         [sys.executable, "-O", "-c", program],
@@ -364,4 +622,6 @@ def test_the_checks_hold_without_asserts() -> None:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, f"{len(MUTATIONS)}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{len(MUTATIONS)} {len(OF_MEMBERS)}\n"), (
+        done.stderr
+    )

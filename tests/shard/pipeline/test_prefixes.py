@@ -25,7 +25,7 @@ from exo_node.mtp.types import Round
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
 from exo_node.shard.engine.events import Delta, Done
 from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.engine.stage import StageWorker
 
 TOKENS = 4
 NOTHING = (1, 1, 1)
@@ -211,9 +211,9 @@ def test_a_prefix_of_an_attempt_that_is_over_is_refused() -> None:
     warm = pipeline()
     _ = ask(warm, FIRST)
     worker = warm.workers[0]
-    worker.release("old", 1)
+    worker.release(("old", 1))
     with pytest.raises(InvalidFrame, match="is over"):
-        _ = worker.held("old", 1, SYSTEM, [160, 140], [300])
+        _ = worker.held(("old", 1), SYSTEM, [160, 140], [300])
     assert worker.live_requests == 0
 
 

@@ -1,4 +1,4 @@
-"""Where a stage is lost before an answer has begun, or between a forward and its rollback.
+"""Where a stage is lost before an answer has begun, or while what was recorded of it is rebuilt.
 
 Three stages of a small model, perturbed by their rows.
 """
@@ -42,14 +42,19 @@ def test_a_prompt_is_read_again_by_all_stages(
     assert pipeline.forwards == [1, 2] * (6 + FEW - 1)
 
 
-def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(pipeline: Pipeline) -> None:
-    """A stage that was lost between such a forward and its rollback holds rows of no answer."""
-    first = pipeline.undisturbed()[0]
-    rejected = Round((first.tokens[0],), 2, 0, Forward(len(PROMPT), 3), first.logprobs)
-    log = (first, rejected, replace(rejected, forward=Forward(len(PROMPT) + 1, 3)))
-    expected = pipeline.rest(log, 2, request="r1")
-    pipeline.lose(2, 2)
-    assert pipeline.until_lost(request="r2", attempt=2, replay=log) == ()
+@pytest.mark.parametrize("after", [1, 2], ids=["log", "row"])
+def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(
+    pipeline: Pipeline, after: int
+) -> None:
+    """A stage that was lost behind such forwards leaves rows of no answer on the others."""
+    prompt = PROMPT[:CHUNK]
+    first = pipeline.undisturbed(prompt)[0]
+    rejected = Round((first.tokens[0],), 2, 0, Forward(len(prompt), 3), first.logprobs)
+    log = (first, rejected, replace(rejected, forward=Forward(len(prompt) + 1, 3)))
+    expected = pipeline.rest(log, 2, prompt, request="r1")
+    assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)
+    pipeline.lose(2, after)
+    assert pipeline.until_lost(prompt, request="r2", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rest(log, 3, request="r2") == expected
-    assert pipeline.forwards.count(1) == pipeline.forwards.count(2)
+    assert pipeline.rest(log, 3, prompt, request="r2") == expected
+    assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)

@@ -18,8 +18,9 @@ from small import small_checkpoint, small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.stage import Passed, StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.pipeline.stage import StageWorker
+from exo_node.shard.pipeline.frames import HiddenBlock
 
 CUTS = (1, 17, 25)
 
@@ -108,23 +109,24 @@ def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, Te
     assert resumed(engines["split"], first, 12, 0, **penalised).ids == first.ids[12:]
 
 
-def test_recorded_forwards_follow_each_other_without_waiting_for_answers() -> None:
+def test_recorded_forwards_are_repeated_by_blocks_that_say_which() -> None:
+    """Each is answered with word that it was computed; a row behind the last of them is not."""
     frames: list[pb.Frame] = []
     engine, _ = split(frames.append)
     first = undisturbed(engine, 0)
     frames.clear()
     _ = resumed(engine, first, 25, 0)
     hidden = [f.hidden for f in frames if f.WhichOneof("kind") == "hidden" and f.hidden.stage == 1]
-    assert [h.reply for h in hidden[:4]] == [
-        pb.REPLY_COMPUTED,
-        pb.REPLY_NONE,
-        pb.REPLY_NONE,
-        pb.REPLY_ALL,
+    assert [h.reply for h in hidden] == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_ALL] * 5
+    assert [[(f.rows, f.kept) for f in h.replayed] for h in hidden[:4]] == [
+        [],
+        [(1, 1)] * 16,
+        [(1, 1)] * 8,
+        [],
     ]
-    assert [list(h.schedule) for h in hidden[:4]] == [[], [1] * 16, [1] * 8, []]
 
 
-def test_a_stage_that_computed_a_schedule_as_one_forward_would_change_the_numbers(
+def test_a_stage_that_computed_recorded_forwards_as_one_would_change_the_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The seeded fault: the rows of a block are right, the forwards are not."""
@@ -133,11 +135,23 @@ def test_a_stage_that_computed_a_schedule_as_one_forward_would_change_the_number
     assert resumed(engine, first, 20, 0, top_logprobs=0).rounds == first.rounds[20:]
     forward = StageWorker.forward
 
-    def merged(worker: StageWorker, block: Any) -> Any:
-        return forward(worker, replace(block, schedule=()))
+    def merged(worker: StageWorker, block: HiddenBlock) -> Passed:
+        return forward(worker, replace(block, replayed=()))
 
     monkeypatch.setattr(StageWorker, "forward", merged)
     assert resumed(engine, first, 20, 0, top_logprobs=0).rounds != first.rounds[20:]
+
+
+@pytest.mark.parametrize("cut", [2, 9])
+def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
+    engines: dict[str, TextEngine], cut: int
+) -> None:
+    """Rows that were rejected are written, and taken back, on each of them."""
+    first = undisturbed(engines["whole"], 2, top_logprobs=0)
+    rejected = [made for made in first.rounds[1:cut] if len(made.tokens) < made.forward.rows]
+    assert rejected, "it shows nothing"
+    rest = [resumed(engine, first, cut, 0, top_logprobs=0).rounds for engine in engines.values()]
+    assert rest[0] == rest[1] != ()
 
 
 def test_a_later_attempt_frees_what_the_earlier_one_held() -> None:

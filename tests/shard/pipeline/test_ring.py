@@ -2,21 +2,30 @@
 
 import asyncio
 import gc
+import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost
+from exo_node.placement.errors import (
+    ExoNodeError,
+    InvalidFrame,
+    NumericError,
+    PeerLost,
+    StateLost,
+)
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.pipeline import streams as links
-from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.streams import Ring
+from exo_node.shard.pipeline import ring as ring_module
+from exo_node.shard.pipeline.frames import HiddenBlock, Member
+from exo_node.shard.pipeline.link import Key, Trip
+from exo_node.shard.pipeline.ring import Ring
 
 HIDDEN = 4
+A, B, C = ("a", 1), ("b", 1), ("c", 1)
 
 
 class Stream:
@@ -33,21 +42,30 @@ class Stream:
         return [frame.WhichOneof("kind") for frame in self.sent]
 
 
-def block(
-    request: str = "r1", attempt: int = 1, reply: "pb.Reply.ValueType" = pb.REPLY_ALL
-) -> HiddenBlock:
-    return HiddenBlock(request, attempt, 0, 1, (1,), reply, bytes(HIDDEN * 4))
+def block(*keys: Key, reply: "pb.Reply.ValueType" = pb.REPLY_ALL, position: int = 5) -> HiddenBlock:
+    """A row of each."""
+    members = tuple(Member(*key, position + index) for index, key in enumerate(keys))
+    return HiddenBlock(members, 1, (1,) * len(keys), reply, bytes(HIDDEN * 4 * len(keys)))
 
 
-def failure(request: str = "r1", attempt: int = 1) -> pb.Frame:
-    failed = pb.Failure(code="invalid_frame", message="no", param="hidden.shape", stage=1)
-    return pb.Frame(placement="p1", request=request, attempt=attempt, failure=failed)
+def chunk(key: Key, position: int = 0) -> HiddenBlock:
+    return block(key, reply=pb.REPLY_COMPUTED, position=position)
 
 
-def asked(ring: Ring, wanted: HiddenBlock) -> "Future[HiddenBlock]":
-    future = ring.send(wanted)
-    assert future is not None
-    return future
+def computed(key: Key, position: int = 0) -> pb.Frame:
+    told = pb.Computed(position=position)
+    return pb.Frame(placement="p1", request=key[0], attempt=key[1], computed=told)
+
+
+def failure(key: Key, fault: ExoNodeError | None = None) -> pb.Frame:
+    fault = InvalidFrame("no", param="hidden.shape") if fault is None else fault
+    told = pb.Failure(code=fault.code, message=fault.message, param=fault.param or "", stage=1)
+    return pb.Frame(placement="p1", request=key[0], attempt=key[1], failure=told)
+
+
+def kept(key: Key, rows: Sequence[int]) -> pb.Frame:
+    query = pb.PrefixQuery(held=rows)
+    return pb.Frame(placement="p1", request=key[0], attempt=key[1], prefix=query)
 
 
 async def settled() -> None:
@@ -57,13 +75,30 @@ async def settled() -> None:
     _ = await done.wait()
 
 
-async def fault_of(future: "Future[Any]") -> BaseException | None:
-    wrapped = asyncio.wrap_future(future)
-    _ = await asyncio.wait([wrapped], timeout=60)
-    assert wrapped.done()
-    return wrapped.exception()
+async def sent(ring: Ring, wanted: HiddenBlock) -> Trip:
+    """Of a block that has set out."""
+    trip = ring.send(wanted)
+    await settled()
+    return trip
 
 
+async def back(*trips: Trip) -> None:
+    async with asyncio.timeout(30):
+        while not all(trip.is_back for trip in trips):
+            await asyncio.sleep(0.005)
+
+
+def told(trip: Trip) -> dict[Key, str]:
+    """What went wrong, by member."""
+    assert trip.is_back
+    return {key: fault.code for key, fault in trip.faults.items()}
+
+
+LOST, REFUSED, STATE = (
+    PeerLost("").code,
+    InvalidFrame("", param="x").code,
+    StateLost("").code,
+)
 Play = Callable[[Ring, Any], Awaitable[None]]
 
 
@@ -77,266 +112,627 @@ def on_a_ring(play: Play, *, connected: bool = True) -> None:
     asyncio.run(run())
 
 
-def test_an_answer_goes_to_the_request_and_attempt_that_wait_for_it() -> None:
+def test_an_answer_goes_to_the_request_attempt_and_row_that_it_is_of() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        first, second = asked(ring, block("r1", 2)), asked(ring, block("r2"))
-        await settled()
+        first, second = await sent(ring, block(("r1", 2))), await sent(ring, block(("r2", 1)))
         assert stream.kinds == ["hidden", "hidden"]
         assert [frame.hidden.stage for frame in stream.sent] == [1, 1]
-        ring.answer(block("r1", 1))
-        ring.answer(block("unknown"))
-        assert not first.done() and not second.done()
-        ring.answer(block("r2"))
-        ring.answer(block("r1", 2))
-        assert (first.result(0).attempt, second.result(0).request) == (2, "r2")
+        for other in (block(("r1", 1)), block(("unknown", 1)), block(("r1", 2), position=6)):
+            ring.answer(other)
+        assert not first.is_back and not second.is_back
+        ring.answer(block(("r2", 1)))
+        assert not first.is_back and second.is_back
+        ring.answer(block(("r1", 2)))
+        assert first.is_back
+        assert (first.block, second.block) == (block(("r1", 2)), block(("r2", 1)))
+        assert not first.faults and not second.faults
 
     on_a_ring(play)
 
 
-def test_an_answer_of_a_request_that_was_released_is_dropped() -> None:
-    async def play(ring: Ring, stream: Stream) -> None:
-        future = asked(ring, block())
-        ring.release("r1", 1)
-        ring.answer(block())
-        await settled()
-        assert future.cancelled()  # those that it went with do not wait for it
-        assert stream.kinds == ["hidden", "release"]
-
-    on_a_ring(play)
-
-
-def test_a_chunk_that_wants_no_answer_waits_for_none() -> None:
-    async def play(ring: Ring, stream: Stream) -> None:
-        assert ring.send(block(reply=pb.REPLY_NONE)) is None
-        await settled()
-        assert stream.kinds == ["hidden"]
-
-    on_a_ring(play)
-
-
-def test_a_failure_reaches_the_future_or_the_next_send() -> None:
+def test_an_answer_that_comes_twice_is_dropped_the_second_time() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        waiting = asked(ring, block("r1"))
-        assert ring.send(block("r2", reply=pb.REPLY_NONE)) is None
-        for name in ("r1", "r2", "nobody"):
-            ring.fail(failure(name))
-        fault = await fault_of(waiting)
-        assert isinstance(fault, InvalidFrame) and fault.param == "hidden.shape"
-        with pytest.raises(InvalidFrame):
-            _ = ring.send(block("r2"))
+        heard = list[bool]()
+        ring.listen(lambda: heard.append(trip.is_back))
+        trip = await sent(ring, block(A))
+        ring.answer(block(A))
+        ring.answer(block(A))
+        assert heard == [True]
+
+    on_a_ring(play)
+
+
+def test_who_listens_hears_of_each_trip_once_it_is_back() -> None:
+    """It comes with all that it brings, whichever way it ended."""
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trips, heard = dict[str, Trip](), list[list[str]]()
+        ring.listen(lambda: heard.append([name for name, trip in trips.items() if trip.is_back]))
+        trips["answered"] = await sent(ring, block(A))
+        trips["computed"] = await sent(ring, chunk(B))
+        trips["failed"] = await sent(ring, block(C))
+        trips["released"] = await sent(ring, block(("d", 1)))
+        assert heard == []
+        ring.answer(block(A))
+        ring.computed(computed(B))
+        ring.fail(failure(C))
+        ring.release(("d", 1))
+        await settled()
+        ring.lose(PeerLost("gone"))
+        trips["lost"] = ring.send(block(A))
+        await settled()
+        names = list(trips)
+        assert heard == [names[:count] for count in range(1, 6)]
+
+    on_a_ring(play)
+
+
+def test_what_is_sent_from_another_thread_is_done_on_the_loop() -> None:
+    """The compute thread only makes the trip: it never sees the ring half changed."""
+
+    async def play(ring: Ring, stream: Stream) -> None:
+        threads = set[int]()
+        ring.listen(lambda: threads.add(threading.get_ident()))
+        trip = await asyncio.to_thread(ring.send, block(A))
+        asked = await asyncio.to_thread(ring.ask_prefixes, B, [1, 2], [2], [2])
+        await settled()
+        ring.answer(block(A))
+        await asyncio.to_thread(ring.release, B)
+        await settled()
+        assert trip.is_back and asked.is_back
+        assert stream.kinds == ["hidden", "prefix", "release"]
+        assert threads == {threading.get_ident()}
+
+    on_a_ring(play)
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_reaches_the_trip_or_the_requests_next_one() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        waiting, between = await sent(ring, block(A)), await sent(ring, block(B))
+        ring.answer(block(B))
+        for key in (A, B, ("nobody", 1)):
+            ring.fail(failure(key))
+        assert told(waiting) == {A: REFUSED} and waiting.faults[A].param == "hidden.shape"
+        assert waiting.block is None
+        assert told(between) == {}
+        before = len(stream.sent)
+        assert told(await sent(ring, block(B, position=6))) == {B: REFUSED}
+        assert len(stream.sent) == before, "the stages lack a row of it"
+        nobody = await sent(ring, block(("nobody", 1)))
+        assert not nobody.is_back, "nothing of it was on any stage when that failure came"
+
+    on_a_ring(play)
+
+
+def test_a_failure_is_told_once_and_the_first_one_counts() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trip = await sent(ring, block(A))
+        ring.answer(block(A))
+        ring.fail(failure(A, StateLost("first")))
+        ring.fail(failure(A))
+        assert told(trip) == {}
+        assert told(await sent(ring, block(A, position=6))) == {A: STATE}
+        assert not (await sent(ring, block(A, position=7))).is_back
 
     on_a_ring(play)
 
 
 def test_a_failure_of_an_earlier_attempt_does_not_end_the_later_one() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        future = asked(ring, block("r1", 2))
-        ring.fail(failure("r1", 1))
-        ring.answer(block("r1", 2))
-        assert future.result(0).attempt == 2
+        trip = await sent(ring, block(("r1", 2)))
+        ring.fail(failure(("r1", 1)))
+        assert not trip.is_back
+        ring.answer(block(("r1", 2)))
+        assert told(trip) == {}
 
     on_a_ring(play)
+
+
+def test_one_failure_ends_all_that_is_on_its_way_of_a_request() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trips = [await sent(ring, chunk(A, position)) for position in range(3)]
+        other = await sent(ring, chunk(B))
+        ring.fail(failure(A))
+        assert [told(trip) for trip in trips] == [{A: REFUSED}] * 3
+        assert not other.is_back
+
+    on_a_ring(play)
+
+
+# --------------------------------------------------------------------- several requests
+
+
+def test_rows_of_several_requests_come_back_together() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        trip = await sent(ring, block(A, B, C))
+        (frame,) = stream.sent
+        assert [(m.request, m.position) for m in frame.hidden.members] == [
+            ("a", 5),
+            ("b", 6),
+            ("c", 7),
+        ]
+        assert trip.members == (A, B, C)
+        ring.answer(block(A, B, C))
+        assert told(trip) == {} and trip.block == block(A, B, C)
+
+    on_a_ring(play)
+
+
+def test_what_fails_of_one_member_leaves_the_others_their_rows() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trip = await sent(ring, block(A, B, C))
+        ring.fail(failure(B, StateLost("no number")))
+        ring.fail(failure(B))  # the next stage found it too
+        assert not trip.is_back
+        ring.answer(block(A, B, C))
+        assert told(trip) == {B: STATE}
+        assert trip.block == block(A, B, C)
+
+    on_a_ring(play)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_the_generator_found_of_a_member_itself_stays_what_went_wrong_with_it(
+    *, is_lost: bool
+) -> None:
+    """It is told to the trip behind `send`, before or after the loop's turn."""
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        if is_lost:
+            ring.lose(PeerLost("gone"))
+        trip, own = ring.send(block(A, B)), NumericError("no numbers")
+        trip.faults[A] = own
+        await settled()
+        ring.fail(failure(A))
+        if not is_lost:
+            assert not trip.is_back
+            ring.answer(block(A, B))
+        assert trip.is_back and trip.faults[A] is own
+        assert (B in trip.faults) == is_lost
+
+    on_a_ring(play)
+
+
+def test_a_block_of_which_each_member_failed_is_not_waited_for() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trip = await sent(ring, block(A, B, C))
+        for key in (C, A):
+            ring.fail(failure(key, StateLost("another one was refused")))
+            assert not trip.is_back
+        ring.fail(failure(B))
+        assert told(trip) == {A: STATE, B: REFUSED, C: STATE}
+        assert trip.block is None
+        ring.answer(block(A, B, C))
+        assert trip.block is None
+
+    on_a_ring(play)
+
+
+def test_who_failed_in_between_takes_no_other_rows_round_and_the_others_are_lost() -> None:
+    """This stage computed a row of each: those of the others must not be missing elsewhere."""
+
+    async def play(ring: Ring, stream: Stream) -> None:
+        _ = await sent(ring, block(A, B))
+        ring.answer(block(A, B))
+        ring.fail(failure(B))
+        trip = await sent(ring, block(A, B, position=6))
+        assert told(trip) == {A: LOST, B: REFUSED}
+        assert "request b" in trip.faults[A].message
+        assert stream.kinds == ["hidden"]
+        alone = await sent(ring, block(A, position=6))
+        assert not alone.is_back and stream.kinds == ["hidden", "hidden"]
+
+    on_a_ring(play)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_member_that_is_released_while_away_costs_the_others_nothing(over: int) -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        trip = await sent(ring, block(A, B))
+        ring.release((A, B)[over])
+        await settled()
+        assert not trip.is_back
+        ring.answer(block(A, B))
+        assert trip.is_back and trip.block == block(A, B)
+        assert (A, B)[1 - over] not in trip.faults
+        assert stream.kinds == ["hidden", "release"]
+
+    on_a_ring(play)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_loss_is_told_at_once_to_who_shares_a_block_with_one_that_is_over(over: int) -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trip = await sent(ring, block(A, B))
+        ring.release((A, B)[over])
+        await settled()
+        ring.lose(PeerLost("gone"))
+        assert trip.is_back, "it waits for the deadline"
+        assert trip.faults[(A, B)[1 - over]].code == LOST
+
+    on_a_ring(play)
+
+
+EVENTS = ("fail", "answer", "release", "late", "of another")
+STORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from((A, B, C))), max_size=12)
+
+
+@given(STORIES)
+def test_whatever_comes_a_shared_trip_is_back_once_with_a_row_or_a_fault_of_each_member(
+    story: Sequence[tuple[str, Key]],
+) -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        heard = list[bool]()
+        ring.listen(lambda: heard.append(trip.is_back))
+        trip = await sent(ring, block(A, B, C))
+        over, failed = set[Key](), set[Key]()
+        for kind, key in story:
+            was_back, before = trip.is_back, dict(trip.faults)
+            match kind:
+                case "fail":
+                    ring.fail(failure(key))
+                    failed |= set() if was_back else {key}
+                case "answer":
+                    ring.answer(block(A, B, C))
+                case "release":
+                    ring.release(key)
+                    over.add(key)
+                case "late":
+                    ring._late(trip, 1.0)  # pyright: ignore[reportPrivateUsage]
+                case _:
+                    ring.answer(block(key, position=50))
+                    ring.fail(failure((key[0], 2)))
+            await settled()
+            if was_back:
+                assert trip.faults == before, "it is another thread's by now"
+        ring.lose(PeerLost("gone"))
+        assert heard == [True]
+        assert failed <= trip.faults.keys()
+        assert trip.block is not None or over | trip.faults.keys() == {A, B, C}
+
+    on_a_ring(play)
+
+
+# --------------------------------------------------------------------------------- losses
 
 
 def test_a_loss_fails_every_request_under_way_and_later_ones_until_connected_anew() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        waiting = asked(ring, block("waiting"))
-        assert ring.send(block("between", reply=pb.REPLY_NONE)) is None
-        await settled()
+        waiting, shared = await sent(ring, block(A)), await sent(ring, block(B, C))
+        _ = await sent(ring, block(("between", 1)))
+        ring.answer(block(("between", 1)))
         ring.lose(PeerLost("gone"))
-        assert isinstance(await fault_of(waiting), PeerLost)
-        with pytest.raises(PeerLost, match="gone"):
-            _ = ring.send(block("later"))
+        assert told(waiting) == {A: LOST} and told(shared) == {B: LOST, C: LOST}
+        later = await sent(ring, block(("later", 1)))
+        assert told(later) == {("later", 1): LOST} and later.faults["later", 1].message == "gone"
         fresh: Any = Stream()
         ring.connect(fresh)
         # Its first rows went to the stage that is gone: the new one could only refuse the rest.
-        with pytest.raises(PeerLost, match="gone"):
-            _ = ring.send(block("between"))
-        future = asked(ring, block("new"))
-        await settled()
+        between = await sent(ring, block(("between", 1)))
+        assert between.faults["between", 1].message == "gone"
+        new = await sent(ring, block(("new", 1)))
         assert fresh.kinds == ["hidden"]
-        ring.answer(block("new"))
-        assert future.result(0).request == "new"
+        ring.answer(block(("new", 1)))
+        assert told(new) == {} and new.block is not None
 
     on_a_ring(play)
 
 
-def test_a_loss_in_the_middle_of_a_send_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(ring: Ring, stream: Stream) -> None:
-        def cut_while_the_peer_is_lost(*_: object) -> list[pb.Frame]:
-            ring.lose(PeerLost("gone"))
-            return [pb.Frame()]
+def test_every_request_is_told_of_a_loss_by_an_error_of_its_own() -> None:
+    """Its traceback holds on to the request's frames, and so to its caches."""
 
-        monkeypatch.setattr(links, "cut", cut_while_the_peer_is_lost)
-        assert isinstance(await fault_of(asked(ring, block())), PeerLost)
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trips = [await sent(ring, block(A, B)), await sent(ring, block(C))]
+        ring.lose(PeerLost("gone"))
+        trips.append(await sent(ring, block(("later", 1), ("last", 1))))
+        faults = [fault for trip in trips for fault in trip.faults.values()]
+        assert len({id(fault) for fault in faults}) == len(faults) == 5
+
+    on_a_ring(play)
+
+
+def test_what_is_sent_as_the_peer_is_lost_is_not_waited_for() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        trip = ring.send(block(A, B))
+        ring.lose(PeerLost("gone"))  # before the loop had its turn
+        await settled()
+        assert told(trip) == {A: LOST, B: LOST}
         assert stream.sent == []
 
     on_a_ring(play)
 
 
 def test_connecting_anew_fails_what_was_under_way() -> None:
-    async def play(ring: Ring, _stream: Stream) -> None:
-        future = asked(ring, block())
-        await settled()
-        ring.connect(Stream())  # type: ignore[arg-type]
-        assert isinstance(await fault_of(future), PeerLost)
+    async def play(ring: Ring, stream: Stream) -> None:
+        trips = [await sent(ring, block(A)), await sent(ring, block(B, C))]
+        fresh: Any = Stream()
+        ring.connect(fresh)
+        assert [told(trip) for trip in trips] == [{A: LOST}, {B: LOST, C: LOST}]
+        ring.release(A)
+        _ = await sent(ring, block(("new", 1)))
+        assert stream.kinds == ["hidden"] * 2
+        assert fresh.kinds == ["release", "hidden"]
 
     on_a_ring(play)
 
 
 def test_before_the_stages_are_connected_a_request_fails() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        fault = await fault_of(asked(ring, block()))
-        assert isinstance(fault, PeerLost) and "not connected" in fault.message
+        for trip in (ring.send(block(A, B)), ring.ask_prefixes(C, [1], [1], [1])):
+            await settled()
+            assert set(told(trip).values()) == {LOST}
+            assert all("not connected" in fault.message for fault in trip.faults.values())
+        ring.release(C)  # nobody to tell
+        await settled()
 
     on_a_ring(play, connected=False)
 
 
-def chunk(request: str = "r1", position: int = 0, attempt: int = 1) -> HiddenBlock:
-    return replace(block(request, attempt, pb.REPLY_COMPUTED), position=position)
+# --------------------------------------------------------------------------------- chunks
 
 
-def computed(request: str = "r1", position: int = 0, attempt: int = 1) -> pb.Frame:
-    told = pb.Computed(position=position)
-    return pb.Frame(placement="p1", request=request, attempt=attempt, computed=told)
-
-
-def test_a_chunk_is_done_when_all_stages_have_computed_it() -> None:
+def test_a_chunk_is_back_when_all_stages_have_computed_it() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        first, second = ring.send_chunk(chunk()), ring.send_chunk(chunk(position=1))
-        other = ring.send_chunk(chunk("r2"))
-        await settled()
+        first, second = await sent(ring, chunk(A)), await sent(ring, chunk(A, 1))
+        other = await sent(ring, chunk(B))
         assert [f.hidden.reply for f in stream.sent] == [pb.REPLY_COMPUTED] * 3
-        for told in (computed(attempt=2), computed("nobody"), computed(position=7)):
-            ring.computed(told)
-        assert not any(future.done() for future in (first, second, other))
-        ring.computed(computed(position=1))
-        assert (first.done(), second.done(), other.done()) == (False, True, False)
-        ring.computed(computed(position=1))  # once more: nobody waits for it
-        ring.computed(computed())
-        assert first.done() and not other.done()
+        for word in (computed(("a", 2)), computed(("nobody", 1)), computed(A, 7)):
+            ring.computed(word)
+        assert not any(trip.is_back for trip in (first, second, other))
+        ring.computed(computed(A, 1))
+        assert (first.is_back, second.is_back, other.is_back) == (False, True, False)
+        ring.computed(computed(A, 1))  # once more: nobody waits for it
+        ring.computed(computed(A))
+        assert first.is_back and not other.is_back
+        assert told(first) == told(second) == {} and first.block is None
 
     on_a_ring(play)
 
 
-def test_what_fails_of_a_chunk_is_raised_by_the_next_call_and_nobody_waits_for_it() -> None:
-    async def play(ring: Ring, _stream: Stream) -> None:
-        failed, other = ring.send_chunk(chunk()), ring.send_chunk(chunk("r2"))
-        ring.fail(failure())
-        assert failed.done() and not other.done()
-        ring.check("r2", 1)
-        with pytest.raises(InvalidFrame):
-            ring.check("r1", 1)
-        ring.lose(PeerLost("gone"))
-        assert other.done()
-        with pytest.raises(PeerLost, match="gone"):
-            _ = ring.send_chunk(chunk("r2", 1))
+def test_nobody_waits_for_what_is_of_a_request_that_is_over() -> None:
+    async def play(ring: Ring, stream: Stream) -> None:
+        chunks = [await sent(ring, chunk(A, position)) for position in range(2)]
+        question = ring.ask_prefixes(B, [1], [1], [1])
+        other = await sent(ring, chunk(("a", 2)))
+        ring.release(A)
+        ring.release(B)
+        await settled()
+        assert all(trip.is_back for trip in (*chunks, question)) and not other.is_back
+        ring.computed(computed(A))
+        ring.fail(failure(A))
+        assert all(told(trip) == {} for trip in (*chunks, question))
+        assert stream.kinds[-2:] == ["release", "release"]
 
     on_a_ring(play)
 
 
-def test_nobody_waits_for_the_chunks_of_a_request_that_is_over() -> None:
+def test_what_fails_of_a_request_that_is_over_is_kept_for_nobody() -> None:
     async def play(ring: Ring, _stream: Stream) -> None:
-        released, other = ring.send_chunk(chunk()), ring.send_chunk(chunk(attempt=2))
-        ring.release("r1", 1)
-        assert released.done() and not other.done()
-
-    on_a_ring(play)
-
-
-def test_a_chunk_that_nobody_hears_of_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "PREFILL_DEADLINE_S", 0.05)
-
-    async def play(ring: Ring, _stream: Stream) -> None:
-        in_time, late = ring.send_chunk(chunk("r2")), ring.send_chunk(chunk())
-        ring.computed(computed("r2"))
-        assert await fault_of(late) is None
-        assert in_time.done()
-        ring.check("r2", 1)
-        with pytest.raises(PeerLost, match="did not answer"):
-            ring.check("r1", 1)
-
-    on_a_ring(play)
-
-
-@pytest.mark.parametrize("reply", [pb.REPLY_ALL, pb.REPLY_LAST])
-def test_an_answer_that_does_not_come_is_a_lost_peer(
-    reply: "pb.Reply.ValueType", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "DECODE_DEADLINE_S" if reply == pb.REPLY_ALL else "PREFILL_DEADLINE_S"
-    monkeypatch.setattr(links, name, 0.05)
-
-    async def play(ring: Ring, _stream: Stream) -> None:
-        late, answered = (
-            asked(ring, block("r1", reply=reply)),
-            asked(ring, block("r2", reply=reply)),
-        )
-        ring.answer(block("r2", reply=reply))
-        fault = await fault_of(late)
-        assert isinstance(fault, PeerLost) and "did not answer" in fault.message
-        assert answered.exception(0) is None
-
-    on_a_ring(play)
-
-
-def test_an_answer_behind_what_is_rebuilt_has_a_prompts_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A row of another request, sent later, is late by the deadline of decoding."""
-    monkeypatch.setattr(links, "DECODE_DEADLINE_S", 0.05)
-
-    async def play(ring: Ring, _stream: Stream) -> None:
-        assert ring.send(block("resumed", reply=pb.REPLY_NONE)) is None
-        resumed, other = asked(ring, block("resumed")), asked(ring, block("other"))
-        assert isinstance(await fault_of(other), PeerLost)
-        assert not resumed.done()
-        ring.answer(block("resumed"))
-        assert isinstance(await fault_of(asked(ring, block("resumed"))), PeerLost)
-
-    on_a_ring(play)
-
-
-def test_the_first_answer_behind_rows_that_are_read_again_may_take_as_long_as_those(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A minute for each 512 of them, or a long prompt would be given up as lost once more."""
-    given: list[float] = []
-    dispatch = Ring._dispatch  # pyright: ignore[reportPrivateUsage]
-
-    def noted(ring: Ring, keys: Any, frames: list[pb.Frame], deadline_s: float) -> None:
-        given.append(deadline_s)
-        dispatch(ring, keys, frames, deadline_s)
-
-    monkeypatch.setattr(Ring, "_dispatch", noted)
-
-    async def play(ring: Ring, _stream: Stream) -> None:
-        row, rows = block(attempt=2, reply=pb.REPLY_NONE), links.MOST_ROWS
-        again = replace(row, rows=rows, data=row.data * rows, tokens=row.tokens * rows)
-        for _ in range(3):
-            assert ring.send(again) is None
-        for _ in range(2):
-            _ = ring.send(block(attempt=2))
+        for failed_first in (False, True):
+            trip = await sent(ring, block(A))
+            ring.answer(block(A))
+            assert told(trip) == {}
+            if failed_first:
+                ring.fail(failure(A))
+            ring.release(A)
             await settled()
-            ring.answer(block(attempt=2))
-        reading = 4 * links.PREFILL_DEADLINE_S
-        assert given[-2:] == [reading, links.DECODE_DEADLINE_S]
+            if not failed_first:
+                ring.fail(failure(A))
+            assert not (await sent(ring, block(A))).is_back
+            ring.answer(block(A))
 
     on_a_ring(play)
+
+
+# ------------------------------------------------------------------------------- prefixes
 
 
 def test_what_all_stages_keep_comes_round_and_is_lost_with_them() -> None:
     async def play(ring: Ring, stream: Stream) -> None:
-        asked_ = ring.held_by_all("r1", 1, [5, 6, 7], [2, 1], [2, 3])
+        asked = ring.ask_prefixes(A, [5, 6, 7], [2, 1], [2, 3])
         await settled()
         (frame,) = stream.sent
-        assert (list(frame.prefix.tokens), list(frame.prefix.held)) == ([5, 6, 7], [2, 3])
-        frame.prefix.held[:] = [2]
-        ring.prefix(frame)
-        assert asked_.result() == [2]
-        late = ring.held_by_all("r2", 1, [5, 6, 7], [3], [3])
+        query = frame.prefix
+        assert (frame.placement, frame.request, frame.attempt) == ("p1", "a", 1)
+        assert [list(query.tokens), list(query.schedule)] == [[5, 6, 7], [2, 1]]
+        assert list(query.held) == [2, 3]
+        ring.prefix(kept(B, [3]))
+        ring.prefix(kept(("a", 2), [3]))
+        assert not asked.is_back
+        ring.prefix(kept(A, [2]))
+        assert told(asked) == {} and asked.held == [2]
+        ring.prefix(kept(A, [3]))
+        assert asked.held == [2], "nobody waits for a second one"
+        late = ring.ask_prefixes(B, [5, 6, 7], [3], [3])
+        await settled()
         ring.lose(PeerLost("gone"))
-        assert isinstance(await fault_of(late), PeerLost)
-        ring.prefix(pb.Frame(request="r2", attempt=1, prefix=frame.prefix))  # nobody waits
+        assert told(late) == {B: LOST} and late.held == []
+        ring.prefix(kept(B, [3]))
+        assert late.held == []
+
+    on_a_ring(play)
+
+
+# ------------------------------------------------------------------------------ deadlines
+
+
+SLOW: dict[str, HiddenBlock | None] = {
+    "a chunk": chunk(A),
+    "the end of a prompt": block(A, reply=pb.REPLY_LAST),
+    "a question": None,
+}
+
+
+def asked(ring: Ring, wanted: HiddenBlock | None) -> Trip:
+    return ring.ask_prefixes(A, [1], [1], [1]) if wanted is None else ring.send(wanted)
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_what_is_of_a_prompt_may_take_longer_than_a_round(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "DECODE_DEADLINE_S", 0.01)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        slow, late = asked(ring, SLOW[what]), ring.send(block(B, C))
+        await back(late)
+        assert told(late) == {B: LOST, C: LOST}
+        assert all("did not answer" in fault.message for fault in late.faults.values())
+        assert not slow.is_back
+
+    on_a_ring(play)
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_what_is_of_a_prompt_is_a_lost_peer_by_a_deadline_of_its_own(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "PREFILL_DEADLINE_S", 0.01)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        in_time, late, round_ = ring.send(chunk(B)), asked(ring, SLOW[what]), ring.send(block(C))
+        await settled()
+        ring.computed(computed(B))
+        await back(late)
+        assert told(late) == {A: LOST} and "did not answer" in late.faults[A].message
+        assert told(in_time) == {} and not round_.is_back
+
+    on_a_ring(play)
+
+
+def test_a_round_that_is_late_is_lost_for_all_its_members_and_later_answers_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring_module, "DECODE_DEADLINE_S", 0.01)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        trip = await sent(ring, block(A, B))
+        ring.fail(failure(A))
+        await back(trip)
+        assert told(trip) == {A: REFUSED, B: LOST}
+        ring.answer(block(A, B))
+        assert trip.block is None
+
+    on_a_ring(play)
+
+
+def test_a_deadline_is_over_with_its_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next one has the same name: a question, and the first chunk behind it."""
+    monkeypatch.setattr(ring_module, "PREFILL_DEADLINE_S", 0.02)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        question = ring.ask_prefixes(A, [1], [1], [1])
+        await settled()
+        ring.prefix(kept(A, []))
+        monkeypatch.setattr(ring_module, "PREFILL_DEADLINE_S", 60.0)
+        first = await sent(ring, chunk(A))
+        await asyncio.sleep(0.06)
+        assert told(question) == {} and not first.is_back
+
+    on_a_ring(play)
+
+
+def test_requests_under_way_are_renewed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is slow must not cost an answer its state on the other stages."""
+    monkeypatch.setattr(ring_module, "RENEW_S", 0.01)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        fresh: Any = Stream()
+        ring.connect(fresh)  # the renewals go on, over the new stream
+        _ = await sent(ring, block(A, B))
+        ring.answer(block(A, B))
+        ring.release(B)
+        await settled()
+        before = len(fresh.sent)
+        async with asyncio.timeout(30):
+            while len(fresh.sent) < before + 3:
+                await asyncio.sleep(0.005)
+        renewed = fresh.sent[before:]
+        assert {(f.WhichOneof("kind"), f.request, f.attempt) for f in renewed} == {
+            ("renew", "a", 1)
+        }
+
+    on_a_ring(play)
+
+
+def test_renewals_come_no_faster_however_often_the_stages_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring_module, "RENEW_S", 0.01)
+    renewals = list[Ring]()
+
+    def noted(ring: Ring) -> None:
+        renewals.append(ring)  # and begins no next one
+
+    monkeypatch.setattr(Ring, "_renew", noted)
+
+    async def play(ring: Ring, _stream: Stream) -> None:
+        for _ in range(3):
+            fresh: Any = Stream()
+            ring.connect(fresh)
+        await asyncio.sleep(0.05)
+        assert renewals == [ring]
+
+    on_a_ring(play)
+
+
+# --------------------------------------------------------------------------------- memory
+
+
+class Name(str):
+    """A request's, which tells whether anything still knows the request."""
+
+
+Ending = Callable[[Ring, Key], object]
+ENDINGS: dict[str, Ending] = {
+    "answered": lambda ring, key: ring.answer(block(key, B)),
+    "failed": lambda ring, key: [ring.fail(failure(each)) for each in (key, B)],
+    "lost": lambda ring, _key: ring.lose(PeerLost("gone")),
+    "connected anew": lambda ring, _key: ring.connect(Stream()),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_nothing_of_a_trip_that_is_back_is_kept_until_its_deadline(how: str) -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        async def one() -> "weakref.ref[Name]":
+            name = Name("r1")
+            key: Key = (name, 1)
+            trip = await sent(ring, block(key, B))
+            assert name in {member[0] for member in trip.members}
+            _ = ENDINGS[how](ring, key)
+            assert trip.is_back
+            for each in (key, B):
+                ring.release(each)
+            await settled()
+            ring.fail(failure(key))  # too late
+            return weakref.ref(name)
+
+        left = await one()
+        await settled()
+        _ = gc.collect()
+        assert left() is None
+
+    on_a_ring(play)
+
+
+def test_a_request_that_is_released_while_away_is_forgotten() -> None:
+    async def play(ring: Ring, _stream: Stream) -> None:
+        async def one() -> "weakref.ref[Name]":
+            name = Name("r1")
+            trip = await sent(ring, block((name, 1)))
+            ring.release((name, 1))
+            await settled()
+            assert told(trip) == {}
+            return weakref.ref(name)
+
+        left = await one()
+        await settled()
+        _ = gc.collect()
+        assert left() is None
 
     on_a_ring(play)
 
@@ -346,15 +742,18 @@ class Cache:
 
 
 def test_an_error_does_not_keep_a_requests_memory_alive() -> None:
-    def one_request(ring: Ring) -> "weakref.ref[Cache]":
-        cache = Cache()
-        with pytest.raises(ExoNodeError):
-            _ = ring.send(block())
-        return weakref.ref(cache)
-
     async def play(ring: Ring, _stream: Stream) -> None:
         ring.lose(PeerLost("gone"))
-        left = one_request(ring)
+
+        async def one_request() -> "weakref.ref[Cache]":
+            cache = Cache()
+            left = weakref.ref(cache)
+            trip = await sent(ring, block(A))
+            with pytest.raises(ExoNodeError):
+                raise trip.faults[A]
+            return left
+
+        left = await one_request()
         _ = gc.collect()
         assert left() is None
 

@@ -1,14 +1,13 @@
-"""The order in which a stage computes what waits for it: rows of answers, chunks, words."""
+"""The order in which a stage computes what waits for it: rounds of answers, chunks, words."""
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.pipeline.frames import HiddenBlock
-from exo_node.shard.pipeline.stage_queue import Kind, StageQueue, kind_of
+from exo_node.shard.pipeline.stage_queue import StageQueue
 
 
 class Stage:
@@ -19,11 +18,17 @@ class Stage:
         self.log: list[str] = []
         self.dropped: list[str] = []
 
-    def add(self, name: str, kind: Kind, *requests: str, attempt: int = 1) -> None:
-        def drop() -> None:
-            self.dropped.append(name)
+    def round(self, name: str, *requests: str) -> None:
+        """Of none: a word, as a release."""
+        keys = [(request, 1) for request in requests]
+        self.queue.add_round(keys, lambda: self.log.append(name))
 
-        self.queue.add(requests, attempt, kind, lambda: self.log.append(name), drop)
+    def chunk(self, name: str, request: str, attempt: int = 1) -> None:
+        self.queue.add_chunk(
+            (request, attempt),
+            lambda: self.log.append(name),
+            lambda: self.dropped.append(name),
+        )
 
     def run(self, count: int = 1000) -> str:
         """So many of them; all that were run so far."""
@@ -34,119 +39,183 @@ class Stage:
         return " ".join(self.log)
 
 
-def test_rows_pass_the_chunks_that_wait() -> None:
+def test_rounds_pass_the_chunks_that_wait() -> None:
     stage = Stage()
     for number in range(3):
-        stage.add(f"P{number}", "chunk", "p")
+        stage.chunk(f"P{number}", "p")
     assert stage.run(1) == "P0"
-    stage.add("a", "row", "a")
-    stage.add("bc", "row", "b", "c")
+    stage.round("a", "a")
+    stage.round("bc", "b", "c")
     assert stage.run() == "P0 a bc P1 P2"
 
 
 def test_a_prompt_has_its_turn_behind_one_row_of_each_answer() -> None:
     stage = Stage()
-    stage.add("P0", "chunk", "p")
-    stage.add("P1", "chunk", "p")
+    stage.chunk("P0", "p")
+    stage.chunk("P1", "p")
     for number in range(2):
-        stage.add(f"a{number}", "row", "a")
-        stage.add(f"b{number}", "row", "b")
+        stage.round(f"a{number}", "a")
+        stage.round(f"b{number}", "b")
     assert stage.run() == "a0 b0 P0 a1 b1 P1"
+
+
+def test_a_round_waits_for_a_chunk_where_any_that_share_it_had_a_row() -> None:
+    stage = Stage()
+    stage.chunk("P0", "p")
+    stage.round("ab", "a", "b")
+    stage.round("bc", "b", "c")
+    assert stage.run() == "ab P0 bc"
+
+
+def test_two_attempts_of_a_request_are_two_answers() -> None:
+    stage = Stage()
+    stage.chunk("P", "p")
+    stage.round("a1", "a")
+    stage.queue.add_round([("a", 2)], lambda: stage.log.append("a2"))
+    assert stage.run() == "a1 a2 P"
 
 
 def test_answers_alone_have_no_turns_to_wait_for() -> None:
     stage = Stage()
     for number in range(3):
-        stage.add(f"a{number}", "row", "a")
+        stage.round(f"a{number}", "a")
     assert stage.run() == "a0 a1 a2"
 
 
-def test_what_is_of_one_request_keeps_its_order() -> None:
+def test_a_word_overtakes_no_round_and_does_not_wait_for_chunks() -> None:
     stage = Stage()
-    stage.add("P0", "chunk", "p")
-    stage.add("release q", "word", "q")
-    stage.add("back", "word", "p")
-    stage.add("row of p", "row", "p")
-    stage.add("P1", "chunk", "p")
-    assert stage.run() == "release q P0 back row of p P1"
-
-
-def test_a_word_does_not_overtake_a_row_that_waits_for_a_chunk() -> None:
-    stage = Stage()
-    stage.add("P", "chunk", "p")
-    stage.add("a0", "row", "a")
-    stage.add("a1", "row", "a")
-    stage.add("release a", "word", "a")
-    stage.add("release b", "word", "b")
-    assert stage.run() == "a0 release b P a1 release a"
+    stage.chunk("P", "p")
+    stage.round("release p")
+    stage.round("a0", "a")
+    stage.round("a1", "a")
+    stage.round("release a")
+    stage.round("release b")
+    assert stage.run() == "release p a0 P a1 release a release b"
 
 
 def test_a_request_that_is_over_has_no_chunk_computed() -> None:
     stage = Stage()
     for number in range(3):
-        stage.add(f"P{number}", "chunk", "p")
-        stage.add(f"Q{number}", "chunk", "q")
+        stage.chunk(f"P{number}", "p")
+        stage.chunk(f"Q{number}", "q")
     assert stage.run(1) == "P0"
     assert stage.queue.drop("p", 1) == 2
-    stage.add("release p", "word", "p")
+    stage.round("release p")
+    assert len(stage.queue) == 4
     assert stage.run() == "P0 release p Q0 Q1 Q2"
     assert stage.dropped == ["P1", "P2"]
 
 
-def test_the_next_attempts_chunks_stay() -> None:
+def test_rounds_of_a_request_that_is_over_stay_for_the_others_that_share_them() -> None:
     stage = Stage()
-    stage.add("P2", "chunk", "p", attempt=2)
-    assert stage.queue.drop("p", 1) == 0
-    assert stage.run() == "P2"
+    stage.round("ab", "a", "b")
+    stage.chunk("A", "a")
+    assert stage.queue.drop("a", 1) == 1
+    assert stage.run() == "ab"
+    assert stage.dropped == ["A"]
 
 
-def test_rows_of_answers_are_told_from_chunks() -> None:
-    def block(reply: "pb.Reply.ValueType", rows: int = 1) -> HiddenBlock:
-        return HiddenBlock("r", 1, 0, rows, (0,) * rows, reply, b"")
+def test_the_chunks_of_earlier_attempts_go_and_those_of_the_next_stay() -> None:
+    stage = Stage()
+    for attempt in (1, 2, 3):
+        stage.chunk(f"P{attempt}", "p", attempt)
+    assert stage.queue.drop("p", 2) == 2
+    assert stage.dropped == ["P1", "P2"]
+    assert stage.run() == "P3"
 
-    assert kind_of(block(pb.REPLY_ALL)) == "row"
-    assert kind_of(block(pb.REPLY_NONE)) == kind_of(block(pb.REPLY_LAST, 9)) == "chunk"
+
+def test_nothing_is_dropped_twice_or_after_it_ran() -> None:
+    stage = Stage()
+    stage.chunk("P0", "p")
+    stage.chunk("P1", "p")
+    _ = stage.run(1)
+    assert [stage.queue.drop("p", 1) for _ in range(2)] == [1, 0]
+    assert stage.dropped == ["P1"]
+    assert stage.run() == "P0" and len(stage.queue) == 0
 
 
+Members = st.sets(st.sampled_from("abc"), min_size=1).map(lambda names: sorted(names))
 Arrivals = st.lists(
-    st.tuples(st.sampled_from(["row", "chunk", "word", "run"]), st.sampled_from("abc")),
+    st.one_of(
+        st.tuples(st.just("round"), Members),
+        st.tuples(st.just("chunk"), st.sampled_from(["p", "q"]).map(lambda name: [name])),
+        st.tuples(st.sampled_from(["word", "run"]), st.just(list[str]())),
+    ),
     max_size=40,
 )
 
 
 @given(Arrivals)
 def test_whatever_comes_orders_are_kept_and_nobody_waits_for_two_chunks(
-    arrivals: Iterable[tuple[str, str]],
+    arrivals: Iterable[tuple[str, Sequence[str]]],
 ) -> None:
+    """As a generator sends it: the next round of a request when its last one is back."""
     stage, came = Stage(), list[str]()
-    waiting = dict[str, int]()
-    """Of each row that is here and not behind a chunk of its own: the chunks since it came."""
+    here = dict[str, Sequence[str]]()
+    """Whose the rounds are that were not run."""
+    waited, chunks_in_a_row = Counter[str](), 0
+    """The chunks since each of them came."""
     numbers = itertools.count()
 
     def step() -> None:
+        nonlocal chunks_in_a_row
         before = len(stage.log)
         _ = stage.run(1)
         for name in stage.log[before:]:
-            _ = waiting.pop(name, None)
-            if "chunk" in name:
-                for other in waiting:
-                    waiting[other] += 1
-        # One may be due before it, where the answer had its row already.
-        first = {name[0]: count for name, count in reversed(waiting.items())}
-        assert all(count <= 1 for count in first.values())
+            _ = here.pop(name, None)
+            is_chunk = name.startswith("chunk")
+            if is_chunk:
+                waited.update(here.keys())
+            chunks_in_a_row = chunks_in_a_row + 1 if is_chunk and here else 0
+            assert chunks_in_a_row <= 1
+        assert all(waited[name] <= 1 for name in here)
 
-    for kind, request in arrivals:
+    for kind, requests in arrivals:
         if kind == "run":
             step()
             continue
-        name = f"{request} {kind} {next(numbers)}"
-        stage.add(name, kind, request)  # pyright: ignore[reportArgumentType]
+        name = f"{kind} {next(numbers)}"
+        if kind == "chunk":
+            stage.chunk(name, requests[0])
+        elif kind == "word":
+            stage.round(name)
+        else:
+            if any(not set(requests).isdisjoint(others) for others in here.values()):
+                continue
+            stage.round(name, *requests)
+            here[name] = requests
         came.append(name)
-        alone = not any(n[0] == request and n not in stage.log for n in came[:-1])
-        if kind == "row" and alone:
-            waiting[name] = 0
     while len(stage.queue):
         step()
     assert sorted(stage.log) == sorted(came)
-    for request in "abc":
-        assert [n for n in stage.log if n[0] == request] == [n for n in came if n[0] == request]
+
+    def of(names: Iterable[str], *kinds: str) -> list[str]:
+        return [name for name in names if name.split()[0] in kinds]
+
+    assert of(stage.log, "chunk") == of(came, "chunk")
+    assert of(stage.log, "round", "word") == of(came, "round", "word")
+
+
+@given(st.lists(st.sampled_from(["add", "run"]), max_size=60))
+def test_prompts_go_on_however_many_rounds_come(events: Iterable[str]) -> None:
+    """Answers whose next row is here as soon as the last one was computed leave them a turn."""
+    stage = Stage()
+    for number in range(20):
+        stage.chunk(f"P{number}", "p")
+    stage.round("a", "a")
+    stage.round("bc", "b", "c")
+    for event in events:
+        before = len(stage.log)
+        if event == "run":
+            _ = stage.run(1)
+        for name in stage.log[before:]:
+            if name in ("a", "bc"):
+                stage.round(name, *name)
+    turns = [
+        (is_round, len(list(names))) for is_round, names in itertools.groupby(stage.log, _is_round)
+    ]
+    assert all(length <= (2 if is_round else 1) for is_round, length in turns)
+
+
+def _is_round(name: str) -> bool:
+    return not name.startswith("P")

@@ -1,0 +1,155 @@
+"""Forwards of one stage's layers: rounds of requests that share them, and chunks of one request."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Final, Generic
+
+import mlx.core as mx
+
+from ...mtp.batch_caches import can_batch
+from ...mtp.probe import lengthen, probe_ids
+from ...mtp.rollback import rollback
+from ..model.stage_model import MODEL_FAULTS, StageModel, said
+from ..model.tensors import to_bytes
+from ..pipeline.frames import Replayed
+from .groups import Groups, K, StageGroup
+from .state import State
+
+log = logging.getLogger(__name__)
+
+PROBED: Final = (3, 9, 5)
+"""Rows behind which requests are probed: each load pays for them."""
+LONG: Final = 1100
+"""The same of one of them: MLX changes its kernels at 1,024."""
+
+
+class StageRounds(Generic[K]):
+    """The states of a stage's requests, and their rounds. Runs on the compute thread."""
+
+    def __init__(self, model: StageModel, dtype: mx.Dtype, goes_on: Callable[[K], bool]) -> None:
+        """`goes_on`: whether a request's state still counts."""
+        self._model = model
+        self._dtype = dtype
+        self.groups = Groups[K, StageGroup[K]](StageGroup, goes_on)
+        self.is_same = True
+        """Whether rows were found to be, bit for bit, those of forwards alone; see `probe`."""
+        self.refused = ""
+        """Why no forwards are shared here."""
+        self._can_share = can_batch(model.make_caches())
+
+    def row(self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None) -> bytes:
+        """Appends a row to each request's state: what leaves the stage, (B, 1, H) on the wire.
+
+        `entering` (B, 1, H); None on the first stage.
+        """
+        if self._can_share and not self.refused:
+            return self._row(requests, tokens, entering)
+        inputs = [None if entering is None else entering[i : i + 1] for i in range(len(requests))]
+        alone = zip(requests, tokens, inputs, strict=True)
+        return b"".join(self._row([request], [token], rows) for request, token, rows in alone)
+
+    def _row(
+        self, requests: Sequence[K], tokens: Sequence[int], entering: mx.array | None
+    ) -> bytes:
+        group = self.groups.of(requests)
+        places = [requests.index(request) for request in group.requests]
+        ids = mx.array([[tokens[place]] for place in places], dtype=mx.int32)
+        is_ordered = places == list(range(len(places)))
+        if entering is not None and not is_ordered:
+            entering = entering[mx.array(places)]
+        leaving = self._model.hidden(ids, entering, group.caches.caches)
+        if not is_ordered:
+            leaving = leaving[mx.array([places.index(i) for i in range(len(places))])]
+        data = to_bytes(leaving)
+        group.caches.keep(1, [1] * len(requests))
+        return data
+
+    def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> None:
+        """Measures `is_same`; `refused` where the model's layers compute no batch."""
+        try:
+            probe = _Probe(self._model, self._dtype, hidden_size, vocabulary)
+            self.is_same = probe.is_same(context_length)
+        except MODEL_FAULTS as fault:
+            self.refused = f"this model cannot be computed in batches ({said(fault)})"
+            log.warning("%s: its requests take turns", self.refused)
+
+
+class _Probe:
+    """Rows of requests together and alone, behind random hidden states."""
+
+    def __init__(
+        self, model: StageModel, dtype: mx.Dtype, hidden_size: int, vocabulary: int
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._hidden_size = hidden_size
+        self._vocabulary = vocabulary
+
+    def is_same(self, context_length: int) -> bool:
+        """Whether they are, bit for bit, the same, and behind the last stage their logits."""
+        bases = [self._behind(rows, number) for number, rows in enumerate(PROBED)]
+        if context_length > LONG + 8:
+            lengthen(bases[0].caches, LONG, LONG + 8)
+            bases[0].rows = LONG
+        tokens = probe_ids(self._vocabulary, 7, 7 + len(bases))
+        noise = [self._noise(1, number + 9) for number in range(len(bases))]
+        wanted = list[mx.array]()
+        for base, token, row in zip(bases, tokens, noise, strict=True):
+            caches = copy.deepcopy(base.caches)
+            wanted.append(self._model.hidden(mx.array([[token]]), row, caches))
+        alone = [to_bytes(each) for each in wanted]
+        # Of the many none has a long past, for which each would need room.
+        for chosen in ([0, 1, 2], [1, 2] * 8):
+            states = [State(copy.deepcopy(bases[i].caches), bases[i].rows) for i in chosen]
+            caches = StageGroup(dict(enumerate(states))).caches.caches
+            ids = mx.array([[tokens[i]] for i in chosen], dtype=mx.int32)
+            rows = [row for i in chosen if (row := noise[i]) is not None]
+            entering = mx.concatenate(rows) if rows else None
+            together = to_bytes(self._model.hidden(ids, entering, caches))
+            if together != b"".join(alone[i] for i in chosen):
+                return False
+        return self._model.first > 0 or self._same_logits(wanted)
+
+    def _behind(self, rows: int, number: int) -> State:
+        caches = self._model.make_caches()
+        ids = mx.array([probe_ids(self._vocabulary, number, number + rows)], dtype=mx.int32)
+        mx.eval(self._model.hidden(ids, self._noise(rows, number), caches))
+        return State(caches, rows)
+
+    def _same_logits(self, rows: list[mx.array]) -> bool:
+        ids = mx.zeros((len(rows), 1), mx.int32)
+        got = self._model.logits(ids, mx.concatenate(rows))
+        alone = [self._model.logits(ids[:1], row)[0] for row in rows]
+        return all(mx.array_equal(a, b).item() for a, b in zip(got, alone, strict=True))
+
+    def _noise(self, rows: int, key: int) -> mx.array | None:
+        """(1, rows, H) as if of the stage before; None on the first."""
+        if self._model.first == 0:
+            return None
+        shape = (1, rows, self._hidden_size)
+        return mx.random.normal(shape, self._dtype, key=mx.random.key(key))
+
+
+def repeated(
+    model: StageModel,
+    tokens: mx.array,
+    entering: mx.array | None,
+    caches: Sequence[Any],
+    replayed: Sequence[Replayed],
+) -> mx.array:
+    """The hidden (1, rows, H) behind this stage, by the forwards of an earlier attempt.
+
+    Ids (1, rows). The number of rows chooses kernels, and so the numbers: repeating it repeats
+    them. What rejected rows held cannot matter.
+    """
+    leaving = list[mx.array]()
+    for end, (rows, kept) in zip(accumulate(f.rows for f in replayed), replayed, strict=True):
+        part = slice(end - rows, end)
+        incoming = None if entering is None else entering[:, part]
+        leaving.append(model.hidden(tokens[:, part], incoming, caches))
+        if kept < rows:
+            rollback(caches, rows - kept)
+        mx.async_eval(leaving[-1])  # while the next one's graph is built
+    return mx.concatenate(leaving, axis=1)

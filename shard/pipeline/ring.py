@@ -1,0 +1,173 @@
+"""The generator's end of the pipeline: sends blocks on and matches what comes round to trips."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ...placement.errors import ExoNodeError, PeerLost, from_code
+from ...proto import peer_pb2 as pb
+from .frames import HiddenBlock, cut
+from .link import Key, Trip
+from .streams import OutgoingStream
+
+DECODE_DEADLINE_S = 8.0
+PREFILL_DEADLINE_S = 60.0
+"""How long a block may be on its way; a stage whose process hangs shows in nothing else."""
+RENEW_S = 3.0
+"""Between two signs that a request lives though nothing of it moves: a third of its lease."""
+NOT_CONNECTED = "the stages of this placement are not connected yet"
+
+
+class Ring:
+    """A `Link` over gRPC. What `Link` has is called on the compute thread, and does its work on
+    the event loop, as all the rest does."""
+
+    def __init__(self, placement: str, num_stages: int, dtype: str, hidden_size: int) -> None:
+        self._placement = placement
+        self._num_stages = num_stages
+        self._dtype = dtype
+        self._hidden_size = hidden_size
+        self._loop = asyncio.get_running_loop()
+        self._stream: OutgoingStream | None = None
+        self._trips: dict[tuple[Key, int], Trip] = {}
+        """Those on their way, by their first member and its position."""
+        self._deadlines: dict[Trip, asyncio.TimerHandle] = {}
+        self._active: set[Key] = set()
+        """Requests of which stages may hold state."""
+        self._failed: dict[Key, ExoNodeError] = {}
+        """What went wrong with requests that had nothing on its way: their next trip tells it."""
+        self._lost = NOT_CONNECTED
+        """Why nothing can be sent; empty where it can."""
+        self._renewal: asyncio.TimerHandle | None = None
+        self._returned: Callable[[], None] = lambda: None
+
+    def listen(self, returned: Callable[[], None]) -> None:
+        self._returned = returned
+
+    def send(self, block: HiddenBlock) -> Trip:
+        first = block.members[0]
+        trip = Trip(tuple(member.key for member in block.members), first.position)
+        frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
+        deadline_s = DECODE_DEADLINE_S if block.is_round else PREFILL_DEADLINE_S
+        _ = self._loop.call_soon_threadsafe(self._set_out, trip, frames, deadline_s)
+        return trip
+
+    def ask_prefixes(
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], held: Sequence[int]
+    ) -> Trip:
+        trip = Trip((key,))
+        query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=held)
+        frame = pb.Frame(placement=self._placement, request=key[0], attempt=key[1], prefix=query)
+        _ = self._loop.call_soon_threadsafe(self._set_out, trip, [frame], PREFILL_DEADLINE_S)
+        return trip
+
+    def release(self, key: Key) -> None:
+        _ = self._loop.call_soon_threadsafe(self._release, key)
+
+    # ---- the event loop
+
+    def connect(self, stream: OutgoingStream) -> None:
+        """Requests that were on their way over an earlier stream fail: part of them is lost."""
+        self._fail_active("the stages of this placement were connected anew")
+        self._stream, self._lost = stream, ""
+        if self._renewal is None:
+            self._renewal = self._loop.call_later(RENEW_S, self._renew)
+
+    def answer(self, block: HiddenBlock) -> None:
+        """A block that came round the ring; one that nobody waits for any more is dropped."""
+        if (trip := self._trip_of(block.members[0].key, block.members[0].position)) is not None:
+            trip.block = block
+            self._back(trip)
+
+    def computed(self, frame: pb.Frame) -> None:
+        """All stages have computed a chunk."""
+        position = int(frame.computed.position)
+        if (trip := self._trip_of((frame.request, int(frame.attempt)), position)) is not None:
+            self._back(trip)
+
+    def prefix(self, frame: pb.Frame) -> None:
+        """All stages have said what they keep."""
+        if (trip := self._trip_of((frame.request, int(frame.attempt)), 0)) is not None:
+            trip.held = [int(rows) for rows in frame.prefix.held]
+            self._back(trip)
+
+    def fail(self, frame: pb.Frame) -> None:
+        """A stage refused or lost something of this request."""
+        failure = frame.failure
+        fault = from_code(failure.code, failure.message, failure.param or None)
+        self._fail((frame.request, int(frame.attempt)), fault)
+
+    def lose(self, fault: PeerLost) -> None:
+        """The next stage is gone: every request under way, and every later one, fails."""
+        self._lost = fault.message
+        self._fail_active(fault.message)
+
+    def _set_out(self, trip: Trip, frames: Sequence[pb.Frame], deadline_s: float) -> None:
+        known = {key: fault for key in trip.members if (fault := self._failed.pop(key, None))}
+        if self._stream is None or self._lost:
+            known = {key: PeerLost(self._lost) for key in trip.members}
+        if known:  # the stages lack a part of them
+            others = f"request {next(iter(known))[0]}, of the same forward, failed"
+            for key in trip.members:
+                _ = trip.fail(key, known.get(key) or PeerLost(others))
+            self._back(trip)
+            return
+        assert self._stream is not None
+        self._active.update(trip.members)
+        self._trips[trip.members[0], trip.position] = trip
+        self._stream.send(frames)
+        self._deadlines[trip] = self._loop.call_later(deadline_s, self._late, trip, deadline_s)
+
+    def _trip_of(self, key: Key, position: int) -> Trip | None:
+        return self._trips.get((key, position))
+
+    def _back(self, trip: Trip) -> None:
+        _ = self._trips.pop((trip.members[0], trip.position), None)
+        if (deadline := self._deadlines.pop(trip, None)) is not None:
+            deadline.cancel()
+        trip.is_back = True
+        self._returned()
+
+    def _late(self, trip: Trip, deadline_s: float) -> None:
+        late = f"a stage did not answer within {deadline_s:.0f} s"
+        for key in trip.members:
+            self._fail(key, PeerLost(late))
+
+    def _fail_active(self, why: str) -> None:
+        for key in list(self._active):
+            # One error each: its traceback holds on to the request's frames, and so to its caches.
+            self._fail(key, PeerLost(why))
+
+    def _fail(self, key: Key, fault: ExoNodeError) -> None:
+        mine = [trip for trip in self._trips.values() if key in trip.members]
+        if not mine and key in self._active:
+            _ = self._failed.setdefault(key, fault)
+        for trip in mine:
+            if trip.fail(key, fault):
+                self._back(trip)
+
+    def _release(self, key: Key) -> None:
+        self._active.discard(key)
+        _ = self._failed.pop(key, None)
+        for trip in [trip for trip in self._trips.values() if key in trip.members]:
+            if trip.members == (key,) or trip.fail(key, PeerLost(f"request {key[0]} is over")):
+                self._back(trip)
+        self._tell(key, release=pb.Release())
+
+    def _renew(self) -> None:
+        """A request whose reader is slow must not lose its state on the other stages."""
+        for key in list(self._active):
+            self._tell(key, renew=pb.Renew())
+        self._renewal = self._loop.call_later(RENEW_S, self._renew)
+
+    def _tell(
+        self, key: Key, *, release: pb.Release | None = None, renew: pb.Renew | None = None
+    ) -> None:
+        if self._stream is not None:
+            frame = pb.Frame(
+                placement=self._placement,
+                request=key[0],
+                attempt=key[1],
+                release=release,
+                renew=renew,
+            )
+            self._stream.send([frame])

@@ -1,0 +1,358 @@
+"""Answers of which something is on its way round the stages: cancelled, failed, or only late.
+
+Nothing of a request that is over stays anywhere, and the others answer as if they were alone.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from budget import seeds
+from lanes import CHUNK, THREE, TWO, Away, Split, alone, asks, told
+from readers import Reader, prompt
+
+from exo_node.mtp.types import Round, Sampling
+from exo_node.placement.errors import ExoNodeError, PeerLost, StateLost
+from exo_node.shard.engine.request import EngineRequest
+
+ROOM = 64 << 20
+SHORT = prompt(0)
+LONG = prompt(5, 3 * CHUNK + 5)
+"""Of four chunks."""
+SEEDED = Sampling(temperature=0.9, seed=11)
+
+
+class Scene:
+    """Readers of one engine, whose trips are held back."""
+
+    def __init__(self, bounds: Sequence[int] = TWO, room: int = 0) -> None:
+        self.split = Split(bounds, room=room)
+        self.link = self.split.link
+        self.link.holds = True
+        self._running: dict[int, tuple[Reader, Generator[Any]]] = {}
+
+    @property
+    def live(self) -> list[Reader]:
+        """Those that are not over."""
+        return [reader for reader, _ in self._running.values()]
+
+    def ask(self, asked: EngineRequest) -> Reader:
+        reader = Reader(asked)
+        self._running[id(reader)] = reader, self.split.engine.generate(asked)
+        return reader
+
+    def settle(self) -> None:
+        """All take what there is, until there is nothing to do but to wait."""
+        for reader, events in list(self._running.values()):
+            try:
+                for event in events:
+                    if event is None:
+                        break
+                    reader.take(event)
+                else:
+                    del self._running[id(reader)]
+            except ExoNodeError as fault:
+                reader.fault = fault
+                del self._running[id(reader)]
+
+    def cancel(self, reader: Reader) -> None:
+        _, events = self._running.pop(id(reader))
+        events.close()
+
+    def bring(self, away: Away) -> None:
+        self.link.bring(away)
+        self.settle()
+
+    def until(self, sought: Callable[[Away], bool]) -> Away:
+        """Such a trip is away, and what was before it is back."""
+        for _ in range(1000):
+            self.settle()
+            able = self.link.able()
+            if found := [away for away in able if sought(away)]:
+                return found[0]
+            self.link.bring(able[0])
+        raise AssertionError("none sets out")
+
+    def finish(self) -> None:
+        """All that go on come to their end."""
+        self.settle()
+        for _ in range(5000):
+            if not self.live:
+                self.link.flush()
+                return
+            self.bring(self.link.able()[0])
+        raise AssertionError("they do not end")
+
+    def answered(self, asked: EngineRequest) -> Reader:
+        """One that ended, and was told what it is told alone."""
+        reader = self.ask(asked)
+        self.finish()
+        assert reader.fault is None and told(reader) == alone(asked)
+        return reader
+
+    def of_kind(self, kind: str) -> Reader:
+        """A request that will have such a trip."""
+        asked = asks(LONG, 12)
+        if kind == "question":
+            _ = self.answered(asks(LONG, 4))
+        if kind == "log":
+            rounds = self.answered(asked).rounds
+            asked = replace(asked, attempt=2, replay=tuple(rounds[:8]))
+        assert not self.split.left
+        return self.ask(asked)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("kind", ["question", "chunk", "log", "round"])
+def test_of_a_request_that_is_cancelled_while_it_is_away_nothing_stays(
+    kind: str, is_computed: bool
+) -> None:
+    """Before or behind the stages' work for it."""
+    scene = Scene(THREE, ROOM if kind == "question" else 0)
+    reader = scene.of_kind(kind)
+    away = scene.until(lambda away: away.kind == kind)
+    assert away.trip is not None and not away.trip.is_back
+    if is_computed:
+        scene.link.compute(away)
+        assert all(worker.live_requests for worker in scene.split.workers)
+    scene.cancel(reader)
+    scene.link.flush()
+    assert set(scene.split.left) <= {"in flight"}, "which the next step reads"
+    _ = scene.answered(asks(LONG[: CHUNK + 3], 5))
+    assert not scene.split.left
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_those_that_are_cancelled_while_their_round_is_away_nothing_stays(
+    count: int, is_computed: bool
+) -> None:
+    """Their rows are computed, and nobody reads them; the others have theirs."""
+    scene = Scene(TWO)
+    readers = [scene.ask(asks(prompt(i), 12)) for i in range(5)]
+    away = scene.until(lambda away: len(away.keys) == 3)
+    gone = [reader for reader in readers if (reader.asked.request, 1) in away.keys][:count]
+    if is_computed:
+        scene.link.compute(away)
+    for reader in gone:
+        scene.cancel(reader)
+    assert away.trip is not None and not away.trip.is_back
+    scene.finish()
+    assert all(told(r) == alone(r.asked) for r in readers if r not in gone)
+    assert all(told(r) == alone(r.asked)[: len(r.rounds)] for r in gone)
+    assert not scene.split.left
+
+
+def test_of_a_group_that_is_cancelled_as_a_whole_nothing_stays() -> None:
+    """Its trip is no one's any more, and comes back."""
+    scene = Scene(TWO)
+    readers = [scene.ask(asks(prompt(i), 12)) for i in range(4)]
+    away = scene.until(lambda away: len(away.keys) == 2)
+    gone = [reader for reader in readers if (reader.asked.request, 1) in away.keys]
+    for reader in gone:
+        scene.cancel(reader)
+    scene.finish()
+    assert all(told(r) == alone(r.asked) for r in readers if r not in gone)
+    assert not scene.split.left
+
+
+def test_while_all_is_away_an_answer_waits() -> None:
+    scene = Scene()
+    events = scene.split.engine.generate(asks(SHORT[:7], 5))
+    while next(events) is not None:
+        pass
+    (away,) = scene.link.away
+    assert [next(events) for _ in range(5)] == [None] * 5
+    scene.link.compute(away)
+    assert next(events) is None and scene.link.away == [away]
+    scene.link.bring(away)
+    assert next(events) is not None
+    events.close()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None:
+    """Of those behind the first one nobody hears."""
+    scene = Scene(THREE)
+    reader = scene.ask(asks(LONG, 5))
+    scene.settle()
+    lost = list(scene.link.away)
+    assert [away.kind for away in lost] == ["chunk"] * 4
+    for away in lost[:count]:
+        scene.link.lose(away)
+    scene.finish()
+    assert isinstance(reader.fault, PeerLost) and "did not answer" in str(reader.fault)
+    _ = scene.answered(replace(reader.asked, attempt=2))
+    assert not scene.split.left
+
+
+def test_a_question_that_is_lost_ends_its_answer() -> None:
+    scene = Scene(THREE, ROOM)
+    reader = scene.of_kind("question")
+    scene.link.lose(scene.until(lambda away: away.kind == "question"))
+    scene.finish()
+    assert isinstance(reader.fault, PeerLost)
+    again = scene.answered(replace(reader.asked, attempt=2))
+    assert again.done is not None and again.done.stats.cached_tokens == 3 * CHUNK
+    assert not scene.split.left
+
+
+def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
+    """The parts of a prompt and of a log follow each other, and no row follows them."""
+    scene = Scene()
+    asked = asks(LONG, 24)
+    earlier = scene.answered(asked)
+    scene.link.sent.clear()
+    after = scene.ask(replace(asked, attempt=2, replay=tuple(earlier.rounds[:20])))
+    scene.settle()
+    away = list[list[str]]()
+    while len(scene.link.away) != 1 or scene.link.away[0].kind != "round":
+        away.append([each.kind for each in scene.link.away])
+        scene.bring(scene.link.away[0])
+    chunk, log = ["chunk"], ["log"]
+    # Three chunks for two stages: one more than they compute.
+    assert away == [chunk * 3, chunk * 3, chunk * 2, chunk, log * 3, log * 2, log]
+    assert [len(block.replayed) for block in scene.link.sent[4:7]] == [8, 8, 3]
+    scene.finish()
+    assert told(earlier)[:20] + told(after) == alone(asked)
+
+
+def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> None:
+    """Nothing but the prompt's forward gave it."""
+    scene = Scene()
+    asked = asks(LONG, 6)
+    earlier = scene.answered(asked)
+    after = scene.ask(replace(asked, attempt=2, replay=tuple(earlier.rounds[:1])))
+    scene.settle()
+    while scene.link.away[0].kind == "chunk":
+        assert {away.kind for away in scene.link.away} == {"chunk"}
+        scene.bring(scene.link.away[0])
+    assert [away.kind for away in scene.link.away] == ["round"]
+    scene.finish()
+    assert told(earlier)[:1] + told(after) == alone(asked)
+
+
+def test_as_many_groups_are_on_their_way_as_there_are_stages() -> None:
+    """Two of two would leave a stage without work."""
+    scene = Scene(THREE)
+    readers = [scene.ask(asks(prompt(i), 12)) for i in range(4)]
+    able = scene.link.able
+    answering = {"round": 4}
+    _ = scene.until(lambda _: _members(able()) == answering)
+    assert sorted(len(away.keys) for away in able()) == [1, 1, 2]
+    scene.finish()
+    assert all(told(reader) == alone(reader.asked) for reader in readers)
+
+
+def test_groups_on_their_way_come_back_in_any_order() -> None:
+    """The one that is back first goes on first, and the other one does not wait."""
+    scene = Scene(THREE)
+    readers = [scene.ask(asks(prompt(i), 12)) for i in range(6)]
+    _ = scene.until(lambda _: len(scene.link.able()) == 3 and _all_shared(scene))
+    first = scene.link.able()[0]
+    for _ in range(8):  # the others have rounds meanwhile
+        scene.bring(scene.link.able()[1])
+        assert scene.link.able()[0] is first
+    scene.finish()
+    assert all(told(reader) == alone(reader.asked) for reader in readers)
+
+
+def _members(trips: Sequence[Away]) -> dict[str, int]:
+    """How many requests have each kind."""
+    return dict(Counter(away.kind for away in trips for _ in away.keys))
+
+
+def _all_shared(scene: Scene) -> bool:
+    return all(len(away.keys) == 2 for away in scene.link.able())
+
+
+# ----------------------------------------------------------------------------------- random traces
+
+
+class Trace:
+    """Requests that come, go and are resumed while trips come back, or do not, in any order."""
+
+    PROMPTS = (SHORT[:7], LONG, LONG[: 2 * CHUNK], prompt(9, 10), [*LONG[: 2 * CHUNK], 8, 9])
+    TOKENS = 10
+
+    def __init__(self, seed: int, bounds: Sequence[int], room: int) -> None:
+        self._draw = random.Random(seed)
+        self.scene = Scene(bounds, room)
+        self._told: dict[str, list[Round]] = {}
+        self.shared = self.lost = self.cancelled = self.cached = 0
+
+    def run(self, steps: int) -> None:
+        draw, scene, readers = self._draw, self.scene, list[Reader]()
+        for _ in range(steps):
+            kind = draw.random()
+            if len(scene.live) < 6 and kind < 0.12:
+                readers.append(scene.ask(self._fresh()))
+            elif scene.live and kind < 0.15:
+                self.cancelled += 1
+                scene.cancel(draw.choice(scene.live))
+            elif kind < 0.16:
+                scene.split.replace(draw.randrange(len(scene.split.workers)))
+            else:
+                self._go_on()
+            if draw.random() < 0.7:
+                scene.settle()
+            self._follow(readers)
+        while scene.live:
+            scene.finish()
+            self._follow(readers)
+        assert not scene.split.left
+        for reader in readers:
+            before = self._told.get(reader.asked.request, [])
+            got = [(r.tokens, r.logprobs) for r in (*before, *reader.rounds)]
+            wanted = alone(reader.asked)
+            assert got == wanted[: len(got)] and (reader.done is None or got == wanted)
+            batches = [made.forward.batch for made in reader.rounds]
+            self.shared += max(batches, default=1) > 1
+            self.cached += reader.done is not None and reader.done.stats.cached_tokens > 0
+
+    def _fresh(self) -> EngineRequest:
+        sampling = self._draw.choice((Sampling(), Sampling(), SEEDED))
+        return asks(self._draw.choice(self.PROMPTS), self.TOKENS, sampling=sampling)
+
+    def _go_on(self) -> None:
+        able = self.scene.link.able()
+        if not able:
+            return
+        away = self._draw.choice(able)
+        if away.trip is not None and self._draw.random() < 0.02:
+            self.scene.link.lose(away)
+        elif not away.is_computed and self._draw.random() < 0.4:
+            self.scene.link.compute(away)
+        else:
+            self.scene.link.bring(away)
+
+    def _follow(self, readers: list[Reader]) -> None:
+        """The next attempts of those that failed, as their entry nodes make them."""
+        for index, reader in enumerate(readers):
+            if reader.fault is None:
+                continue
+            assert isinstance(reader.fault, PeerLost)
+            self.lost += 1
+            name = reader.asked.request
+            log = self._told.setdefault(name, [])
+            log += reader.rounds
+            attempt = reader.asked.attempt + 1
+            anew = reader.asked.alone or isinstance(reader.fault, StateLost)
+            asked = replace(reader.asked, attempt=attempt, replay=tuple(log), alone=anew)
+            readers[index] = self.scene.ask(asked)
+
+
+@pytest.mark.parametrize(("bounds", "room"), [(TWO, 0), (THREE, ROOM)])
+def test_random_traces_are_the_answers_of_each_alone(bounds: Sequence[int], room: int) -> None:
+    found = [0, 0, 0, 0]
+    for seed in seeds(2, 100):
+        trace = Trace(seed, bounds, room)
+        trace.run(100)
+        counts = trace.shared, trace.lost, trace.cancelled, trace.cached
+        found = [a + b for a, b in zip(found, counts, strict=True)]
+    assert all(found[:3]) and bool(found[3]) == bool(room), "it shows nothing"

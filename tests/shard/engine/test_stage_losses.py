@@ -1,0 +1,175 @@
+"""What is lost of rounds that answers share over stages costs none of them a token."""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from lanes import THREE, Split, alone, few_tokens, lost_of, readers_of, told
+from readers import Reader, together
+
+from exo_node.placement.errors import InvalidFrame, NumericError, PeerLost, StateLost
+from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.pipeline.link import Trip
+
+
+def follow(split: Split, readers: Sequence[Reader], **changes: Any) -> None:
+    """The next attempts, as the entry node makes them of what it was told, give the rest."""
+    after = [
+        Reader(replace(r.asked, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
+    ]
+    together(split.engine, after)
+    for before, reader in zip(readers, after, strict=True):
+        assert reader.fault is None and reader.done is not None
+        assert told(before, reader) == alone(before.asked)
+    assert not split.left
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_loss_on_the_way_back_costs_no_answer(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stage is a row ahead of what was handed out."""
+    split, readers = Split(), few_tokens(4)
+    send, count = split.link.send, itertools.count()
+
+    def losing(block: HiddenBlock) -> Trip:
+        trip = send(block)
+        if len(block.members) == 2 and next(count) == 4:
+            trip.block = None
+            for key in trip.members:
+                _ = trip.fail(key, PeerLost("the last stage is gone"))
+        return trip
+
+    monkeypatch.setattr(split.link, "send", losing)
+    together(split.engine, readers)
+    lost = lost_of(readers)
+    assert len(lost) == 2 and all(isinstance(reader.fault, PeerLost) for reader in lost)
+    assert max(len(reader.ids) for reader in lost) > 2
+    assert all(told(r) == alone(r.asked) for r in readers if r not in lost)
+    if replaced:
+        split.replace(0)
+    follow(split, lost)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fault", [RuntimeError("[malloc] out of memory"), ValueError("shapes")])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_fault_of_a_shared_forward_ends_no_answer(
+    first: int, fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, readers, count = Split(), readers_of(4), itertools.count()
+    hidden = StageModel.hidden
+
+    def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+        if tokens.shape[0] > 1 and model.first == first and next(count) == 5:
+            raise fault
+        return hidden(model, tokens, *rest)
+
+    monkeypatch.setattr(StageModel, "hidden", failing)
+    together(split.engine, readers)
+    lost = lost_of(readers)
+    assert len(lost) == 2
+    assert all(isinstance(r.fault, StateLost) and "shared" in str(r.fault) for r in lost)
+    assert all(told(r) == alone(r.asked) for r in readers if r not in lost)
+    follow(split, lost, alone=True)
+
+
+def test_a_stage_drops_at_once_what_shared_a_forward_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks later, as where a release is late, finds no state that nobody knows."""
+    split, readers = Split(), few_tokens(4)
+    worker, send, left = split.workers[0], split.link.send, list[tuple[int, int]]()
+    hidden = StageModel.hidden
+
+    def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+        if tokens.shape[0] > 1 and model.first == 2 and not left:
+            raise ValueError("shapes")
+        return hidden(model, tokens, *rest)
+
+    def sending(block: HiddenBlock) -> Trip:
+        before = worker.live_requests
+        trip = send(block)
+        if len(block.members) == 2 and not left:
+            left.append((before, worker.live_requests))
+            with pytest.raises(PeerLost, match="no state of request"):
+                _ = worker.forward(replace(block, members=block.members[:1], tokens=(7,)))
+        return trip
+
+    monkeypatch.setattr(StageModel, "hidden", failing)
+    monkeypatch.setattr(split.link, "send", sending)
+    together(split.engine, readers)
+    ((before, after),) = left
+    assert after == before - 2 and not split.left
+    assert all(told(r) == alone(r.asked) for r in readers if r.fault is None)
+    follow(split, lost_of(readers), alone=True)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("gone", ["freed", "replaced", "later attempt"])
+def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_attempt(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some stages have a row of theirs that others have not."""
+    split, readers, times = Split(THREE), few_tokens(6), itertools.count()
+    worker, members = split.workers[1], list[str]()
+    send = split.link.send
+
+    def sending(block: HiddenBlock) -> Trip:
+        if len(block.members) < 2 or next(times) != 3:
+            return send(block)
+        members.extend(member.request for member in block.members)
+        if gone == "freed":
+            sessions = worker._sessions  # pyright: ignore[reportPrivateUsage]
+            sessions[members[1]].used -= 100.0
+            assert worker.expire(50.0) == members[1:]
+        elif gone == "later attempt":
+            worker.release((members[1], 1))
+        else:
+            split.replace(1)
+        return send(block)
+
+    monkeypatch.setattr(split.link, "send", sending)
+    together(split.engine, readers)
+    lost = {reader.asked.request: reader for reader in lost_of(readers)}
+    faults = [type(lost[name].fault) for name in members]
+    if gone == "replaced":
+        assert faults == [PeerLost, StateLost] and len(lost) > 2
+    else:
+        own = InvalidFrame if gone == "later attempt" else PeerLost
+        assert faults == [StateLost, own] and len(lost) == 2
+    assert all(told(r) == alone(r.asked) for r in readers if r.asked.request not in lost)
+    assert not split.left
+    follow(split, list(lost.values()))
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.smoke)])
+def test_numbers_that_are_none_end_their_own_answer_only(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, readers, count = Split(), readers_of(4), itertools.count()
+    hidden = StageModel.hidden
+
+    def broken(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+        out = hidden(model, tokens, *rest)
+        if tokens.shape[0] > 1 and model.first == first and next(count) == 5:
+            out = mx.concatenate([out[:1] * float("nan"), out[1:]])
+        return out
+
+    monkeypatch.setattr(StageModel, "hidden", broken)
+    split.link.holds = True  # what this stage found is known before another one says the same
+    together(split.engine, readers, lambda _: split.link.flush())
+    split.link.flush()
+    (ended,) = lost_of(readers)
+    assert isinstance(ended.fault, NumericError)
+    assert str(ended.fault).startswith(f"stage {int(first > 0)} (")
+    assert told(ended) == alone(ended.asked)[: len(ended.rounds)]
+    assert all(told(r) == alone(r.asked) for r in readers if r is not ended)
+    assert not split.left
