@@ -321,12 +321,6 @@ class BatchTapedCache(TapedCache):
         self.cache = [None if held is None else next(made) for held in self.cache]
         self.forget()
 
-    def lend_tape(self, cache: TapedCache, index: int) -> None:
-        """So that this request, alone now, can still take back a row of the last forward."""
-        if self._tape is not None and self._tape[0] == 1:
-            before = self._tape[1](0)
-            cache.record(1, lambda _: [None if a is None else a[index : index + 1] for a in before])
-
 
 BatchCache = BatchKVCache | BatchQuantizedKVCache | BatchRotatingKVCache | BatchTapedCache
 ChangingCache = BatchKVCache | BatchQuantizedKVCache | BatchTapedCache

@@ -1,4 +1,4 @@
-"""What forwards and drafts are, and what ends an answer."""
+"""Forwards, drafts, and the end of an answer, as the rooms hand them to each other."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, Protocol, cast

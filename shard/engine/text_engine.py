@@ -274,7 +274,7 @@ class TextEngine:
         deliver: Callable[[EngineEvent], None],
         done: Callable[[BaseException | None], None],
     ) -> Request:
-        """Adds a request to the engine of a whole model. Raises InvalidRequest.
+        """Adds a request to the engine. Raises InvalidRequest.
 
         `deliver` takes its events, and `done` its end: None behind its `Done`, or what went wrong.
         """

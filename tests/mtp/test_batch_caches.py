@@ -14,11 +14,9 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from exo_node.mtp.batch_caches import (
     BatchQuantizedKVCache,
     BatchRotatingKVCache,
-    BatchTapedCache,
     Positions,
     batched,
 )
-from exo_node.mtp.rollback import TapedCache
 
 SIZE = 8
 BEHIND = [(3,), (8,), (7, 1), (5, 1, 1, 1, 1), (20,), (20, 1, 1, 1), (30, 5)]
@@ -107,17 +105,3 @@ def test_a_quantised_cache_that_leaves_takes_rows_in_groups_of_its_own_size(grou
         wanted, got = (each.update_and_fetch(row(30), row(31)) for each in (cache, left))
         for mine, theirs in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), strict=True):
             assert mx.array_equal(mine, theirs).item()
-
-
-def test_a_recurrent_state_that_leaves_takes_back_its_own_last_row() -> None:
-    before = [mx.random.normal((3, 2, 4), key=mx.random.key(i)) for i in (0, 1)]
-    together = BatchTapedCache(TapedCache(2))
-    together.cache = [state + 1 for state in before]
-    together.record(1, lambda _: [*before])
-    for place in range(3):
-        left = together.of(place)
-        assert isinstance(left, TapedCache)
-        together.lend_tape(left, place)
-        left.rollback(1)
-        for mine, wanted in zip(left.cache, before, strict=True):
-            assert mine is not None and mx.array_equal(mine, wanted[place : place + 1]).item()
