@@ -27,7 +27,10 @@ class RowsLayer(nn.Module):
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""
     after: Callable[[mx.array, mx.array], Arrays]
     hands_over: bool = False
-    """Whether the GPU begins with what is built so far, while Python builds the layers behind."""
+    """Whether the GPU begins with what is built so far, while Python builds the layers behind.
+
+    For the rows of a verify only: a plain step is built while the GPU has the step before it.
+    """
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
@@ -45,7 +48,7 @@ class RowsLayer(nn.Module):
             wide, q, k, v = self.before(x, first)
             made = self.after(mixer.attended(wide, q, k, v, first, cache), x)
         y = self.behind(made)
-        if self.hands_over:
+        if self.hands_over and rows > 1:
             mx.async_eval(y)
         return y
 
