@@ -36,6 +36,11 @@ from exo_node.placement.library import packaged_cards
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+DECISIONS = sorted(
+    f"docs/decisions/{page.name}"
+    for page in (ROOT / "docs" / "decisions").glob("*.md")
+    if page.name != "README.md"
+)
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
@@ -43,6 +48,8 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "bench/README.md",
+    "docs/decisions/README.md",
+    *DECISIONS,
     *PAGES,
 )
 FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
@@ -119,6 +126,11 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert len(text.splitlines()) <= 150, "move details to a page in docs/"
     linked = {link for link, _ in _LINK.findall(text)}
     assert sorted({*PAGES} - linked) == []
+
+
+def test_the_index_of_decisions_is_complete() -> None:
+    linked = {link for link, _ in _LINK.findall(text_of("docs/decisions/README.md"))}
+    assert {Path(page).name for page in DECISIONS} <= linked
 
 
 ROOMS = sorted(
