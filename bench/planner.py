@@ -1,7 +1,7 @@
-"""How long the exact planner takes at 2 to 16 nodes: `python bench/planner.py`.
+"""Time of the planner at 2 to 16 nodes: `python bench/planner.py`.
 
 Random clusters of nine kinds of node, links of 0.1 to 6 ms, models of which some need every node.
-Exit status 1 where a plan of 16 nodes took more than a second of processor time.
+Exit status 1 where a plan took more than LIMIT_S of processor time.
 """
 
 import random
@@ -16,7 +16,7 @@ from exo_node.placement.ids import NodeId
 from exo_node.placement.plan import Preview, preview
 
 CLUSTERS = 40
-LIMIT_S = 1.0
+LIMIT_S = 0.25
 MEMORY_GB = (16, 24, 32, 48, 64, 96, 128, 192, 512)
 BANDWIDTH_GB = (100, 120, 150, 273, 300, 400, 410, 546, 819)
 
@@ -26,12 +26,12 @@ def main() -> int:
     worst = 0.0
     for size in (2, 4, 8, 12, 16):
         taken, stages, proven = _measure(size)
-        worst = max(taken)
+        worst = max(worst, *taken)
         median = statistics.median(taken)
         shown = f"{min(stages)}-{max(stages)}"
         print(
             f"{size:5}  {len(taken):5}  {shown:>6}  {proven / len(taken):6.0%}  "
-            f"{median:8.3f}  {worst:7.3f}"
+            f"{median:8.3f}  {max(taken):7.3f}"
         )
     return int(worst > LIMIT_S)
 

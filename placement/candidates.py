@@ -1,4 +1,4 @@
-"""The placements that come into question, each with what it costs."""
+"""The placements to choose from, each with its cost: single nodes and pipelines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from .cost import (
     tail_seconds,
 )
 from .ids import NodeId
-from .options import Allowed
-from .search import Outcome, Problem, Route, search
+from .options import PlanLimits
+from .search import Problem, Route, SearchResult, search
 
-# Costs are picoseconds, and in the last ten bits what decides between equally fast placements:
-# fewer nodes, then fewer of them that must download the model.
+# Costs are picoseconds. The last ten bits decide between equally fast placements: fewer nodes, then
+# fewer of them that must download the model.
 _TICKS_PER_S = 10**12
 _TIE_BITS = 10
 _PER_NODE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is to be placed, and where it may go."""
+class PlacementTask:
+    """The model to be placed, and the nodes that it may run on."""
 
     card: ModelCard
     view: ClusterView
-    allowed: Allowed
+    limits: PlanLimits
     mtp: bool
-    """The card declares a head, and the operator lets it draft."""
+    """Whether the card declares a head and the operator lets it draft."""
 
     @property
     def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.card, self.allowed.context)
+        return ModelSizes.of(self.card, self.limits.context)
 
     def holds_head(self, node: NodeFacts) -> bool:
         """Whether the whole model fits there with its MTP head."""
@@ -52,15 +52,15 @@ class Candidate:
     nodes: tuple[NodeFacts, ...]
     stages: tuple[StageAssignment, ...]
     seconds: float
-    """A token, with native MTP where it runs."""
+    """One token of one request, with native MTP where it runs."""
     speedup: float
-    """Of native MTP; 0 where it does not run."""
+    """The factor of native MTP; 0 where it does not run."""
     cost: int
-    """What it is ranked by."""
+    """The first key of `rank`."""
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The least is the best; ends with the ids, so that equals are ordered too."""
+        """A sort key, the best first; ends with the ids, so that equals are ordered too."""
         alone = len(self.nodes) == 1
         memory = -self.nodes[0].memory_bytes if alone else 0
         return (self.cost, len(self.nodes), memory, *(node.id for node in self.nodes))
@@ -73,30 +73,35 @@ class Candidate:
         return f"{names}{alone}, {self.seconds * 1000:.3g} ms a token{drafts} {source}"
 
 
-def singles(task: Task) -> list[Candidate]:
+def single_nodes(task: PlacementTask) -> list[Candidate]:
     """Every allowed node that can hold the whole model."""
     layers = task.card.num_layers
     need = task.sizes.need(0, layers, generator=True)
     return [
-        assigned(task, (node,), [layers])
-        for node in task.allowed.nodes
+        candidate(task, (node,), [layers])
+        for node in task.limits.nodes
         if need <= node.memory_bytes
     ]
 
 
-def pipelines(task: Task, known: Sequence[Candidate]) -> tuple[list[Candidate], Outcome]:
-    """The best two over several nodes, as far as they beat `known`; and what is proven."""
+def pipelines(
+    task: PlacementTask, others: Sequence[Candidate]
+) -> tuple[list[Candidate], SearchResult]:
+    """The two best over several nodes, where they beat `others`; and how the search went."""
     nodes = sorted(
-        task.allowed.nodes, key=lambda node: (_ticks(layer_seconds(task.card, node)), node.id)
+        task.limits.nodes, key=lambda node: (_ticks(layer_seconds(task.card, node)), node.id)
     )
-    outcome = search(_problem(task, nodes), [candidate.cost for candidate in known])
-    return [_routed(task, nodes, route) for route in outcome.routes], outcome
+    result = search(_problem(task, nodes), [other.cost for other in others])
+    return [_of_route(task, nodes, route) for route in result.routes], result
 
 
-def assigned(
-    task: Task, nodes: tuple[NodeFacts, ...], counts: Sequence[int], cost: int | None = None
+def candidate(
+    task: PlacementTask,
+    nodes: tuple[NodeFacts, ...],
+    counts: Sequence[int],
+    cost: int | None = None,
 ) -> Candidate:
-    """`counts` layers on each of `nodes`, in this order; `cost` where it is known."""
+    """`counts` layers on each of `nodes`, in this order; `cost` if the search has computed it."""
     ends = list(accumulate(counts))
     stages = tuple(
         StageAssignment(node.id, end - count, end)
@@ -116,12 +121,12 @@ def seconds_of(cost: int) -> float:
     return (cost >> _TIE_BITS) / _TICKS_PER_S
 
 
-def _routed(task: Task, nodes: Sequence[NodeFacts], route: Route) -> Candidate:
-    return assigned(task, tuple(nodes[i] for i in route.nodes), route.counts, route.cost)
+def _of_route(task: PlacementTask, nodes: Sequence[NodeFacts], route: Route) -> Candidate:
+    return candidate(task, tuple(nodes[i] for i in route.nodes), route.counts, route.cost)
 
 
-def _problem(task: Task, nodes: Sequence[NodeFacts]) -> Problem:
-    card, bounds = task.card, task.allowed
+def _problem(task: PlacementTask, nodes: Sequence[NodeFacts]) -> Problem:
+    card, limits = task.card, task.limits
     links: dict[frozenset[NodeId], list[LinkFacts]] = {}
     for link in task.view.links:
         links.setdefault(frozenset((link.a, link.b)), []).append(link)
@@ -136,10 +141,10 @@ def _problem(task: Task, nodes: Sequence[NodeFacts]) -> Problem:
         layer=[_ticks(layer_seconds(card, node)) for node in nodes],
         tail=[_ticks(tail_seconds(card, node)) for node in nodes],
         hop=[[0 if a is b else hop(a, b) for b in nodes] for a in nodes],
-        least=max(2, bounds.least),
-        most=bounds.most,
-        required=(1 << len(nodes)) - 1 if bounds.pinned else 0,
-        split=bounds.split,
+        min_stages=max(2, limits.min_stages),
+        max_stages=limits.max_stages,
+        required=(1 << len(nodes)) - 1 if limits.pinned else 0,
+        split=limits.split,
     )
 
 
@@ -147,5 +152,5 @@ def _ticks(seconds: float) -> int:
     return round(seconds * _TICKS_PER_S) << _TIE_BITS
 
 
-def _tie(task: Task, node: NodeFacts) -> int:
+def _tie(task: PlacementTask, node: NodeFacts) -> int:
     return _PER_NODE + (task.card.id not in node.models)

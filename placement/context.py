@@ -1,8 +1,8 @@
-"""The context of a placement for which nobody asked for one: as long as memory allows."""
+"""The context of a placement whose request names none: as long as memory allows."""
 
 from dataclasses import replace
 
-from .candidates import Candidate, Task
+from .candidates import Candidate, PlacementTask
 from .card import ModelCard
 from .cost import ModelSizes
 from .options import DEFAULT_CONTEXT, PlanOptions
@@ -10,24 +10,24 @@ from .options import DEFAULT_CONTEXT, PlanOptions
 STEP = 16_384
 """Tokens by which a context grows: free memory that differs a little changes nothing."""
 SHARE = 2
-"""A context beyond DEFAULT_CONTEXT takes one part in so many of what a node has left."""
+"""A context beyond DEFAULT_CONTEXT takes at most 1/SHARE of the memory that a node has left."""
 
 
-def longest_context(task: Task, chosen: Candidate, options: PlanOptions) -> int:
-    """Tokens of KV for `chosen`, which was planned with `task.allowed.context`.
+def longest_context(task: PlacementTask, chosen: Candidate, options: PlanOptions) -> int:
+    """Tokens of KV for `chosen`, which was planned with `task.limits.context`.
 
-    What was asked for stays as it is. Else the model's own context, or as many tokens as leave
-    every node of the placement half of the memory that the plan did not take, for other models.
+    A requested context stays as it is. Otherwise the model's own context, or as many tokens as
+    leave every node half of the memory that the plan did not take, for other models.
     """
-    planned, most = task.allowed.context, task.card.context_length
+    planned, most = task.limits.context, task.card.context_length
     if options.context is not None or options.frugal:
         return planned
     longer = [*range(planned + STEP - planned % STEP, most, STEP), most]
     return max((each for each in longer if _fits(task, chosen, each)), default=planned)
 
 
-def context_reason(task: Task, chosen: Candidate, options: PlanOptions) -> str:
-    """What a person is told of it; empty for a model whose context is short anyway."""
+def context_reason(task: PlacementTask, chosen: Candidate, options: PlanOptions) -> str:
+    """The chosen context for a person; empty for a model whose context is short anyway."""
     most = task.card.context_length
     if options.context is not None or options.frugal or most <= DEFAULT_CONTEXT:
         return ""
@@ -48,7 +48,7 @@ def beside_spares(card: ModelCard, options: PlanOptions, spares: int) -> PlanOpt
     return replace(options, context=min(card.context_length, DEFAULT_CONTEXT))
 
 
-def _fits(task: Task, chosen: Candidate, context: int) -> bool:
+def _fits(task: PlacementTask, chosen: Candidate, context: int) -> bool:
     before, after = task.sizes, ModelSizes.of(task.card, context)
     for node, stage in zip(chosen.nodes, chosen.stages, strict=True):
         part = (stage.first_layer, stage.end_layer)

@@ -1,4 +1,4 @@
-"""What a person may ask of a placement, checked against the model and the live nodes."""
+"""The options of a placement, checked against the model and the live nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from .card import ModelCard
 from .cluster import ClusterView, NodeFacts
 from .errors import InsufficientMemory, InvalidRequest
 from .ids import NodeId
-from .search import MAX_NODES
 from .split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 DEFAULT_CONTEXT = 32768
-"""Tokens of KV that nodes are chosen for when nobody asks; see `context.longest_context`."""
+"""Tokens of KV that nodes are chosen for by default; see `context.longest_context`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +23,9 @@ class PlanOptions:
     max_nodes: int | None = None
     context: int | None = None
     """Tokens of KV to keep room for; None: nodes are chosen for the card's context, at most
-    DEFAULT_CONTEXT, and what they have left may lengthen it."""
+    DEFAULT_CONTEXT, and the memory that they have left may lengthen it."""
     exclude: frozenset[NodeId] = frozenset()
-    """Never used; a node that is not live may be named."""
+    """Nodes that are not used; they need not be live."""
     nodes: tuple[NodeId, ...] = ()
     """Pinned: all of these are used and no others, in the quickest order; empty: any."""
     layers: tuple[tuple[NodeId, int], ...] = ()
@@ -39,26 +38,27 @@ ANY: Final = PlanOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """What remains to choose from."""
+class PlanLimits:
+    """The nodes and numbers of stages that options leave."""
 
     nodes: tuple[NodeFacts, ...]
-    """In the order of their ids."""
-    least: int
-    """Stages."""
-    most: int
+    """Ordered by id; with a split by hand, in pipeline order."""
+    min_stages: int
+    max_stages: int
     context: int
+    """Tokens of KV."""
     pinned: bool
+    """Whether all of `nodes` must be used."""
     split: SplitRefusal = MAY_BE_SPLIT
 
 
-def allowed(
+def limits_of(
     card: ModelCard, view: ClusterView, options: PlanOptions, refusal: SplitRefusal
-) -> Allowed:
-    """What `options` leave; `refusal` says where the model must not be split.
+) -> PlanLimits:
+    """The limits that `options` set; `refusal` says where the model must not be split.
 
-    Raises InvalidRequest naming the field for what nothing can meet, and InsufficientMemory where
-    no node is left.
+    Raises InvalidRequest naming the field where no cluster could meet the options, and
+    InsufficientMemory where no node is left.
     """
     nodes = _nodes(card, view, options)
     pinned = bool(options.nodes or options.layers)
@@ -70,12 +70,6 @@ def allowed(
             f"{refusal.reason}; leave {field} out, or name one node",
             param=field,
         )
-    if least > MAX_NODES and not options.layers:
-        raise InvalidRequest(
-            f"{least} stages are more than the planner weighs ({MAX_NODES}); ask for fewer, or "
-            "split by hand with layers",
-            param="nodes" if options.nodes else "min_nodes",
-        )
     counts = [count for _, count in options.layers]
     if not refusal.allows(counts):
         raise InvalidRequest(
@@ -84,7 +78,7 @@ def allowed(
             param="layers",
         )
     context = _context(card, options.context)
-    return Allowed(nodes, least, 1 if refusal.forbids else most, context, pinned, refusal)
+    return PlanLimits(nodes, least, 1 if refusal.forbids else most, context, pinned, refusal)
 
 
 def _nodes(card: ModelCard, view: ClusterView, options: PlanOptions) -> tuple[NodeFacts, ...]:
@@ -93,12 +87,12 @@ def _nodes(card: ModelCard, view: ClusterView, options: PlanOptions) -> tuple[No
         _check_named(field, named, by_id, options.exclude)
     if options.layers:
         return _split_by_hand(card, by_id, options)
-    wanted = options.nodes or sorted(by_id.keys() - options.exclude)
-    if not wanted:
+    selected = options.nodes or sorted(by_id.keys() - options.exclude)
+    if not selected:
         raise InsufficientMemory(
             f"no live node is left to hold {card.id}; start a node or exclude fewer"
         )
-    return tuple(by_id[id] for id in sorted(wanted))
+    return tuple(by_id[id] for id in sorted(selected))
 
 
 def _check_named(
@@ -160,7 +154,7 @@ def _sizes(card: ModelCard, live: int, options: PlanOptions) -> tuple[int, int]:
 
 
 def _pinned_sizes(card: ModelCard, size: int, options: PlanOptions) -> tuple[int, int]:
-    """As `_sizes`, where just the named nodes are used."""
+    """The least and the most stages where all the named nodes are used, and no others."""
     field = "layers" if options.layers else "nodes"
     most = size if options.max_nodes is None else options.max_nodes
     for name, bound, broken in (
@@ -180,12 +174,12 @@ def _pinned_sizes(card: ModelCard, size: int, options: PlanOptions) -> tuple[int
     return size, size
 
 
-def _context(card: ModelCard, asked: int | None) -> int:
-    if asked is None:
+def _context(card: ModelCard, requested: int | None) -> int:
+    if requested is None:
         return min(card.context_length, DEFAULT_CONTEXT)
-    if not 1 <= asked <= card.context_length:
+    if not 1 <= requested <= card.context_length:
         raise InvalidRequest(
-            f"context is {asked} tokens; {card.id} takes 1 to {card.context_length}",
+            f"context is {requested} tokens; {card.id} takes 1 to {card.context_length}",
             param="context",
         )
-    return asked
+    return requested

@@ -1,9 +1,9 @@
-"""Chooses the nodes of a model, and tells a person why."""
+"""Chooses the nodes of a model, with the reason for a person."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import Task, assigned
+from .candidates import PlacementTask, candidate
 from .card import ModelCard
 from .chunk import MOST, prefill_chunk
 from .cluster import ClusterView, StageAssignment
@@ -11,10 +11,10 @@ from .context import context_reason, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, seconds_per_token, stage_bytes
 from .dtype import CHECKPOINTS
 from .ids import ModelId
-from .options import ANY, DEFAULT_CONTEXT, PlanOptions, allowed
-from .reasons import drafting_reason, insufficient, mtp_off_reason, why
+from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of
+from .reasons import choice_reason, drafting_reason, insufficient_memory, mtp_off_reason
 from .split_refusal import MAY_BE_SPLIT, SplitRefusal
-from .weighing import Choice, Request, weigh, weigh_by_hand
+from .weighing import PlanRequest, WeighedCandidate, rank, weigh_manual_split
 
 __all__ = [
     "ASSUMED_MTP_SPEEDUP",
@@ -37,38 +37,38 @@ class Placement:
     model: ModelId
     stages: tuple[StageAssignment, ...]
     reason: str
-    """For a person: why these nodes, and why no MTP where there is none."""
+    """Why these nodes, and why no MTP where there is none; for a person."""
     score: float
-    """Seconds a token, predicted for one request; with native MTP where it runs."""
+    """Predicted seconds a token of one request, with native MTP where it runs."""
     runner_up: str | None
-    """The best choice of other nodes, for a person."""
+    """The best placement on other nodes, for a person."""
     context_length: int
     """Tokens of KV that there is room for."""
     mtp_off_reason: str
     """Why the generator must not load a head that the card declares; empty where it may."""
     dtype: str
-    """That every stage computes in."""
+    """The dtype that every stage computes in."""
     dtype_reason: str
-    """Why that one, for a person."""
+    """Why that dtype, for a person."""
     prefill_chunk: int = MOST
     """Rows of a prompt in one forward."""
     bound: float = 0.0
-    """Seconds a token that no allowed placement can beat; `score` itself where that is proven."""
+    """Seconds a token that no allowed placement can beat; `score` itself where this is proven."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What `plan` would do, and what it weighed."""
+    """The placement that `plan` would choose, and its alternatives."""
 
     best: Placement
     runner_up: Placement | None
-    """The best choice of other nodes; with a split by hand, what would be planned instead."""
+    """The best placement on other nodes; beside a manual split, the planner's own choice."""
     bound_s: float
-    """As `Placement.bound`."""
+    """The same as `Placement.bound`."""
     candidates_considered: int
-    """Sets of nodes that were weighed; the rest was ruled out by a bound."""
+    """Sets of nodes that were weighed; the others were ruled out by a bound."""
     drafting: str
-    """Why the model will draft there, or why not."""
+    """Why the model will or will not draft there."""
 
 
 def plan(
@@ -79,13 +79,13 @@ def plan(
     native_mtp: bool = True,
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Placement:
-    """The placement that answers one request the fastest.
+    """The placement that answers one request the fastest, by the costs of `cost.py`.
 
-    Exact for the costs of `cost.py`, for up to 16 nodes that matter and layers alike; where it
-    cannot be, `bound` says how far off it may be. `native_mtp` is False where the operator turned
-    it off, so that no memory is kept for the head; `pipeline_refusal` says where this model must
-    not be split. The same arguments give the same placement. Raises InsufficientMemory, and
-    InvalidRequest for what nothing can meet.
+    Exact for up to `search.EXACT_NODES` nodes; of more, a pipeline takes the fastest (`search.py`),
+    and `bound` says how much faster another might be. `native_mtp` is False where the operator
+    turned it off: no memory is kept for the head then. `pipeline_refusal` says where this model
+    must not be split. The same arguments give the same placement. Raises InsufficientMemory, and
+    InvalidRequest for options that cannot be met.
     """
     return preview(
         card, view, options, native_mtp=native_mtp, pipeline_refusal=pipeline_refusal
@@ -93,7 +93,7 @@ def plan(
 
 
 def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
-    """What stage `number` takes of its node, with its context and the planner's headroom."""
+    """Bytes of its node that stage `number` takes, with its context and the planner's headroom."""
     stage, context = placement.stages[number], placement.context_length
     mtp, card = not placement.mtp_off_reason, card.computed_in(placement.dtype)
     return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
@@ -102,15 +102,16 @@ def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
 def seconds_now(
     card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment], dtype: str
 ) -> float:
-    """Seconds a token of stages that are loaded, as in `Placement.score`.
+    """Seconds a token of loaded stages, comparable with `Placement.score`.
 
     Raises KeyError for a node that is not in the view.
     """
     card, view = card.computed_in(dtype), view.measured_in(dtype)
     if len(stages) > 1:
         return seconds_per_token(card, stages, view)
-    task = Task(card, view, allowed(card, view, ANY, MAY_BE_SPLIT), card.native_mtp is not None)
-    return assigned(task, (view.node(stages[0].node),), [card.num_layers]).seconds
+    limits = limits_of(card, view, ANY, MAY_BE_SPLIT)
+    task = PlacementTask(card, view, limits, card.native_mtp is not None)
+    return candidate(task, (view.node(stages[0].node),), [card.num_layers]).seconds
 
 
 def preview(
@@ -121,68 +122,68 @@ def preview(
     native_mtp: bool = True,
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Preview:
-    """As `plan`, with the next best choice beside it."""
+    """The placement that `plan` returns, with the runner-up. Raises the same errors."""
     mtp = native_mtp and card.native_mtp is not None
-    asked = Request(card, view, options, pipeline_refusal, mtp)
-    by_hand = weigh_by_hand(asked) if options.layers else None
-    weighed = weigh(asked if by_hand is None else replace(asked, options=_free(options)))
-    ranked = [*weighed.choices]
-    if by_hand is not None:
-        stages = by_hand.candidate.stages
-        ranked = [by_hand, *(other for other in ranked if other.candidate.stages != stages)]
+    request = PlanRequest(card, view, options, pipeline_refusal, mtp)
+    manual = weigh_manual_split(request) if options.layers else None
+    free = options if manual is None else replace(options, layers=(), nodes=())
+    ranking = rank(replace(request, options=free))
+    ranked = [*ranking.choices]
+    if manual is not None:
+        stages = manual.candidate.stages
+        ranked = [manual, *(other for other in ranked if other.candidate.stages != stages)]
     if not ranked:
-        raise insufficient(weighed.task, options, pipeline_refusal)
+        raise insufficient_memory(ranking.task, options, pipeline_refusal)
     best, *others = ranked
-    bound = min(weighed.floor, *(choice.candidate.seconds for choice in ranked))
+    bound = min(ranking.floor, *(choice.candidate.seconds for choice in ranked))
     runner_up = None
     if others:
         runner_up = _placement(options, others[0], str(others[0].candidate), None, bound)
-    words = _words(best, ranked, bound, options, pipeline_refusal)
+    reason = _reason(best, ranked, ranking.floor, options, pipeline_refusal)
     return Preview(
-        best=_placement(options, best, words, runner_up and runner_up.reason, bound),
+        best=_placement(options, best, reason, runner_up and runner_up.reason, bound),
         runner_up=runner_up,
         bound_s=bound,
-        candidates_considered=weighed.sets,
+        candidates_considered=ranking.sets,
         drafting=drafting_reason(best.task, best.candidate, native_mtp=native_mtp),
     )
 
 
-def _words(
-    best: Choice,
-    ranked: Sequence[Choice],
-    bound: float,
+def _reason(
+    best: WeighedCandidate,
+    ranked: Sequence[WeighedCandidate],
+    floor: float,
     options: PlanOptions,
     refusal: SplitRefusal,
 ) -> str:
     candidates = [choice.candidate for choice in ranked]
-    words = why(best.task, best.candidate, candidates, bound, options, refusal)
+    reason = choice_reason(best.task, best.candidate, candidates, floor, options, refusal)
     if context := context_reason(best.task, best.candidate, options):
-        words += f"; {context}"
+        reason += f"; {context}"
     if best.dtype.reason != CHECKPOINTS:
-        words += f"; computes in {best.dtype.name}: {best.dtype.reason}"
-    return words
-
-
-def _free(options: PlanOptions) -> PlanOptions:
-    """What the planner may choose from in place of a split by hand."""
-    return replace(options, layers=(), nodes=())
+        reason += f"; computes in {best.dtype.name}: {best.dtype.reason}"
+    return reason
 
 
 def _placement(
-    options: PlanOptions, choice: Choice, reason: str, runner_up: str | None, bound: float
+    options: PlanOptions,
+    choice: WeighedCandidate,
+    reason: str,
+    runner_up: str | None,
+    bound: float,
 ) -> Placement:
-    task, candidate = choice.task, choice.candidate
-    context, mtp = longest_context(task, candidate, options), candidate.speedup > 0
+    task, chosen = choice.task, choice.candidate
+    context, mtp = longest_context(task, chosen, options), chosen.speedup > 0
     return Placement(
         model=task.card.id,
-        stages=candidate.stages,
+        stages=chosen.stages,
         reason=reason,
-        score=candidate.seconds,
+        score=chosen.seconds,
         runner_up=runner_up,
         context_length=context,
-        mtp_off_reason=mtp_off_reason(task, candidate),
+        mtp_off_reason=mtp_off_reason(task, chosen),
         dtype=choice.dtype.name,
         dtype_reason=choice.dtype.reason,
-        prefill_chunk=prefill_chunk(task.card, candidate.nodes, candidate.stages, context, mtp=mtp),
+        prefill_chunk=prefill_chunk(task.card, chosen.nodes, chosen.stages, context, mtp=mtp),
         bound=bound,
     )

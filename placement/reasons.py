@@ -1,47 +1,54 @@
-"""What a person is told of a plan: why these nodes, why no MTP, why nothing fits."""
+"""Sentences for a person on a plan: why these nodes, why no MTP, why nothing fits."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .candidates import Candidate, Task, assigned
+from .candidates import Candidate, PlacementTask, candidate
 from .cluster import layer_range
 from .drafting import split_reason, undeclared_reason
 from .errors import InsufficientMemory
 from .options import PlanOptions
+from .search import EXACT_NODES
 from .split_refusal import SplitRefusal
 
 
-def why(
-    task: Task,
+def choice_reason(
+    task: PlacementTask,
     best: Candidate,
     ranked: Sequence[Candidate],
-    bound: float,
+    floor: float,
     options: PlanOptions,
     refusal: SplitRefusal,
 ) -> str:
-    """A sentence on the chosen candidate; `ranked` are all that were found, the best first."""
+    """Why `best` was chosen from the candidates `ranked`, the best first.
+
+    `floor`: seconds a token that no placement outside the search can beat.
+    """
     if len(best.nodes) == 1:
         text = _why_alone(task, best, ranked)
     else:
         text = _why_split(task, best, ranked, options)
     if refusal:
         text += f"; not split{' elsewhere' if refusal.borders else ''}: {refusal}"
-    if bound < best.seconds and not options.layers:
-        text += f"; nothing can take less than {bound * 1000:.3g} ms, which may not be reachable"
+    if floor < best.seconds and not options.layers:
+        text += (
+            f"; of more than {EXACT_NODES} nodes, those that compute a layer fastest come first: "
+            f"nothing can take less than {floor * 1000:.3g} ms, which may not be reachable"
+        )
     return text
 
 
-def _why_alone(task: Task, best: Candidate, ranked: Sequence[Candidate]) -> str:
-    able = sum(len(candidate.nodes) == 1 for candidate in ranked)
-    if len(task.allowed.nodes) == 1:
-        choice = "the only node" if not task.allowed.pinned else "the node that was named"
+def _why_alone(task: PlacementTask, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    able = sum(len(other.nodes) == 1 for other in ranked)
+    if len(task.limits.nodes) == 1:
+        choice = "the only node" if not task.limits.pinned else "the node that was named"
     elif able == 1:
-        choice = f"the only one of {len(task.allowed.nodes)} nodes with enough memory"
+        choice = f"the only one of {len(task.limits.nodes)} nodes with enough memory"
     else:
         choice = f"the fastest of {able} nodes with enough memory"
-    if any(len(candidate.nodes) > 1 for candidate in ranked):
+    if any(len(other.nodes) > 1 for other in ranked):
         choice += ", and quicker than any split"
-    text = f"{best}: {choice} ({needed(task)})"
+    text = f"{best}: {choice} ({memory_needed(task)})"
     if best.speedup:
         return f"{text}; {_speedup(best)}"
     no_mtp = mtp_off_reason(task, best)
@@ -49,13 +56,13 @@ def _why_alone(task: Task, best: Candidate, ranked: Sequence[Candidate]) -> str:
 
 
 def _why_split(
-    task: Task, best: Candidate, ranked: Sequence[Candidate], options: PlanOptions
+    task: PlacementTask, best: Candidate, ranked: Sequence[Candidate], options: PlanOptions
 ) -> str:
     ranges = ", ".join(
         f"{node.name} {layer_range(stage.first_layer, stage.end_layer)}"
         for node, stage in zip(best.nodes, best.stages, strict=True)
     )
-    alone = next((candidate for candidate in ranked if len(candidate.nodes) == 1), None)
+    alone = next((other for other in ranked if len(other.nodes) == 1), None)
     if options.layers:
         cause = "layers asked for it"
     elif options.nodes:
@@ -65,22 +72,22 @@ def _why_split(
     elif alone is not None:
         cause = f"that is quicker than {alone}"
     else:
-        cause = f"no node alone has enough memory ({needed(task)})"
+        cause = f"no node alone has enough memory ({memory_needed(task)})"
     no_mtp = "; no native MTP: it runs only where one node holds the whole model"
     return f"{best}: {ranges}, because {cause}" + (no_mtp if task.mtp else "")
 
 
-def _speedup(candidate: Candidate) -> str:
-    profile = candidate.nodes[0].profile
-    known = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
-    source = "by measurement" if known else "assumed"
-    if candidate.speedup <= 1:
+def _speedup(single: Candidate) -> str:
+    profile = single.nodes[0].profile
+    measured = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
+    source = "by measurement" if measured else "assumed"
+    if single.speedup <= 1:
         return f"native MTP is expected to make it no faster ({source})"
-    return f"native MTP is expected to make it {candidate.speedup:.3g} times as fast ({source})"
+    return f"native MTP is expected to make it {single.speedup:.3g} times as fast ({source})"
 
 
-def drafting_reason(task: Task, best: Candidate, *, native_mtp: bool) -> str:
-    """Why the model will draft there, or why not, with the remedy."""
+def drafting_reason(task: PlacementTask, best: Candidate, *, native_mtp: bool) -> str:
+    """Why the model will or will not draft there, with the remedy."""
     if task.card.native_mtp is None:
         return undeclared_reason(task.card.id)
     if not native_mtp:
@@ -88,8 +95,8 @@ def drafting_reason(task: Task, best: Candidate, *, native_mtp: bool) -> str:
     return mtp_off_reason(task, best) or _speedup(best)
 
 
-def mtp_off_reason(task: Task, best: Candidate) -> str:
-    """Why no head is loaded that the card declares; empty where it is."""
+def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
+    """Why a head that the card declares is not loaded; empty where it is."""
     if not task.mtp or best.speedup:
         return ""
     if len(best.nodes) > 1:
@@ -103,8 +110,8 @@ def mtp_off_reason(task: Task, best: Candidate) -> str:
     )
 
 
-def too_wide(task: Task, chosen: Candidate) -> str:
-    """Why the nodes of `chosen` do not compute in the dtype of `task`, which would be faster."""
+def wide_dtype_reason(task: PlacementTask, chosen: Candidate) -> str:
+    """Why the nodes of `chosen` do not compute in the dtype of `task`, though it is faster."""
     dtype, has = task.card.dtype, sum(node.memory_bytes for node in chosen.nodes)
     need = task.sizes.need(0, task.card.num_layers, generator=True)
     where = chosen.nodes[0].name if len(chosen.nodes) == 1 else "the nodes together"
@@ -116,31 +123,33 @@ def too_wide(task: Task, chosen: Candidate) -> str:
     )
 
 
-def split_by_hand(task: Task, counts: Sequence[int]) -> Candidate:
-    """The split that was asked for: `counts` layers on each allowed node, in their order.
+def manual_split(task: PlacementTask, counts: Sequence[int]) -> Candidate:
+    """The requested split: `counts` layers on each allowed node, in their order.
 
     Raises InsufficientMemory naming the first node that its layers do not fit.
     """
     ends = list(accumulate(counts))
-    for node, first, end in zip(task.allowed.nodes, [0, *ends], ends, strict=False):
+    for node, first, end in zip(task.limits.nodes, [0, *ends], ends, strict=False):
         need = task.sizes.need(first, end, generator=first == 0)
         if need > node.memory_bytes:
             ends_too = ", embeddings and lm_head" if first == 0 else ""
             raise InsufficientMemory(
                 f"layers gives {node.name} {layer_range(first, end)} of {task.card.id}{ends_too}, "
-                f"which need {_gigabytes_up(need)} with {task.allowed.context:,} tokens of context "
+                f"which need {_gigabytes_up(need)} with {task.limits.context:,} tokens of context "
                 f"and headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer "
                 "layers, free memory there or ask for a shorter context",
                 param="layers",
             )
-    return assigned(task, task.allowed.nodes, counts)
+    return candidate(task, task.limits.nodes, counts)
 
 
-def insufficient(task: Task, options: PlanOptions, refusal: SplitRefusal) -> InsufficientMemory:
-    """Why nothing fits, with what is needed and what there is."""
-    nodes, most = task.allowed.nodes, task.allowed.most
+def insufficient_memory(
+    task: PlacementTask, options: PlanOptions, refusal: SplitRefusal
+) -> InsufficientMemory:
+    """The error for a model that fits nowhere: the memory it needs, what there is, remedies."""
+    nodes, most = task.limits.nodes, task.limits.max_stages
     has = ", ".join(f"{node.name} has {_gigabytes_down(node.memory_bytes)}" for node in nodes)
-    if task.allowed.pinned:
+    if task.limits.pinned:
         count = "the nodes that were named"
     else:
         count = "one node" if most == 1 else f"{most} nodes or fewer"
@@ -152,20 +161,20 @@ def insufficient(task: Task, options: PlanOptions, refusal: SplitRefusal) -> Ins
     where = " elsewhere" if refusal.borders else ""
     cannot = f" ({task.card.id} is not split{where}: {refusal})" if refusal else ""
     return InsufficientMemory(
-        f"{task.card.id} needs {needed(task)}, and no set of {count} can hold it{cannot}: {has}; "
-        f"{', '.join(remedies)} or choose a smaller quantisation"
+        f"{task.card.id} needs {memory_needed(task)}, and no set of {count} can hold it{cannot}: "
+        f"{has}; {', '.join(remedies)} or choose a smaller quantisation"
     )
 
 
-def needed(task: Task) -> str:
-    """What the whole model takes, for a person."""
+def memory_needed(task: PlacementTask) -> str:
+    """The memory that the whole model takes on one node."""
     need = task.sizes.need(0, task.card.num_layers, generator=True)
-    context = f"{task.allowed.context:,} tokens of context"
+    context = f"{task.limits.context:,} tokens of context"
     return f"{_gigabytes_up(need)} for weights, {context} and headroom"
 
 
 def _gigabytes_up(count: int) -> str:
-    """Rounded up, and what is available down, so that a shortage never reads as a fit."""
+    """Rounds up; available memory is rounded down, so that a shortage never reads as a fit."""
     return f"{-(-count // 10**7) / 100:.2f} GB"
 
 

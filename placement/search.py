@@ -1,29 +1,38 @@
 """The cheapest pipeline over two nodes or more: which nodes, in which order, with which layers.
 
-A pipeline's cost is a sum: its stages' layers, the generator's tail, and the hops round the ring.
-Where layers are alike, the first two depend on the set of nodes and on which of them generates, the
-hops on the order alone. So a set is weighed once: the fastest filled first (`filled`), in the
-cheapest cycle (`Tours`). Exact for up to MAX_NODES nodes. Where layers need unequal memory, or the
-model may be split at some layers only, a split may fit one order and not another; orders are then
-tried, and `Outcome.floor` says what is proven.
+Exact for up to EXACT_NODES nodes that have room for a layer. A pipeline costs its stages' layers,
+the generator's tail and the hops of its ring. Every set of nodes and generator has a lower bound:
+layers given to the fastest nodes first, as if each stage lay where it needs the least memory, plus
+the cheapest ring through the set. Sets are weighed by rising bound, until the bound reaches the
+second-best cost. Where all layers need the same memory and the model may be split anywhere, the
+bound is the cost. Elsewhere a split may fit in some orders only, and dynamic programming over
+(nodes placed, last node, layers placed) finds the cheapest order and split.
+
+Of more nodes, the EXACT_NODES that compute a layer fastest are searched so; of equally fast nodes,
+those with the most room. Only where these cannot hold the model, or more stages are requested, are
+nodes added: fastest first until the model fits, each followed by its nearest neighbour. Where
+`max_stages` of the fastest cannot hold it either, the same is tried with the roomiest nodes first.
+`SearchResult.floor` then bounds what a pipeline over any other set could cost.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, combinations, permutations
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import sub
 
 from .cost import ModelSizes
-from .split import cheapest_split, filled, holds, most_layers
+from .split import fill_fastest_first, fits_in_order, most_layers
 from .split_refusal import MAY_BE_SPLIT, SplitRefusal
-from .tour import UNREACHED, Tours, members
 
-MAX_NODES = 16
-"""Weighed at once: their 2^16 sets take tenths of a second."""
-_ALL_ORDERS = 6
-"""Sets of up to so many nodes are tried in every order, where orders matter for memory."""
-_MAX_TRIES = 2000
-"""Orders tried in all; what is left then is bounded only."""
+EXACT_NODES = 8
+"""Nodes that are searched in every combination."""
+UNREACHED = 1 << 200
+"""More than any pipeline costs; as an integer, so that sums stay exact."""
+
+Ring = tuple[int, int, tuple[int, ...]]
+"""The cost of all hops and of the first one, and the nodes in order, the lowest first."""
+_Partial = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The first stages of a pipeline: their cost, nodes, and first layers (the last stage's first)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +46,14 @@ class Problem:
     tail: Sequence[int]
     """Cost that a node adds as the generator."""
     hop: Sequence[Sequence[int]]
-    least: int
-    most: int
-    """Stages: 2 <= least <= most <= layers."""
+    """`hop[i][j]`: cost of one hidden row from node i to node j."""
+    min_stages: int
+    max_stages: int
+    """2 <= min_stages <= max_stages <= layers."""
     required: int = 0
     """Nodes that must take part, as a bit mask."""
     split: SplitRefusal = MAY_BE_SPLIT
-    """Where stages may meet."""
-
-    def only(self, nodes: Sequence[int]) -> "Problem":
-        """These nodes, renumbered in the order of `nodes`."""
-        return replace(
-            self,
-            memory=[self.memory[i] for i in nodes],
-            layer=[self.layer[i] for i in nodes],
-            tail=[self.tail[i] for i in nodes],
-            hop=[[self.hop[i][j] for j in nodes] for i in nodes],
-            required=sum(1 << at for at, i in enumerate(nodes) if self.required >> i & 1),
-        )
+    """The layers that a stage may begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,292 +67,267 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was found, and what is proven."""
+class SearchResult:
+    """The best pipelines, and a bound on all that were not searched."""
 
     routes: tuple[Route, ...]
-    """The two cheapest on different sets of nodes, as far as they beat what was known."""
+    """The two cheapest on different sets of nodes that beat the costs given to `search`."""
     floor: int
-    """A pipeline that was not weighed in full costs no less; UNREACHED where none is left."""
+    """No pipeline outside the search costs less; UNREACHED where the search was exact."""
     sets: int
-    """Sets of nodes that were weighed."""
-    relaxations: int
-    """Steps of Held and Karp's programme."""
+    """Sets of nodes that were weighed, others having been ruled out by their bound."""
 
 
-def search(problem: Problem, known: Sequence[int] = ()) -> Outcome:
-    """The two cheapest pipelines; `known` are costs of other placements that they must beat."""
-    first = _Search(problem, known)
-    first.seed()
-    floors = [first.floor(1 << i) for i in range(len(problem.memory))]
-    useful = [i for i, floor in enumerate(floors) if first.room[i] and floor < first.limit]
-    nodes = _widest(useful, first.room)
-    dropped = min((floors[i] for i in useful if i not in nodes), default=UNREACHED)
-    second = _Search(problem.only(nodes), known, ceiling=first.limit)
-    kept = second.problem.required.bit_count() == problem.required.bit_count()
-    if len(nodes) >= problem.least and kept:
-        second.run()
-    routes = first.routes | {
-        sum(1 << nodes[i] for i in route.nodes): replace(
-            route, nodes=tuple(nodes[i] for i in route.nodes)
-        )
-        for route in second.routes.values()
-    }
-    best = sorted(routes.values(), key=lambda route: (route.cost, route.nodes))[:2]
-    sets = len(first.weighed | {_renumbered(mask, nodes) for mask in second.weighed})
-    floor = min(dropped, first.open, second.open)
-    return Outcome(tuple(best), floor, sets, second.tours.relaxations)
+def search(problem: Problem, other_costs: Sequence[int] = ()) -> SearchResult:
+    """The two cheapest pipelines; `other_costs` are those of the single-node placements."""
+    searcher = _Search(problem, other_costs)
+    able = [node for node, room in enumerate(searcher.room) if room]
+    fastest = sorted(able, key=lambda node: (problem.layer[node], -searcher.room[node]))
+    searcher.weigh_every_set(sorted(fastest[:EXACT_NODES]))
+    omitted, floor = fastest[EXACT_NODES:], UNREACHED
+    if omitted:
+        floor = searcher.floor_with(omitted[0])
+        roomiest = sorted(able, key=lambda node: (-searcher.room[node], node))
+        for nodes in (fastest, roomiest):
+            if not searcher.routes and not other_costs:
+                searcher.add_until_it_fits(nodes)
+    best = sorted(searcher.routes, key=lambda route: (route.cost, route.nodes))[:2]
+    return SearchResult(tuple(best), floor, searcher.sets)
 
 
-def _widest(nodes: list[int], room: Sequence[int]) -> list[int]:
-    """All of them up to MAX_NODES; else half the fastest, and of the others the roomiest."""
-    if len(nodes) <= MAX_NODES:
-        return nodes
-    half = MAX_NODES // 2
-    roomiest = sorted(nodes[half:], key=lambda i: -room[i])[: MAX_NODES - half]
-    return [*nodes[:half], *sorted(roomiest)]
+def cheapest_rings(hop: Sequence[Sequence[int]], nodes: Sequence[int]) -> dict[int, Ring]:
+    """The cheapest directed cycle through every set of two or more of `nodes`, by bit mask.
+
+    Held and Karp's dynamic programme (1962). Of equally cheap cycles, the one that begins with the
+    cheapest hop, then the lexicographically first.
+    """
+    rings: dict[int, Ring] = {}
+    for position, start in enumerate(nodes):
+        paths: dict[tuple[int, int], Ring] = {(1 << start, start): (0, 0, (start,))}
+        while paths:
+            longer: dict[tuple[int, int], Ring] = {}
+            for (mask, last), (cost, first_hop, path) in paths.items():
+                if last != start:
+                    ring = cost + hop[last][start], first_hop, path
+                    rings[mask] = min(ring, rings.get(mask, ring))
+                for node in nodes[position + 1 :]:
+                    if not mask >> node & 1:
+                        further = (
+                            cost + hop[last][node],
+                            first_hop or hop[last][node],
+                            (*path, node),
+                        )
+                        key = mask | 1 << node, node
+                        longer[key] = min(further, longer.get(key, further))
+            paths = longer
+    return rings
 
 
-def _sums(values: Sequence[int]) -> list[int]:
-    """The sum over every set of nodes."""
-    sums = [0]
-    for value in values:
-        sums += [value + each for each in sums]
-    return sums
-
-
-def _renumbered(mask: int, nodes: Sequence[int]) -> int:
-    return sum(1 << nodes[i] for i in members(mask))
+def members(mask: int) -> Iterator[int]:
+    """The nodes of a set, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
 
 
 @dataclass(slots=True)
 class _Search:
     problem: Problem
-    known: Sequence[int]
-    ceiling: int = UNREACHED
-    """What a set must beat, whatever is found here."""
-    routes: dict[int, Route] = field(default_factory=dict[int, Route])
-    """The cheapest found, by set."""
-    weighed: set[int] = field(default_factory=set[int])
-    open: int = UNREACHED
-    """The least that an order which was not tried may cost."""
-    limit: int = field(init=False)
-    """What a set must beat to be the best or the runner-up."""
+    other_costs: Sequence[int]
+    routes: list[Route] = field(default_factory=list[Route])
+    """The cheapest of each set that was weighed."""
+    sets: int = 0
     room: list[int] = field(init=False)
-    front: list[int] = field(init=False)
-    tours: Tours = field(init=False)
-    _costs: list[int] = field(init=False)
-    _least_out: list[int] = field(init=False)
-    _tries: int = 0
+    """The most layers that each node holds where they need the least memory."""
+    _generator_room: list[int] = field(init=False)
+    _least_hop: int = field(init=False)
+    _rest_costs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    _allowed_ends: int = field(init=False)
+    _reachable: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    _ends: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def __post_init__(self) -> None:
         p = self.problem
-        self.room = [most_layers(p.sizes, m, generator=False) for m in p.memory]
-        self.front = [most_layers(p.sizes, m, generator=True) for m in p.memory]
-        self.tours = Tours(p.hop)
-        self._costs = sorted(self.known)
-        self._least_out = [
-            min((cost for j, cost in enumerate(row) if j != i), default=0)
-            for i, row in enumerate(p.hop)
-        ]
-        self._lower_limit()
+        self.room = [most_layers(p.sizes, memory, generator=False) for memory in p.memory]
+        self._generator_room = [most_layers(p.sizes, memory, generator=True) for memory in p.memory]
+        hops = (cost for i, row in enumerate(p.hop) for j, cost in enumerate(row) if i != j)
+        self._least_hop = min(hops, default=0)
+        layers = p.sizes.layers
+        ends = (end for end in range(1, layers + 1) if p.split.may_end_at(end, layers))
+        self._allowed_ends = sum(1 << end for end in ends)
 
-    def run(self) -> None:
-        """Every set, but for those that cannot beat `limit`."""
+    @property
+    def limit(self) -> int:
+        """The second-best cost so far; a set must beat it to be the best or the runner-up."""
+        costs = sorted([*self.other_costs, *(route.cost for route in self.routes)])
+        return costs[1] if len(costs) > 1 else UNREACHED
+
+    def weigh_every_set(self, nodes: Sequence[int]) -> None:
+        """Weighs every set of `nodes`, except those whose bound shows that they cannot win."""
         p = self.problem
-        self.seed()
-        at_most = self.limit
-        slack: dict[int, int] = {}  # what hops may cost, by set
-        self.tours.find(self._budget(at_most, slack))
-        floors = sorted(
-            (floor, mask)
-            for mask, cycle in self.tours.cost.items()
-            if cycle < slack[mask]
-            if mask.bit_count() >= p.least and mask & p.required == p.required
-            if (floor := self._least_compute(mask) + cycle) < at_most
-        )
-        for floor, mask in floors:
-            if floor >= self.limit:
+        bounds = [
+            (
+                min(p.tail[node] for node in ring)
+                + self._least_layers(mask, p.sizes.layers)
+                + hops,
+                ring,
+                hops,
+            )
+            for mask, (hops, _, ring) in cheapest_rings(p.hop, nodes).items()
+            if p.min_stages <= len(ring) <= p.max_stages and mask & p.required == p.required
+        ]
+        for bound, ring, hops in sorted(bounds):
+            if bound >= self.limit:
                 break
-            self._weigh(mask, self.tours.order(mask), cheapest=True)
+            self._weigh(ring, hops)
 
-    def _budget(self, at_most: int, slack: dict[int, int]) -> Callable[[int], int]:
-        """What is left of `at_most` for the way through a set, as `Tours.find` asks; 0: nothing.
-
-        Taken away are layers and tail at their least, and the hops to the nodes that the set lacks
-        to hold the model, and back.
-        """
-        p, hop = self.problem, min(self._least_out)
-        layer, room, out = (_sums(x) for x in (p.layer, self.room, self._least_out))
-        # Nodes before a set's first one never join it: the way round starts at the first.
-        roomiest = [
-            list(accumulate(sorted(self.room[first:], reverse=True), initial=0))
-            for first in range(len(self.room))
-        ]
-        tail, longest = min(p.tail), max(self._least_out)
-
-        def budget(mask: int) -> int:
-            count, lacking = mask.bit_count(), p.sizes.layers - room[mask]
-            first = (mask & -mask).bit_length() - 1
-            more = bisect_left(roomiest[first], lacking) if lacking > 0 else 0
-            more = max(p.least - count, more)
-            if count + more > p.most:
-                return 0
-            left = at_most - tail - layer[mask] - self._others_fill(mask, first)
-            slack[mask] = left
-            left -= (more + 1) * hop
-            return left if left > out[mask] - longest else 0
-
-        return budget
-
-    def seed(self) -> None:
-        """Likely sets, in a likely order: what the search must beat from the start."""
-        p, size = self.problem, len(self.problem.memory)
-        by_room = sorted(range(size), key=lambda i: -self.room[i])
-        centres = [
-            sorted(range(size), key=lambda j: (-1 if j == i else p.hop[i][j], j))
-            for i in range(min(size, MAX_NODES))
-        ]
-        for nodes in ([*range(size)], by_room, *centres):
-            for count in range(p.least, min(p.most, size, MAX_NODES) + 1):
-                mask = sum(1 << i for i in nodes[:count])
-                if mask not in self.weighed and mask & p.required == p.required:
-                    self._weigh(mask, self._nearest_neighbours(mask), cheapest=False)
-        for route in sorted(self.routes.values(), key=lambda route: route.cost)[:2]:
-            mask = sum(1 << i for i in route.nodes)
-            self._weigh(mask, self._untangled(list(route.nodes)), cheapest=False)
-
-    def floor(self, mask: int) -> int:
-        """Less than any set costs that contains this one: the others may help and cost no hop."""
+    def add_until_it_fits(self, nodes: Sequence[int]) -> None:
+        """Weighs the fewest first `nodes` that can hold the model, in nearest-neighbour order."""
         p = self.problem
-        alone = sum(p.layer[i] + self._least_out[i] for i in members(mask))
-        return min(p.tail) + alone + self._others_fill(mask)
+        for count in range(p.min_stages, min(p.max_stages, len(nodes)) + 1):
+            ring, rest = [nodes[0]], set(nodes[1:count])
+            while rest:
+                ring.append(min(rest, key=lambda node: (p.hop[ring[-1]][node], node)))
+                rest.remove(ring[-1])
+            hops = sum(p.hop[i][j] for i, j in zip(ring, [*ring[1:], ring[0]], strict=True))
+            self._weigh(tuple(ring), hops)
+            if self.routes:
+                return
 
-    def _others_fill(self, mask: int, first: int = 0) -> int:
-        """The layers beyond one for each of the set, on the quickest of nodes `first` and on."""
-        rest, cost = self.problem.sizes.layers - mask.bit_count(), 0
-        for i in range(first, len(self.room)):
-            if rest <= 0:
-                break
-            share = min(rest, self.room[i] - (mask >> i & 1))
-            cost += share * self.problem.layer[i]
+    def floor_with(self, node: int) -> int:
+        """A bound on every pipeline with `node` or a slower one: other nodes may help for free."""
+        p = self.problem
+        rest, cost = p.sizes.layers - 1, min(p.tail) + p.layer[node] + 2 * self._least_hop
+        for layer, room in zip(p.layer, self.room, strict=True):
+            share = min(rest, room)
+            cost += share * layer
             rest -= share
         return cost if rest == 0 else UNREACHED
 
-    def _least_compute(self, mask: int) -> int:
-        """Layers and tail of the set, if the generator's ends took no memory."""
-        p = self.problem
-        rest = p.sizes.layers - mask.bit_count()
-        cost, tail = 0, UNREACHED
-        for i in members(mask):
-            share = min(rest, self.room[i] - 1)
-            cost += (share + 1) * p.layer[i]
+    def _least_layers(self, mask: int, layers: int) -> int:
+        """The least cost of `layers` on the set, one each at least; UNREACHED: they do not fit."""
+        cached = self._rest_costs.get((mask, layers))
+        if cached is not None:
+            return cached
+        rest, cost = layers - mask.bit_count(), 0
+        for node in members(mask):
+            share = min(rest, self.room[node] - 1)
+            cost += (share + 1) * self.problem.layer[node]
             rest -= share
-            tail = min(tail, p.tail[i])
-        return cost + tail if rest == 0 else UNREACHED
+        cost = cost if rest == 0 else UNREACHED
+        self._rest_costs[mask, layers] = cost
+        return cost
 
-    def _weigh(self, mask: int, cycle: Sequence[int], *, cheapest: bool) -> None:
-        """Keeps the set's cheapest route; `cheapest` says that no cycle costs less than `cycle`."""
-        self.weighed.add(mask)
-        hops = self.tours.length(cycle)
-        shares = [self._shares(cycle, generator) for generator in cycle]
-        choices = sorted(
-            (found[0] + hops, start) for start, found in enumerate(shares) if found is not None
-        )
-        best: Route | None = None
-        for cost, start in choices:
-            if cost >= (self.limit if best is None else best.cost):
+    def _weigh(self, ring: tuple[int, ...], hops: int) -> None:
+        """Keeps the set's cheapest route, if it beats `limit`. No other ring has cheaper hops."""
+        p, best, limit = self.problem, None, self.limit
+        mask = sum(1 << node for node in ring)
+        self.sets += 1
+        layer = [p.layer[node] for node in ring]
+        bounds: list[tuple[int, int, tuple[int, ...]]] = []
+        for position, generator in enumerate(ring):
+            room = [self._generator_room[n] if n == generator else self.room[n] for n in ring]
+            counts = fill_fastest_first(p.sizes.layers, layer, room)
+            if counts is not None:
+                compute = sum(count * cost for count, cost in zip(counts, layer, strict=True))
+                bounds.append((p.tail[generator] + compute + hops, position, counts))
+        for bound, position, counts in sorted(bounds):
+            if bound >= limit:
                 break
-            _, counts = shares[start] or (0, {})
-            nodes = (*cycle[start:], *cycle[:start])
-            route = self._route(nodes, [counts[i] for i in nodes], cost)
-            if route is None and cheapest:
-                route = self._in_any_order(nodes, cost - hops)
-            if route is not None and (best is None or route.cost < best.cost):
-                best = route
+            nodes = (*ring[position:], *ring[:position])
+            counts = (*counts[position:], *counts[:position])
+            fits = p.sizes.uniform or fits_in_order(p.sizes, [p.memory[n] for n in nodes], counts)
+            if fits and p.split.allows(counts):
+                route = Route(nodes, counts, bound)
+            elif self._reachable_ends(ring[position], mask) >> p.sizes.layers:
+                route = self._cheapest_order(nodes, limit)
+            else:
+                route = None
+            if route is not None:
+                best, limit = route, route.cost
         if best is not None:
-            self._keep(mask, best)
+            self.routes.append(best)
 
-    def _shares(self, nodes: Sequence[int], generator: int) -> tuple[int, dict[int, int]] | None:
-        """The layers of each and what they and the tail cost, wherever in the order they are."""
-        p = self.problem
-        room = [self.front[i] if i == generator else self.room[i] for i in nodes]
-        counts = filled(p.sizes.layers, [p.layer[i] for i in nodes], room)
-        if counts is None:
-            return None
-        return self._compute(generator, nodes, counts), dict(zip(nodes, counts, strict=True))
+    def _reachable_ends(self, generator: int, mask: int) -> int:
+        """The ends, as bits, that stages on all nodes of the set can reach in some order."""
+        if (generator, mask) in self._reachable:
+            return self._reachable[generator, mask]
+        p, ends = self.problem, 0
+        if mask == 1 << generator:
+            ends = (2 << min(self._generator_room[generator], p.sizes.layers)) - 2
+        for node in members(mask & ~(1 << generator)):
+            for start in members(self._reachable_ends(generator, mask ^ 1 << node)):
+                ends |= (2 << self._end(node, start)) - (2 << start)
+        ends &= self._allowed_ends
+        self._reachable[generator, mask] = ends
+        return ends
 
-    def _compute(self, generator: int, nodes: Sequence[int], counts: Sequence[int]) -> int:
-        layer = self.problem.layer
-        stages = sum(count * layer[i] for i, count in zip(nodes, counts, strict=True))
-        return self.problem.tail[generator] + stages
+    def _cheapest_order(self, nodes: tuple[int, ...], limit: int) -> Route | None:
+        """The cheapest order and split that costs less than `limit`; `nodes[0]` generates.
 
-    def _route(self, nodes: tuple[int, ...], counts: Sequence[int], cost: int) -> Route | None:
-        """None where the caches of unlike layers do not fit where they come to lie, and where the
-        model must not be split so."""
-        p = self.problem
-        if not p.split.allows(counts):
-            return None
-        if p.sizes.uniform or holds(p.sizes, [p.memory[i] for i in nodes], counts):
-            return Route(nodes, tuple(counts), cost)
-        return None
-
-    def _in_any_order(self, nodes: tuple[int, ...], compute: int) -> Route | None:
-        """The cheapest route behind this generator, by trying orders, the cheapest hops first.
-
-        `compute` is the least that layers and tail cost. What is not tried is noted in `open`.
+        Of more than EXACT_NODES nodes, only the order given is tried.
         """
-        p, best = self.problem, None
-        every = len(nodes) <= _ALL_ORDERS
-        others = permutations(nodes[1:]) if every else iter([nodes[1:], nodes[:0:-1]])
-        orders = sorted((self.tours.length((nodes[0], *o)), (nodes[0], *o)) for o in others)
-        for hops, order in orders:
-            if compute + hops >= (self.limit if best is None else best.cost):
-                break
-            if self._tries == _MAX_TRIES:
-                self.open = min(self.open, compute + hops)
-                break
-            self._tries += 1
-            memory, layer = [p.memory[i] for i in order], [p.layer[i] for i in order]
-            counts = cheapest_split(p.sizes, memory, layer, p.split)
-            if counts is None:
-                continue
-            cost = self._compute(order[0], order, counts) + hops
-            if best is None or cost < best.cost:
-                best = Route(order, tuple(counts), cost)
-        if not every and (best is None or best.cost > compute + orders[0][0]):
-            self.open = min(self.open, compute + orders[0][0])
-        return best
+        p, layers, generator = self.problem, self.problem.sizes.layers, nodes[0]
+        every = sum(1 << node for node in nodes)
+        partials: dict[int, _Partial] = {}
+        for end in range(1, min(self._generator_room[generator], layers - 1) + 1):
+            if p.split.may_end_at(end, layers):
+                cost = p.tail[generator] + end * p.layer[generator]
+                partials[end] = cost, (generator,), (0,)
+        reached = {(1 << generator, generator): partials}
+        for placed in range(1, len(nodes)):
+            hops_after = (len(nodes) - placed) * self._least_hop
+            longer: dict[tuple[int, int], dict[int, _Partial]] = defaultdict(dict)
+            for (mask, last), partials in reached.items():
+                following = members(every ^ mask) if len(nodes) <= EXACT_NODES else [nodes[placed]]
+                for node in following:
+                    hop, rest = p.hop[last][node], every ^ mask ^ 1 << node
+                    for end, partial in self._extensions(
+                        partials, node, rest, limit - hops_after, hop
+                    ):
+                        ends = longer[mask | 1 << node, node]
+                        ends[end] = min(partial, ends.get(end, partial))
+            reached = longer
+        complete = [
+            (partials[layers][0] + p.hop[last][generator], *partials[layers][1:])
+            for (_, last), partials in reached.items()
+            if layers in partials
+        ]
+        cost, order, starts = min(complete, default=(limit, (), ()))
+        if cost >= limit:
+            return None
+        ends = [*starts[-2::-1], layers]
+        return Route(order, tuple(map(sub, ends, starts[::-1])), cost)
 
-    def _keep(self, mask: int, route: Route) -> None:
-        before = self.routes.get(mask)
-        if before is not None and before.cost <= route.cost:
-            return
-        if before is not None:
-            self._costs.remove(before.cost)
-        self.routes[mask] = route
-        insort(self._costs, route.cost)
-        self._lower_limit()
+    def _extensions(
+        self, partials: dict[int, _Partial], node: int, rest: int, limit: int, hop: int
+    ) -> Iterator[tuple[int, _Partial]]:
+        """Each of `partials`, by the layer that it ends at, with a further stage on `node`.
 
-    def _lower_limit(self) -> None:
-        second = self._costs[1] if len(self._costs) > 1 else UNREACHED
-        self.limit = min(self.ceiling, second)
+        Leaves out those that cost `limit` or more with the least layers of the set `rest`.
+        """
+        p, layers, layer = self.problem, self.problem.sizes.layers, self.problem.layer[node]
+        least_end = layers - sum(self.room[other] for other in members(rest))
+        most_end = layers - rest.bit_count()
+        for start, (cost, nodes, starts) in partials.items():
+            for end in range(max(start + 1, least_end), min(self._end(node, start), most_end) + 1):
+                total = cost + hop + (end - start) * layer
+                if total + self._least_layers(rest, layers - end) >= limit:
+                    continue
+                if p.split.may_end_at(end, layers):
+                    yield end, (total, (*nodes, node), (start, *starts))
 
-    def _nearest_neighbours(self, mask: int) -> list[int]:
-        """A cycle for a start: always on to the nearest."""
-        hop, rest = self.problem.hop, list(members(mask))
-        order = [rest.pop(0)]
-        while rest:
-            nearest = min(rest, key=lambda j: (hop[order[-1]][j], j))
-            rest.remove(nearest)
-            order.append(nearest)
-        return order
-
-    def _untangled(self, cycle: list[int]) -> list[int]:
-        """The cycle with parts turned round as long as that makes it shorter (2-opt)."""
-        least = self.tours.length(cycle)
-        for start, end in combinations(range(len(cycle) + 1), 2):
-            turned = [*cycle[:start], *reversed(cycle[start:end]), *cycle[end:]]
-            if self.tours.length(turned) < least:
-                return self._untangled(turned)
-        return cycle
+    def _end(self, node: int, start: int) -> int:
+        """The last layer (exclusive) that a stage on `node` can hold from `start` on."""
+        if node not in self._ends:
+            p, end, ends = self.problem, 0, list[int]()
+            for first in range(p.sizes.layers + 1):
+                end = max(end, first)
+                while end < p.sizes.layers and (
+                    p.sizes.need(first, end + 1, generator=False) <= p.memory[node]
+                ):
+                    end += 1
+                ends.append(end)
+            self._ends[node] = ends
+        return self._ends[node][start]

@@ -1,117 +1,118 @@
-"""The placements that come into question, in every dtype that they may compute in."""
+"""All candidates for a placement, ranked over every dtype that they may compute in."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import Candidate, Task, pipelines, seconds_of, singles
+from .candidates import Candidate, PlacementTask, pipelines, seconds_of, single_nodes
 from .card import ModelCard
 from .cluster import ClusterView, NodeFacts
 from .dtype import Dtype, dtypes_of, is_fast, needs_float32
 from .dtype_bytes import BYTES
 from .errors import InsufficientMemory
-from .options import Allowed, PlanOptions, allowed
-from .reasons import split_by_hand, too_wide
+from .options import PlanLimits, PlanOptions, limits_of
+from .reasons import manual_split, wide_dtype_reason
 from .split_refusal import SplitRefusal
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be weighed; the arguments of `plan`."""
+class PlanRequest:
+    """The arguments of `plan`."""
 
     card: ModelCard
     view: ClusterView
     options: PlanOptions
     refusal: SplitRefusal
     mtp: bool
-    """The card declares a head, and the operator lets it draft."""
+    """Whether the card declares a head and the operator lets it draft."""
 
-    def task(self, dtype: str, options: PlanOptions | None = None) -> Task:
-        """Raises InvalidRequest and InsufficientMemory as `allowed` does."""
+    def task(self, dtype: str) -> PlacementTask:
+        """The task in `dtype`. Raises InvalidRequest and InsufficientMemory as `limits_of` does."""
         view = self.view.measured_in(dtype)
-        bounds = allowed(self.card, view, options or self.options, self.refusal)
-        return Task(self.card.computed_in(dtype), view, bounds, self.mtp)
+        limits = limits_of(self.card, view, self.options, self.refusal)
+        return PlacementTask(self.card.computed_in(dtype), view, limits, self.mtp)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A candidate, and the dtype that it was weighed in. `task` is of that dtype."""
+class WeighedCandidate:
+    """A candidate, the dtype that it was weighed in, and the task in that dtype."""
 
-    task: Task
+    task: PlacementTask
     candidate: Candidate
     dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
-    """All that was found, the best first."""
+class Ranking:
+    """All candidates, the best first."""
 
-    choices: Sequence[Choice]
+    choices: Sequence[WeighedCandidate]
     sets: int
-    """Of nodes that were weighed."""
+    """Sets of nodes that were weighed."""
     floor: float
-    """Seconds a token that what was not weighed takes at least."""
-    task: Task
-    """By which to say what is missing where nothing was found."""
+    """Seconds a token that no placement outside the search beats; infinite if there is none."""
+    task: PlacementTask
+    """The task that an error message describes if there is no candidate."""
 
 
-def weigh(asked: Request) -> Weighed:
+def rank(request: PlanRequest) -> Ranking:
     """Every single node and the best pipelines, each in the dtype of its nodes.
 
     16 bits take the place of a faster float32 only where they need fewer nodes.
     """
-    usual, full = sixteen_bits(asked.card), asked.task("float32")
-    nodes = full.allowed.nodes
-    wide = _searched(asked, full, _in_float32(asked, nodes))
+    narrow_dtype, wide_task = _narrow_dtype(request.card), request.task("float32")
+    nodes = wide_task.limits.nodes
+    wide = _search_dtype(request, wide_task, _float32_nodes(request, nodes))
     fast = [c for c in wide.choices if all(is_fast(node) for node in c.candidate.nodes)]
     fewest = min((len(c.candidate.nodes) for c in fast), default=math.inf)
-    task, narrow_nodes = asked.task(usual), _in_sixteen_bits(asked.card, nodes)
+    narrow_task, narrow_nodes = request.task(narrow_dtype), _narrow_nodes(request.card, nodes)
     if all(is_fast(node) for node in nodes) and fewest < math.inf:
-        most = min(task.allowed.most, int(fewest) - 1)
-        task = replace(task, allowed=replace(task.allowed, most=most))
-    narrow = _searched(asked, task, narrow_nodes)
-    kept = [c for c in narrow.choices if not _outdone(asked.card, c.candidate, fewest)]
-    told = [_told(asked, choice, full) for choice in kept]
-    return Weighed(
-        sorted([*wide.choices, *told], key=lambda choice: choice.candidate.rank),
+        most = min(narrow_task.limits.max_stages, int(fewest) - 1)
+        limits = replace(narrow_task.limits, max_stages=most)
+        narrow_task = replace(narrow_task, limits=limits)
+    narrow = _search_dtype(request, narrow_task, narrow_nodes, fewest)
+    explained = [_with_float32_reason(request, choice, wide_task) for choice in narrow.choices]
+    return Ranking(
+        sorted([*wide.choices, *explained], key=lambda choice: choice.candidate.rank),
         wide.sets + narrow.sets,
         min(wide.floor, narrow.floor),
-        task if narrow_nodes else full,
+        narrow_task if narrow_nodes else wide_task,
     )
 
 
-def weigh_by_hand(asked: Request) -> Choice:
-    """The split that was asked for. Raises InsufficientMemory where a stage does not fit."""
-    counts = [count for _, count in asked.options.layers]
-    nodes = asked.task(asked.card.dtype).allowed.nodes
-    *better, last = dtypes_of(asked.card, nodes)
-    for dtype in () if asked.options.frugal else better:
-        task = asked.task(dtype.name)
+def weigh_manual_split(request: PlanRequest) -> WeighedCandidate:
+    """The requested split. Raises InsufficientMemory where a stage does not fit."""
+    counts = [count for _, count in request.options.layers]
+    nodes = request.task(request.card.dtype).limits.nodes
+    *better, last = dtypes_of(request.card, nodes)
+    for dtype in () if request.options.frugal else better:
+        task = request.task(dtype.name)
         try:
-            return Choice(task, split_by_hand(task, counts), dtype)
+            return WeighedCandidate(task, manual_split(task, counts), dtype)
         except InsufficientMemory:
             continue
-    task = asked.task(last.name)
-    choice = Choice(task, split_by_hand(task, counts), last)
-    return _told(asked, choice, asked.task("float32"))
+    task = request.task(last.name)
+    choice = WeighedCandidate(task, manual_split(task, counts), last)
+    return _with_float32_reason(request, choice, request.task("float32"))
 
 
-def sixteen_bits(card: ModelCard) -> str:
-    """The dtype by which 16 bits are weighed; all of them take the same memory."""
+def _narrow_dtype(card: ModelCard) -> str:
+    """The dtype in which 16 bits are weighed; all of that size take the same memory."""
     return card.dtype if BYTES[card.dtype] == 2 else "bfloat16"
 
 
-def _in_float32(request: Request, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
-    """Of the nodes, those that a placement in float32 may have."""
+def _float32_nodes(request: PlanRequest, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
+    """The nodes that a placement in float32 may use."""
     card = request.card
-    asked = any(node.dtype == "float32" for node in nodes)
+    requested = any(node.dtype == "float32" for node in nodes)
     needed = any(needs_float32(card, node) for node in nodes)
-    if card.dtype == "float32" or asked or needed:
+    if card.dtype == "float32" or requested or needed:
         return nodes
     return [node for node in nodes if is_fast(node) and not request.options.frugal]
 
 
-def _in_sixteen_bits(card: ModelCard, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
+def _narrow_nodes(card: ModelCard, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
+    """The nodes that a placement in 16 bits may use."""
     if any(node.dtype not in ("auto", "float32") for node in nodes):
         return nodes
     if card.dtype == "float32" or all(node.dtype == "float32" for node in nodes):
@@ -119,45 +120,55 @@ def _in_sixteen_bits(card: ModelCard, nodes: Sequence[NodeFacts]) -> Sequence[No
     return [node for node in nodes if not needs_float32(card, node)]
 
 
-def _searched(asked: Request, task: Task, nodes: Sequence[NodeFacts]) -> Weighed:
-    bounds = task.allowed
-    every = len(nodes) == len(bounds.nodes)
-    if len(nodes) < bounds.least or bounds.most < bounds.least or (bounds.pinned and not every):
-        return Weighed((), 0, math.inf, task)
-    search = replace(task, allowed=_among(bounds, nodes))
-    found = singles(search) if bounds.least == 1 else []
-    sets, floor = len(found), math.inf
-    if search.allowed.most > 1:
-        split, outcome = pipelines(search, found)
-        found += split
-        sets, floor = sets + outcome.sets, seconds_of(outcome.floor)
-    size = BYTES[task.card.dtype]
-    choices = [
-        Choice(task, candidate, dtype)
-        for candidate in found
-        for dtype in dtypes_of(asked.card, candidate.nodes)
-        if BYTES[dtype.name] == size
-    ]
-    return Weighed(choices, sets, floor, task)
+def _search_dtype(
+    request: PlanRequest, task: PlacementTask, nodes: Sequence[NodeFacts], fewest: float = math.inf
+) -> Ranking:
+    """The candidates on `nodes` that compute in a dtype of the task's size.
+
+    Leaves out those that float32 outdoes; a placement in float32 needs `fewest` nodes.
+    """
+    limits, card, size = task.limits, request.card, BYTES[task.card.dtype]
+    complete = len(nodes) == len(limits.nodes)
+    too_few = len(nodes) < limits.min_stages or limits.max_stages < limits.min_stages
+    if too_few or (limits.pinned and not complete):
+        return Ranking((), 0, math.inf, task)
+
+    def dtypes(found: Candidate) -> list[Dtype]:
+        outdone = _is_outdone(card, found, fewest)
+        usable = () if outdone else dtypes_of(card, found.nodes)
+        return [dtype for dtype in usable if BYTES[dtype.name] == size]
+
+    part = replace(task, limits=_limited_to(limits, nodes))
+    candidates = single_nodes(part) if limits.min_stages == 1 else []
+    candidates = [single for single in candidates if dtypes(single)]
+    sets, floor = len(candidates), math.inf
+    if part.limits.max_stages > 1:
+        split, result = pipelines(part, candidates)
+        candidates += split
+        sets, floor = sets + result.sets, seconds_of(result.floor)
+    choices = [WeighedCandidate(task, each, dtype) for each in candidates for dtype in dtypes(each)]
+    return Ranking(choices, sets, floor, task)
 
 
-def _among(bounds: Allowed, nodes: Sequence[NodeFacts]) -> Allowed:
-    return replace(bounds, nodes=tuple(nodes), most=min(bounds.most, len(nodes)))
+def _limited_to(limits: PlanLimits, nodes: Sequence[NodeFacts]) -> PlanLimits:
+    return replace(limits, nodes=tuple(nodes), max_stages=min(limits.max_stages, len(nodes)))
 
 
-def _outdone(card: ModelCard, candidate: Candidate, fewest: float) -> bool:
+def _is_outdone(card: ModelCard, candidate: Candidate, fewest: float) -> bool:
     """Whether float32 is as good for it: it is faster, and needs no more nodes."""
     better = dtypes_of(card, candidate.nodes)[0].name == "float32"
     return better and fewest <= len(candidate.nodes)
 
 
-def _told(asked: Request, choice: Choice, wide: Task) -> Choice:
+def _with_float32_reason(
+    request: PlanRequest, choice: WeighedCandidate, wide_task: PlacementTask
+) -> WeighedCandidate:
     """`choice` with the reason why it is not in float32, where that would be faster."""
-    better = dtypes_of(asked.card, choice.candidate.nodes)[0]
+    better = dtypes_of(request.card, choice.candidate.nodes)[0]
     if better.name == choice.dtype.name or better.name != "float32":
         return choice
-    why = "another model needs the room of float32"
-    if not asked.options.frugal:
-        why = too_wide(wide, choice.candidate)
-    reason = f"{choice.dtype.reason}; {why}"
-    return replace(choice, dtype=replace(choice.dtype, reason=reason))
+    reason = "another model needs the room of float32"
+    if not request.options.frugal:
+        reason = wide_dtype_reason(wide_task, choice.candidate)
+    dtype = replace(choice.dtype, reason=f"{choice.dtype.reason}; {reason}")
+    return replace(choice, dtype=dtype)

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import accumulate, combinations, permutations
 
 import pytest
 
@@ -17,6 +17,7 @@ from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import Preview, preview
+from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 
 MTP = {"default_k": 1, "max_k": 3}
 
@@ -27,13 +28,17 @@ class Case:
     view: ClusterView
     options: PlanOptions
     native_mtp: bool
+    refusal: SplitRefusal = MAY_BE_SPLIT
 
 
-def random_case(seed: int, *, unlike: bool = False, nodes: int = 6) -> Case:
-    """A small cluster around a model that may need one node or all; `unlike`: few hold a cache."""
+def random_case(seed: int, *, unlike: bool = False, nodes: int = 6, fewest: int = 1) -> Case:
+    """A cluster of `fewest` to `nodes` nodes around a model that may need one of them or all.
+
+    `unlike`: only some of its layers have a KV cache.
+    """
     rng = random.Random(seed)
     layers = rng.randint(2, 8)
-    holding = rng.randint(1, layers - 1) if unlike else rng.choice([0, layers])
+    cached = rng.randint(1, layers - 1) if unlike else rng.choice([0, layers])
     mtp = {"native_mtp": MTP} if rng.random() < 0.5 else {}
     card = parse_card(
         {
@@ -42,7 +47,7 @@ def random_case(seed: int, *, unlike: bool = False, nodes: int = 6) -> Case:
             "num_layers": layers,
             "hidden_size": rng.choice([64, 512]),
             "vocab_size": rng.choice([100, 5000]),
-            "num_attention_layers": holding,
+            "num_attention_layers": cached,
             "num_key_value_heads": 2,
             "head_dim": rng.choice([8, 64]),
             "context_length": 1000,
@@ -52,7 +57,7 @@ def random_case(seed: int, *, unlike: bool = False, nodes: int = 6) -> Case:
         | mtp,
         "test.toml",
     )
-    size = rng.randint(1, nodes)
+    size = rng.randint(fewest, nodes)
     share = card.weight_bytes * rng.choice([0.3, 0.6, 1.5])
     facts = tuple(
         NodeFacts(
@@ -87,16 +92,18 @@ def random_profile(rng: random.Random) -> LayerProfile:
 
 
 def least_seconds(case: Case) -> float:
-    """By trying everything; infinite where nothing fits."""
+    """The least seconds a token of all placements; infinite where nothing fits."""
     layers, view = case.card.num_layers, case.view
     most = min(case.options.max_nodes or len(view.nodes), layers)
-    best = math.inf
+    best, borders = math.inf, case.refusal.borders or frozenset(range(layers))
     for size in range(case.options.min_nodes, most + 1):
         for nodes in permutations(view.nodes, size):
             fixed = hops(case.card, view, nodes) + tail(case.card, nodes[0])
             if size > 1 and fixed >= best:
                 continue
             for counts in shares(layers, size):
+                if not set(accumulate(counts[:-1])) <= borders:
+                    continue
                 plain = fixed + sum(
                     n * layer(case.card, node) for n, node in zip(counts, nodes, strict=True)
                 )
@@ -158,7 +165,7 @@ def fit(
     context = case.options.context or card.context_length
     cache = context * 2 * card.num_key_value_heads * card.head_dim * 2
     for node, count in zip(nodes, counts, strict=True):
-        # Evenly spread: of the first `end` layers, floor(end * holding / all) hold a cache.
+        # Evenly spread: of the first `end` layers, floor(end * cached / all) hold a cache.
         caches = ((first + count) * card.num_attention_layers) // card.num_layers
         caches -= first * card.num_attention_layers // card.num_layers
         need = count * card.mean_layer_bytes + caches * cache
@@ -174,7 +181,13 @@ def fit(
 
 def planned(case: Case) -> Preview | None:
     try:
-        return preview(case.card, case.view, case.options, native_mtp=case.native_mtp)
+        return preview(
+            case.card,
+            case.view,
+            case.options,
+            native_mtp=case.native_mtp,
+            pipeline_refusal=case.refusal,
+        )
     except InsufficientMemory:
         return None
 
@@ -184,15 +197,15 @@ def test_the_plan_is_the_best_of_everything_there_is(hundred: int) -> None:
     split = drafting = refused = 0
     for seed in range(100 * hundred, 100 * hundred + 100):
         case = random_case(seed)
-        found, least = planned(case), least_seconds(case)
-        if found is None:
+        result, least = planned(case), least_seconds(case)
+        if result is None:
             assert math.isinf(least), seed
             refused += 1
             continue
-        assert abs(found.best.score - least) <= 1e-9, seed
-        assert found.bound_s == found.best.score, seed
-        split += len(found.best.stages) > 1
-        drafting += bool(found.best.stages[1:] == () and case.card.native_mtp)
+        assert abs(result.best.score - least) <= 1e-9, seed
+        assert result.bound_s == result.best.score, seed
+        split += len(result.best.stages) > 1
+        drafting += bool(result.best.stages[1:] == () and case.card.native_mtp)
     # The seeds cover every kind of answer.
     assert min(split, drafting, refused) >= 5
 
@@ -201,29 +214,59 @@ def test_of_layers_with_unequal_caches_the_plan_is_the_best_too() -> None:
     split = 0
     for seed in range(1000, 1080):
         case = random_case(seed, unlike=True, nodes=5)
-        found, least = planned(case), least_seconds(case)
-        assert (found is None) is math.isinf(least), seed
-        if found is not None:
-            assert abs(found.best.score - least) <= 1e-9, seed
-            assert found.bound_s == found.best.score, seed
-            split += len(found.best.stages) > 1
+        result, least = planned(case), least_seconds(case)
+        assert (result is None) is math.isinf(least), seed
+        if result is not None:
+            assert abs(result.best.score - least) <= 1e-9, seed
+            assert result.bound_s == result.best.score, seed
+            split += len(result.best.stages) > 1
     assert split >= 10
+
+
+def test_where_only_some_borders_are_allowed_the_plan_is_the_best_too() -> None:
+    split = refused = 0
+    for seed in range(3000, 3080):
+        case = random_case(seed, unlike=seed % 2 == 0, nodes=5)
+        rng, layers = random.Random(seed), case.card.num_layers
+        borders = frozenset(rng.sample(range(1, layers), rng.randint(1, layers - 1)))
+        case = replace(case, refusal=SplitRefusal("layers share caches", borders))
+        result, least = planned(case), least_seconds(case)
+        assert (result is None) is math.isinf(least), seed
+        refused += result is None
+        if result is not None:
+            assert abs(result.best.score - least) <= 1e-9, seed
+            split += len(result.best.stages) > 1
+    assert min(split, refused) >= 5
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_seven_and_eight_nodes_are_searched_exactly(unlike: bool) -> None:
+    long = 0
+    for seed in range(4000, 4012):
+        case = random_case(seed, unlike=unlike, nodes=8, fewest=7)
+        result, least = planned(case), least_seconds(case)
+        assert (result is None) is math.isinf(least), seed
+        if result is not None:
+            assert abs(result.best.score - least) <= 1e-9, seed
+            assert result.bound_s == result.best.score, seed
+            long += len(result.best.stages) > 3
+    assert long >= 1
 
 
 def test_the_runner_up_is_the_best_without_the_best_set() -> None:
     compared = 0
     for seed in range(2000, 2080):
         case = random_case(seed, nodes=4)
-        found = planned(case)
-        if found is None or found.runner_up is None:
+        result = planned(case)
+        if result is None or result.runner_up is None:
             continue
-        used = {stage.node for stage in found.best.stages}
+        used = {stage.node for stage in result.best.stages}
         others = [
             least_seconds(replace(case, view=part, options=replace(case.options, **size)))
             for part, size in parts(case)
             if {node.id for node in part.nodes} != used
         ]
-        assert abs(found.runner_up.score - min(others)) <= 1e-9, seed
+        assert abs(result.runner_up.score - min(others)) <= 1e-9, seed
         compared += 1
     assert compared >= 20
 

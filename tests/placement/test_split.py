@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from exo_node.placement.cost import ModelSizes
 from exo_node.placement.split import (
-    cheapest_split,
-    filled,
-    holds,
+    fill_fastest_first,
+    fits_in_order,
     most_layers,
     proportional_layers,
 )
@@ -46,34 +45,6 @@ def test_shares_sum_to_the_total_and_nobody_goes_without(weights: list[int], mor
     assert min(counts) >= 1
 
 
-def sizes(layers: int, holding: int, cache: int) -> ModelSizes:
-    return ModelSizes(layers, holding, layer=100, cache=cache, ends=70, head=0, head_cache=0)
-
-
-@settings(deadline=None)
-@given(
-    st.integers(3, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
-    st.sampled_from([0, 40, 250]),
-    st.lists(st.tuples(st.integers(0, 1200), st.integers(1, 9)), min_size=2, max_size=3),
-)
-def test_the_cheapest_split_of_an_order_is_the_one_that_trying_all_finds(
-    layers: tuple[int, int], cache: int, nodes: list[tuple[int, int]]
-) -> None:
-    model = sizes(*layers, cache)
-    memory, costs = [room for room, _ in nodes], [cost for _, cost in nodes]
-    fitting = [
-        counts
-        for counts in product(range(1, model.layers + 1), repeat=len(nodes))
-        if sum(counts) == model.layers and holds(model, memory, counts)
-    ]
-    found = cheapest_split(model, memory, costs)
-    assert (found is None) is (fitting == [])
-    if found is not None:
-        assert tuple(found) in fitting
-        least = min(sum(map(mul, counts, costs)) for counts in fitting)
-        assert sum(map(mul, found, costs)) == least
-
-
 @settings(deadline=None)
 @given(
     st.integers(1, 30),
@@ -83,27 +54,23 @@ def test_filling_costs_the_least_and_stays_within_the_rooms(
     total: int, nodes: list[tuple[int, int]]
 ) -> None:
     costs, rooms = [cost for cost, _ in nodes], [room for _, room in nodes]
-    ways = [
-        counts
-        for counts in product(*(range(1, room + 1) for room in rooms))
-        if sum(counts) == total
-    ]
-    found = filled(total, costs, rooms)
-    assert (found is None) is (ways == [])
-    if found is not None:
-        assert tuple(found) in ways
-        least = min(sum(map(mul, counts, costs)) for counts in ways)
-        assert sum(map(mul, found, costs)) == least
+    ways = [way for way in product(*(range(1, room + 1) for room in rooms)) if sum(way) == total]
+    counts = fill_fastest_first(total, costs, rooms)
+    assert (counts is None) is (ways == [])
+    if counts is not None:
+        assert counts in ways
+        assert sum(map(mul, counts, costs)) == min(sum(map(mul, way, costs)) for way in ways)
 
 
 def test_the_most_layers_are_those_of_the_place_with_the_fewest_caches() -> None:
-    model = sizes(8, 2, cache=400)  # layers 3 and 7 hold the caches
+    # Layers 3 and 7 hold the caches.
+    model = ModelSizes(8, 2, layer=100, cache=400, ends=70, head=0, head_cache=0)
     room = with_headroom(4 * 100 + 400)
     assert most_layers(model, room - 1, generator=False) == 3
     assert most_layers(model, room, generator=False) == 4
     assert most_layers(model, room, generator=True) == 3
-    assert not holds(model, [room, room], [3, 5])  # layers 3 to 7 hold both caches
-    assert holds(model, [room, with_headroom(500 + 2 * 400)], [3, 5])
+    assert not fits_in_order(model, [room, room], [3, 5])  # layers 3 to 7 hold both caches
+    assert fits_in_order(model, [room, with_headroom(500 + 2 * 400)], [3, 5])
 
 
 def with_headroom(need: int) -> int:
