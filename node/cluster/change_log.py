@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import assert_never
+from typing import Final, assert_never
 
 from ...placement.ids import NodeId
 from ..machine.events import EventLog
@@ -11,6 +11,24 @@ from .election import HeadChanged, HeadLost, TermNotStored, TermRaised, TermStor
 from .membership import Died, Joined, LeftCluster, Recovered, Refuted, Suspected
 
 log = logging.getLogger(__name__)
+
+_MAX_PAIRS: Final = 256
+
+
+class LogOnce:
+    """Remembers the last 256 (subject, detail) pairs, so that each is logged once."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], None] = {}
+
+    def is_new(self, subject: str, detail: str) -> bool:
+        """Whether the pair is not remembered; afterwards it is."""
+        new = (subject, detail) not in self._pairs
+        _ = self._pairs.pop((subject, detail), None)
+        self._pairs[subject, detail] = None
+        while len(self._pairs) > _MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+        return new
 
 
 def term_trouble(why: str) -> str:

@@ -17,14 +17,11 @@ from .change_log import ChangeLog, term_trouble
 from .cluster_state import Change, ClusterState
 from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermRaised
-from .exchanges import Calls, Exchanges
+from .exchanges import Calls, Exchanges, News
 from .heartbeats import describe_node, fill, read
 from .held import Held
-from .member import Member
-from .member_facts import MemberFacts
+from .member import Member, MemberFacts, clock_difference
 from .membership import Died, LeftCluster, Suspected
-from .news import News
-from .reach import clock_difference
 
 
 class Cluster:
@@ -113,7 +110,7 @@ class Cluster:
         last_word = self._beat() if self.is_head and beat.head == sender else None
         self._note(sender, address if known is None or moved else known.address, beat)
         if (member := self._members.get(sender)) is not None:
-            member.reach.heard = time.monotonic()
+            member.reach.received_at = time.monotonic()
         self.dial(address, sender)
         return self._beat() if last_word is None or self.is_head else last_word
 
@@ -284,7 +281,7 @@ class Cluster:
 
     def speak_up(self) -> None:
         """Sends heartbeats now, and wakes who waits for the head."""
-        self._news.tell()
+        self._news.notify()
 
     def exchange_s(self, node: NodeId) -> float:
         """Seconds that a heartbeat there and back takes of late; 0 where that is not known."""
@@ -310,7 +307,7 @@ class Cluster:
         now = time.monotonic()
         if node not in self._members:
             self._members[node] = Member(address, beat)
-        self._members[node].hear(address, beat, now)
+        self._members[node].record_heartbeat(address, beat, now)
         self._tell(self._cluster_state.heard(read(node, beat), now))
         if node == beat.head:
             followed = node == self.head
@@ -333,8 +330,8 @@ class Cluster:
     def _answered(self, node: NodeId, address: str, beat: pb.Heartbeat, took_s: float) -> None:
         self._note(node, address, beat)
         if (member := self._members.get(node)) is not None:
-            member.took(took_s)
-            member.reach.answered = time.monotonic()
+            member.record_exchange(took_s)
+            member.reach.answered_at = time.monotonic()
             if beat.sent_ms:
                 member.reach.clock = clock_difference(beat.sent_ms, took_s, time.time())
 
@@ -350,7 +347,7 @@ class Cluster:
             self._log.add(change, self._cluster_state)
             match change:
                 case HeadChanged() | HeadLost() | TermRaised() | Suspected():
-                    self._news.tell()  # a node that still vouches for a suspect delays its death
+                    self._news.notify()  # a node that still vouches for a suspect delays its death
                 case Died(node, restarted=restarted):
                     what = "was restarted" if restarted else "does not answer any more"
                     self._lost(node, f"{self._name(node)} {what}")

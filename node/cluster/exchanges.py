@@ -1,6 +1,7 @@
 """The exchange of heartbeats with each known address: dialled, repeated, tried ever less often."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -14,12 +15,30 @@ from ..machine.tasks import Loops
 from ..machine.timing import ClusterTiming
 from ..rpc.control_client import ControlClient
 from .heartbeats import checked
-from .news import News
 
 log = logging.getLogger(__name__)
 
 QUICK_TRIES = 6
 """Of a live node, before its address is tried less and less often."""
+
+
+class News:
+    """Wakes all tasks that wait for news of the cluster. Its event is replaced after each use."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes all tasks that wait now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, within_s: float | None = None) -> None:
+        """Returns at the next news, or after `within_s` seconds."""
+        event = self._event
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                _ = await event.wait()
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...placement.ids import ModelId, NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.member_facts import MemberFacts
+from ..cluster.member import MemberFacts
 from ..links.paths import fastest, reached_at, ways
 
 

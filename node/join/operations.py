@@ -8,7 +8,7 @@ from typing import Any
 from ...placement.errors import InvalidRequest, InvalidSettings, JoinRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.member_facts import MemberFacts
+from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
 from ..machine.node_names import meant_nodes
 from ..trust.certificates import cluster_fingerprint

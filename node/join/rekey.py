@@ -14,7 +14,7 @@ from typing import Final
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.member_facts import MemberFacts
+from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import ClusterKey, parse_cluster_key

@@ -10,8 +10,8 @@ from typing import Final
 from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
+from ..cluster.change_log import LogOnce
 from ..cluster.cluster import Cluster
-from ..cluster.log_once import LogOnce
 from ..cluster.node_exit import NodeExit
 from ..machine.events import EventLog
 from ..machine.timing import JoinTiming

@@ -12,7 +12,7 @@ from ...placement.errors import ExoNodeError, LoadFailed
 from ...placement.ids import NodeId
 from ...placement.split_refusal import SplitRefusal, refusal_in
 from ...proto import peer_pb2 as pb
-from ..cluster.member_facts import MemberFacts
+from ..cluster.member import MemberFacts
 from ..machine.interfaces import source_address
 from ..machine.tasks import Loops
 from ..machine.timing import LinkTiming

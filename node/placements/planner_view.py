@@ -14,7 +14,7 @@ from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
-from ..cluster.member_facts import MemberFacts
+from ..cluster.member import MemberFacts
 from ..links.paths import link_facts
 from ..machine.switches import Switches
 from ..models.library import ModelLibrary

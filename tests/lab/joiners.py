@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from exo_node.node.cluster.cluster import Cluster
-from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.cluster.node_exit import NodeExit, RestartWithKey
 from exo_node.node.join.duplicates import WatchedClient
 from exo_node.node.join.handshake import PeerIdentity

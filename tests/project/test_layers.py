@@ -142,7 +142,7 @@ PURE = (
     "node/join/handshake.py",
     "node/join/open_proof.py",
     "node/join/requests.py",
-    "node/cluster/log_once.py",
+    "node/cluster/member.py",
 )
 NOT_PURE = tuple(
     f"shard/kernels/{name}.py"

@@ -4,8 +4,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from exo_node.node.cluster.exchanges import QUICK_TRIES, Calls, Exchanges
-from exo_node.node.cluster.news import News
+from exo_node.node.cluster.exchanges import QUICK_TRIES, Calls, Exchanges, News
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LOCAL
@@ -39,7 +38,7 @@ async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_he
         answers.append(node)
         if len(answers) > QUICK_TRIES:
             done.set()
-        _ = asyncio.get_running_loop().call_soon(news.tell)  # the next heartbeat is due
+        _ = asyncio.get_running_loop().call_soon(news.notify)  # the next heartbeat is due
 
     calls = Calls(
         own_address=lambda: "10.0.0.1:52416",

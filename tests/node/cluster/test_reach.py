@@ -2,7 +2,7 @@
 
 import pytest
 
-from exo_node.node.cluster.reach import ClockDifference, Reach, clock_difference
+from exo_node.node.cluster.member import ClockDifference, Reach, clock_difference
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from joiners import Impostor, Joiner, asks, joiner, run, until
 
-from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.join import joining
 from exo_node.node.join import rekey as join_rekey
 from exo_node.node.join import wire as join_wire

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.links.paths import fastest, link_facts, nearest, reached_at, ways

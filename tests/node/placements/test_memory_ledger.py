@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.memory_ledger import left, promised
 from exo_node.node.placements.placements import Endpoint, Placements, StageSettings

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from exo_node.node.cluster.member_facts import MemberFacts
+from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.copies.bringing import Bringing
 from exo_node.node.links.measurements import Profiling
 from exo_node.node.local_node import LocalNode
