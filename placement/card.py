@@ -1,4 +1,4 @@
-"""What exo-node knows of a model before it opens the weights: its card."""
+"""Model cards: the facts on a model that are known before its weights are opened."""
 
 import difflib
 from collections.abc import Collection
@@ -61,7 +61,7 @@ class NativeMtp(BaseModel):
 
 
 class SamplingDefaults(BaseModel):
-    """What a request that names no sampling parameter gets; None leaves the API's own default."""
+    """Sampling parameters of requests that name none; None leaves the API's own default."""
 
     model_config = _STRICT
 
@@ -107,7 +107,7 @@ class ModelCard(BaseModel):
     """Layers that hold a KV cache."""
     num_key_value_heads: Width
     head_dim: Width
-    """Of a key; with latent attention `kv_row_width` decides about the cache."""
+    """Width of a key; with latent attention `kv_row_width` decides about the cache."""
     kv_row_width: int = Field(default=0, ge=0, le=MAX_KV_ROW)
     """Numbers that one token adds to one layer's cache; 0: a key and a value for each KV head."""
     context_length: int = Field(ge=1, le=MAX_CONTEXT)
@@ -122,7 +122,7 @@ class ModelCard(BaseModel):
     moe_intermediate_size: int = Field(default=0, ge=0, le=MAX_EXPERT_WIDTH)
     """Width of one routed expert; 0: not known, counted as the whole layer."""
     num_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Of a mixture, the layers without experts."""
+    """Layers of a mixture that have no experts."""
     quantization: int | None = Field(default=None, ge=1, le=8)
     """Bits a weight in memory; None: `dtype`."""
     fp8: bool = False
@@ -190,7 +190,7 @@ class ModelCard(BaseModel):
 
     @property
     def kv_bytes_per_layer_token(self) -> int:
-        """What one token adds to the cache of one attention layer."""
+        """Bytes that one token adds to the cache of one attention layer."""
         if self.kv_bits is None:
             return self.kv_bytes_per_head_token
         # Of each group a scale and a bias in `dtype` beside the numbers.
@@ -200,7 +200,7 @@ class ModelCard(BaseModel):
 
     @property
     def kv_bytes_per_head_token(self) -> int:
-        """As `kv_bytes_per_layer_token`, of the draft head, whose cache is never quantised."""
+        """Bytes that one token adds to a layer of the draft head, whose cache is not quantised."""
         row = self.kv_row_width or 2 * self.num_key_value_heads * self.head_dim
         return row * BYTES[self.dtype]
 
@@ -222,7 +222,7 @@ class ModelCard(BaseModel):
 
     @property
     def lm_head_bytes(self) -> int:
-        """What one token's logits read, tied or not."""
+        """Bytes that one token's logits read, tied or not."""
         return self.embedding_bytes
 
     @property
@@ -354,11 +354,11 @@ def derive_card(
     `overrides` or not at all: configs claim heads whose weights were stripped.
     Raises InvalidCard naming `config.json: field` or `exo-card.toml: field`.
     """
-    given = overrides or {}
+    overrides = overrides or {}
     if weight_bytes < 1:
         raise InvalidCard(f"{model_id}: the checkpoint holds no tensors; download it again")
-    derived = config_facts(config, given)
-    facts = {"id": model_id, "weight_bytes": weight_bytes, **derived, **given}
+    derived = config_facts(config, overrides)
+    facts = {"id": model_id, "weight_bytes": weight_bytes, **derived, **overrides}
     return parse_card(facts, "exo-card.toml", derived=derived)
 
 
@@ -387,6 +387,6 @@ def _nearest(field: str) -> str:
     table, _, name = field.rpartition(".")
     tables = {"native_mtp": NativeMtp, "sampling": SamplingDefaults, "variants": Variant}
     model = tables.get(table.partition(".")[0], ModelCard)
-    known = list(model.model_fields)
-    close = difflib.get_close_matches(name[:100], known, n=1)
-    return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"
+    fields = list(model.model_fields)
+    close = difflib.get_close_matches(name[:100], fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(fields)}"

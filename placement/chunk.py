@@ -1,4 +1,4 @@
-"""How many rows of a prompt one forward reads."""
+"""The number of prompt rows in one forward."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -16,7 +16,7 @@ have in common is kept where forwards end."""
 LEAST: Final = 256
 """Shorter ones would seldom end with turns, where what prompts have in common ends."""
 CHUNK_S: Final = 0.25
-"""What a cancel, another answer's next token and a stage's sign of life may wait for."""
+"""The longest that a cancel, another answer's next token and a stage's sign of life wait."""
 _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
 """Weights times rows a second of a CPU that nobody measured, by our products and by MLX's."""
 
@@ -61,12 +61,12 @@ def _layer_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
 
 
 def _row_bytes(card: "ModelCard") -> int:
-    """Of what a layer makes of one row: as many numbers as its matrices have columns, about."""
+    """Bytes of a layer's activations for one row: about one number a column of its matrices."""
     return _weights(card) // card.hidden_size * BYTES[card.dtype]
 
 
 def _weights(card: "ModelCard") -> int:
-    """Of a mean layer, those that a row is multiplied with."""
+    """The weights of a mean layer that a row is multiplied with."""
     plain = BYTES[card.dtype]
     if card.quantization is None:
         return card.active_layer_bytes // plain

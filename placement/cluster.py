@@ -1,4 +1,4 @@
-"""What the planner is told of the cluster, and what it says back: pure facts, no clock."""
+"""The planner's input and output: facts on nodes, links and stages. Pure, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,17 +36,17 @@ class NodeFacts:
     backend: str = ""
     """Such as metal, cuda, cpu."""
     chip: str = ""
-    """For a person, such as Apple M3 Ultra."""
+    """A name for a person, such as Apple M3 Ultra."""
     models: frozenset[ModelId] = frozenset()
     """On this node's disk, whole."""
     profile: LayerProfile | None = None
-    """Of the model that is being placed; None: bytes over bandwidth stand for it."""
+    """Times of the model that is being placed; None: estimated from bytes and bandwidth."""
     prefill_s: float = 0.0
     """A layer's forward over 512 rows of a prompt as this node probed it; 0: not known."""
     profile_dtype: str = ""
-    """That it was measured in; empty: not told."""
+    """The dtype of `profile`; empty: unknown."""
     dtype: str = "auto"
-    """What its operator asked for."""
+    """The operator's choice."""
     float32_products: str = ""
     """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
 

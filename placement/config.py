@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, read as the hostile input it may be."""
+"""Reads a checkpoint's config.json as the hostile input that it may be."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard, cast
@@ -7,7 +7,7 @@ from .errors import InvalidCard
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 65536
-"""Of a hidden state, a head and the like; also the most heads and experts."""
+"""The widest hidden state, head and the like; also the most heads and experts."""
 MAX_VOCAB = 2**21
 MAX_CONTEXT = 2**24
 MAX_EXPERT_WIDTH = 2**20
@@ -113,7 +113,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def _needed(fact: str, fields: Sequence[str], limit: int) -> Callable[[_Look, Facts], int]:
-    def read(look: _Look, _known: Facts) -> int:
+    def read(look: _Look, _facts: Facts) -> int:
         value = look.count(fact, *fields, limit=limit)
         if value is None:
             raise _missing(fields[0], fact)
@@ -136,7 +136,7 @@ _hidden = _needed("hidden_size", HIDDEN_FIELDS, MAX_WIDTH)
 _vocabulary = _needed("vocab_size", VOCABULARY_FIELDS, MAX_VOCAB)
 
 
-def _context(look: _Look, _known: Facts) -> int:
+def _context(look: _Look, _facts: Facts) -> int:
     value = look.count("context_length", *_CONTEXT_FIELDS, limit=MAX_CONTEXT)
     if value is not None:
         return value
@@ -145,22 +145,22 @@ def _context(look: _Look, _known: Facts) -> int:
     raise _missing(_CONTEXT_FIELDS[0], "context_length")
 
 
-def _expert_count(look: _Look, _known: Facts) -> int:
+def _expert_count(look: _Look, _facts: Facts) -> int:
     fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return look.count("num_experts", *fields, limit=MAX_WIDTH, least=0) or 0
 
 
 def _expert_fact(fact: str, *fields: str, limit: int) -> Callable[[_Look, Facts], int]:
-    def read(look: _Look, known: Facts) -> int:
+    def read(look: _Look, facts: Facts) -> int:
         # A dense model's `intermediate_size` is no expert's.
-        if not known["num_experts"]:
+        if not facts["num_experts"]:
             return 0
         return look.count(fact, *fields, limit=limit, least=0) or 0
 
     return read
 
 
-def _model_type(look: _Look, _known: Facts) -> str:
+def _model_type(look: _Look, _facts: Facts) -> str:
     # The outer name, where there are two: `qwen3_5`, not its text half's `qwen3_5_text`.
     value = look.whole.get("model_type")
     if not isinstance(value, str):
@@ -168,9 +168,9 @@ def _model_type(look: _Look, _known: Facts) -> str:
     return value
 
 
-def _attention_layers(look: _Look, known: Facts) -> int:
+def _attention_layers(look: _Look, facts: Facts) -> int:
     """Layers with a KV cache; where config.json does not tell, all of them (so never too few)."""
-    fact, layers = "num_attention_layers", known["num_layers"]
+    fact, layers = "num_attention_layers", facts["num_layers"]
     if not isinstance(layers, int):
         return 0  # the card at fault is refused a moment later, by its schema
     if look.is_recurrent:
@@ -195,7 +195,7 @@ def _holds_cache(layer_type: object) -> bool:
     return name.endswith("attention") and not name.startswith("linear")
 
 
-def _kv_heads(look: _Look, _known: Facts) -> int:
+def _kv_heads(look: _Look, _facts: Facts) -> int:
     if look.is_recurrent:
         return 1  # of which there is no layer
     fact = "num_key_value_heads"
@@ -208,7 +208,7 @@ def _kv_heads(look: _Look, _known: Facts) -> int:
     return heads
 
 
-def _head_dim(look: _Look, known: Facts) -> int:
+def _head_dim(look: _Look, facts: Facts) -> int:
     if _latent(look):  # where head_dim may be there too, as the rotary part alone
         return sum(_key_parts(look, "head_dim"))
     given = look.count("head_dim", "head_dim", limit=MAX_WIDTH)
@@ -219,7 +219,7 @@ def _head_dim(look: _Look, known: Facts) -> int:
     heads = look.heads("head_dim", *HEAD_FIELDS)
     if heads is None:
         raise _missing(HEAD_FIELDS[0], "head_dim")
-    hidden = known["hidden_size"]
+    hidden = facts["hidden_size"]
     return max(1, hidden // heads) if isinstance(hidden, int) else 1
 
 
@@ -229,7 +229,7 @@ def _latent(look: _Look) -> int:
 
 
 def _key_parts(look: _Look, fact: str) -> tuple[int, int]:
-    """Of a key of latent attention: the part without position, and the rotary one."""
+    """The widths of a latent-attention key: the part without position, and the rotary part."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim")
     plain, rotary = (look.count(fact, name, limit=MAX_WIDTH) for name in names)
     if plain is None or rotary is None:
@@ -237,7 +237,7 @@ def _key_parts(look: _Look, fact: str) -> tuple[int, int]:
     return plain, rotary
 
 
-def _kv_row_width(look: _Look, known: Facts) -> int:
+def _kv_row_width(look: _Look, facts: Facts) -> int:
     """Numbers that a token adds to one layer's cache, where that is not a key and value a head.
 
     Latent attention in mlx-lm's deepseek_v3, and most that followed: the normed latent is kept in
@@ -249,7 +249,7 @@ def _kv_row_width(look: _Look, known: Facts) -> int:
     if not latent:
         return 0
     plain, rotary = _key_parts(look, "kv_row_width")
-    if look.text.get("model_type", known["model_type"]) in _EXPANDED:
+    if look.text.get("model_type", facts["model_type"]) in _EXPANDED:
         heads = look.count("kv_row_width", "num_attention_heads", limit=MAX_WIDTH)
         if heads is None:
             raise _missing("num_attention_heads", "kv_row_width")
@@ -259,14 +259,14 @@ def _kv_row_width(look: _Look, known: Facts) -> int:
     return latent + rotary + 2 * index
 
 
-def _tied(look: _Look, _known: Facts) -> bool:
+def _tied(look: _Look, _facts: Facts) -> bool:
     field, value = look.find("tie_word_embeddings")
     if value is not None and not isinstance(value, bool):
         raise _fault(field, value, "true or false", "tie_word_embeddings")
     return bool(value)
 
 
-def _quantization(look: _Look, _known: Facts) -> int | None:
+def _quantization(look: _Look, _facts: Facts) -> int | None:
     field, value = look.find("quantization", "quantization_config")
     if value is None:
         return None
@@ -277,10 +277,10 @@ def _quantization(look: _Look, _known: Facts) -> int | None:
     return bits or _BITS_OF_METHOD.get(str(how.get("quant_method")))
 
 
-def _fp8(look: _Look, known: Facts) -> bool:
+def _fp8(look: _Look, facts: Facts) -> bool:
     """Whether mlx-lm turns FP8 into 16 bits on load, as DeepSeek-V3's classes do."""
     field, value = look.find("quantization", "quantization_config")
-    if value is None or known["quantization"] is not None:
+    if value is None or facts["quantization"] is not None:
         return False
     return table(field, value).get("quant_method") == "fp8"
 
@@ -291,7 +291,7 @@ def _fp8_that_stays(how: Facts) -> bool:
     return how.get("quant_method") == "fp8" and blocks == ("ue8m0", [32, 32])
 
 
-def _dtype(look: _Look, _known: Facts) -> str:
+def _dtype(look: _Look, _facts: Facts) -> str:
     field, value = look.find("dtype", "torch_dtype")
     if value is None:
         return "bfloat16"

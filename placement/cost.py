@@ -1,4 +1,4 @@
-"""What a list of stages costs: bytes on each node, seconds for each token."""
+"""The costs of a list of stages: bytes on each node, seconds for each token."""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from .card import ModelCard
 
 HEADROOM = (6, 5)
-"""For activations, recurrent state, fragmentation: 20 %, as a fraction of integers."""
+"""20 % more for activations, recurrent state and fragmentation, as a fraction of integers."""
 
 UNMEASURED_BANDWIDTH = 50e9
-"""Bytes a second of a node that has not said: a plain laptop's, so that a measured node wins."""
+"""Bytes a second of an unmeasured node: a plain laptop's, so that a measured node wins."""
 UNMEASURED_ROUND_TRIP_S = 1e-3
-"""Of two nodes without a measured link: a quiet wired network's."""
+"""A quiet wired network's, for two nodes without a measured link."""
 UNMEASURED_LINK_BANDWIDTH = 125e6
 """Bytes a second: 1 Gbit/s."""
 SERIALISATION_S = 1e-4
-"""What a hop takes beside the link: an array to bytes, a frame, two changes of thread and back.
+"""Seconds of a hop beside the link: an array to bytes, a frame, two changes of thread and back.
 
 Half of the 168 to 209 µs that 8 KiB took there and back over a grpcio stream on loopback.
 """
 ASSUMED_MTP_SPEEDUP = 1.2
-"""Of native MTP where nothing was measured: near the least of the published gains (1.16 for
+"""The unmeasured gain of native MTP: near the least of the published gains (1.16 for
 Qwen3.6-35B-A3B, 1.5 to 2 for the 27B)."""
 ASSUMED_ACCEPTANCE = 0.7
-"""Of each draft, where a verify was measured and no speed-up; published are 0.56 to 0.95."""
+"""Accepted share of drafts, where only a verify was measured; published are 0.56 to 0.95."""
 
 # Longer than any token takes: keeps a peer's absurd figure finite.
 _NEVER_S = 1e6
@@ -71,7 +71,7 @@ class ModelSizes:
         return self.attention_layers in (0, self.layers)
 
     def caches_before(self, end: int) -> int:
-        """As `ModelCard.layers_before`."""
+        """Layers of [0, end) that hold a KV cache, if those are spread evenly."""
         return end * self.attention_layers // self.layers
 
     def caches(self, first: int, end: int, *, mtp: bool = False) -> int:
@@ -128,7 +128,7 @@ def layer_seconds(card: "ModelCard", node: NodeFacts) -> float:
 
 
 def tail_seconds(card: "ModelCard", node: NodeFacts) -> float:
-    """What the generator adds to a token: final norm, lm_head, sampling."""
+    """Seconds that the generator adds to a token: final norm, lm_head, sampling."""
     measured = node.profile.tail_s if node.profile else 0.0
     return min(_sane(measured, card.lm_head_bytes / _bandwidth_of(node)), _NEVER_S)
 

@@ -12,7 +12,7 @@ DraftPolicy = Literal["fixed", "adaptive"]
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """What the generator found when it looked for the MTP weights."""
+    """Whether the generator has loaded the MTP weights."""
 
     loaded: bool
     reason: str = ""

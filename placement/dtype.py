@@ -12,15 +12,15 @@ CHECKPOINTS = "the checkpoint's own"
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One that may be computed in, and for a person why."""
+    """A dtype to compute in, with the reason for a person."""
 
     name: str
     reason: str
 
 
 def dtypes_of(card: ModelCard, nodes: Sequence[NodeFacts]) -> tuple[Dtype, ...]:
-    """What stages on `nodes` may compute the model in, the generator first; the best dtype first,
-    and others for where it does not fit.
+    """The dtypes in which `nodes` (the generator first) may compute: the best first, then those for
+    lack of memory.
 
     What the generator's operator asked for, else the checkpoint's, but for what one of the nodes
     cannot run or runs far slower: on CPUs MLX multiplies gathered experts in float32 only, 4- and
@@ -28,8 +28,8 @@ def dtypes_of(card: ModelCard, nodes: Sequence[NodeFacts]) -> tuple[Dtype, ...]:
     of 16 bits at a quarter of that of exo-node's own float32 products. The GPUs of M1 and M2 have
     no bfloat16.
     """
-    if (asked := nodes[0].dtype) != "auto":
-        return (Dtype(asked, f"{nodes[0].name} was started with --dtype {asked}"),)
+    if (requested := nodes[0].dtype) != "auto":
+        return (Dtype(requested, f"{nodes[0].name} was started with --dtype {requested}"),)
     if card.dtype == "float32":
         return (Dtype("float32", CHECKPOINTS),)
     cpu = next((node for node in nodes if node.backend == "cpu"), None)

@@ -27,7 +27,7 @@ class Fit:
 
 
 def fit(card: ModelCard, view: ClusterView) -> Fit:
-    """Where the model would run if nothing else did; the view's memory decides."""
+    """The best placement within the memory of `view`."""
     try:
         best = plan(card, view)
     except InsufficientMemory as fault:

@@ -1,4 +1,4 @@
-"""The names of things that several processes speak about."""
+"""Types of the ids that several processes share."""
 
 from typing import NewType
 
@@ -6,7 +6,7 @@ NodeId = NewType("NodeId", str)
 """20 lower-case base32 characters: the head of SHA-256 over the node's public key."""
 
 ModelId = NewType("ModelId", str)
-"""What a request puts into `model`: a card's id, a folder's name or `owner/repository`."""
+"""The `model` of a request: a card's id, a folder's name or `owner/repository`."""
 
 PlacementId = NewType("PlacementId", str)
 RequestId = NewType("RequestId", str)

@@ -30,7 +30,7 @@ def packaged_cards() -> dict[ModelId, ModelCard]:
 
 
 def read_card_file(path: Path) -> Mapping[str, object]:
-    """What a person's card says, not validated yet: `derive_card` takes it as `overrides`.
+    """The fields of a person's card, not validated yet: the `overrides` of `derive_card`.
 
     Raises InvalidCard, with file and line, where it cannot be read as TOML.
     """
@@ -50,18 +50,18 @@ def read_card_file(path: Path) -> Mapping[str, object]:
     return _toml(raw, str(path))
 
 
-def nearest_ids(unknown: str, known: Iterable[ModelId], n: int = 3) -> list[ModelId]:
-    """Up to `n` of `known` that a person may have meant by `unknown`, the likeliest first."""
-    asked = unknown[:_MAX_ID].casefold()
+def nearest_ids(unknown: str, ids: Iterable[ModelId], n: int = 3) -> list[ModelId]:
+    """Up to `n` of `ids` that a person may have meant by `unknown`, the likeliest first."""
+    query = unknown[:_MAX_ID].casefold()
 
     def likeness(model: ModelId) -> float:
         name = model.casefold()
         short = name.rpartition("/")[2]
-        if len(asked) > 2 and (asked in name or short in asked):
+        if len(query) > 2 and (query in name or short in query):
             return 1.0
-        return max(difflib.SequenceMatcher(None, asked, text).ratio() for text in (name, short))
+        return max(difflib.SequenceMatcher(None, query, text).ratio() for text in (name, short))
 
-    ranked = sorted((-likeness(model), model) for model in known)
+    ranked = sorted((-likeness(model), model) for model in ids)
     return [model for score, model in ranked if -score >= 0.5][:n]
 
 

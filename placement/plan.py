@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model runs. The first stage is the generator."""
+    """The stages of a model on their nodes. The first stage is the generator."""
 
     model: ModelId
     stages: tuple[StageAssignment, ...]

@@ -1,4 +1,4 @@
-"""Which nodes hold warm spares of a placement's stages. Pure."""
+"""Chooses nodes for warm spares of a placement's stages. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,14 +17,14 @@ def spare_node(
     view: ClusterView,
     stages: Sequence[StageAssignment],
     stage: int,
-    held: Collection[Holder],
+    holders: Collection[Holder],
     context: int,
     *,
     mtp: bool = False,
 ) -> NodeId | None:
     """The node for one more runner of `stage`; None where no live node has room.
 
-    `held` names every runner that the placement has already: a node never holds one stage twice.
+    `holders` names every runner that the placement has already: a node never holds one stage twice.
     A node with no runner of this placement comes first, since its loss costs nothing else; then
     the one with the most memory left. Memory of the view is what other models leave.
     """
@@ -37,12 +37,12 @@ def spare_node(
         )
 
     used: Counter[NodeId] = Counter()
-    for node, number in held:
+    for node, number in holders:
         used[node] += need(number)
     busy = {part.node for part in stages}
     able = [
         (node.id in busy, used[node.id] - node.memory_bytes, node.id)
         for node in view.nodes
-        if (node.id, stage) not in held and used[node.id] + need(stage) <= node.memory_bytes
+        if (node.id, stage) not in holders and used[node.id] + need(stage) <= node.memory_bytes
     ]
     return min(able)[2] if able else None

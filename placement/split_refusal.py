@@ -29,7 +29,7 @@ class SplitRefusal:
 
     @property
     def param(self) -> str:
-        """As the error carries it from a runner to the nodes."""
+        """The `param` of the error that carries it from a runner to the nodes."""
         return ":".join((_PARAM, ",".join(map(str, sorted(self.borders))))).removesuffix(":")
 
     def allows(self, counts: Sequence[int]) -> bool:
@@ -50,13 +50,13 @@ MAY_BE_SPLIT: Final = SplitRefusal()
 
 
 def refusal_in(param: str | None, message: str) -> SplitRefusal:
-    """What an error's `param` says of splitting; `MAY_BE_SPLIT` where it says something else."""
-    written = _WRITTEN.fullmatch(param or "")
-    if written is None:
+    """The refusal in an error's `param`; `MAY_BE_SPLIT` where it is about something else."""
+    match = _WRITTEN.fullmatch(param or "")
+    if match is None:
         return MAY_BE_SPLIT
-    return SplitRefusal(message, frozenset(map(int, filter(None, (written[1] or "").split(",")))))
+    return SplitRefusal(message, frozenset(map(int, filter(None, (match[1] or "").split(",")))))
 
 
 def _listed(borders: Sequence[int]) -> str:
-    shown = [str(border) for border in borders[:12]]
-    return ", ".join(shown) + (", …" if len(borders) > len(shown) else "")
+    texts = [str(border) for border in borders[:12]]
+    return ", ".join(texts) + (", …" if len(borders) > len(texts) else "")

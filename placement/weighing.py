@@ -133,9 +133,9 @@ def _search_dtype(
     if too_few or (limits.pinned and not complete):
         return Ranking((), 0, math.inf, task)
 
-    def dtypes(found: Candidate) -> list[Dtype]:
-        outdone = _is_outdone(card, found, fewest)
-        usable = () if outdone else dtypes_of(card, found.nodes)
+    def dtypes(candidate: Candidate) -> list[Dtype]:
+        outdone = _is_outdone(card, candidate, fewest)
+        usable = () if outdone else dtypes_of(card, candidate.nodes)
         return [dtype for dtype in usable if BYTES[dtype.name] == size]
 
     part = replace(task, limits=_limited_to(limits, nodes))

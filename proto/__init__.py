@@ -1,4 +1,4 @@
-"""What processes say to each other, and bounds on its numbers.
+"""The messages between processes, and bounds on their numbers.
 
 bound_server.py: gRPC servers that refuse numbers out of bounds
 bounds.py: bounds on every number that another process may send

@@ -1,6 +1,6 @@
-"""What every gRPC server of this project does before it reads a request: its numbers are checked.
+"""Checks the numbers of every request to a gRPC server of this project.
 
-Requests that come one to a call; the streams of frames and copies have readers of their own.
+Only of calls with one request: streams of frames and copies have readers of their own.
 """
 
 import logging
@@ -15,14 +15,14 @@ from .bounds import Fault, fault
 
 log = logging.getLogger(__name__)
 
-_MAX_TOLD: Final = 256
+_MAX_LOGGED: Final = 256
 
 
 class BoundNumbers(grpc.aio.ServerInterceptor):
     """Refuses a request with a number out of its bounds, to its sender and once in the log."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     async def intercept_service(
         self,
@@ -58,17 +58,17 @@ class BoundNumbers(grpc.aio.ServerInterceptor):
         )
 
     async def _check(self, request: Message, context: Any, method: str) -> None:
-        found = fault(request)
-        if found is None:
+        violation = fault(request)
+        if violation is None:
             return
-        self._tell(method, found, context)
-        metadata = (("exo-code", "invalid_value"), ("exo-param", found.field))
-        text = f"{found.field} {found.text}"
+        self._log_once(method, violation, context)
+        metadata = (("exo-code", "invalid_value"), ("exo-param", violation.field))
+        text = f"{violation.field} {violation.text}"
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text, metadata)
 
-    def _tell(self, method: str, found: Fault, context: Any) -> None:
-        key = (method, found.field)
-        if key not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add(key)
+    def _log_once(self, method: str, violation: Fault, context: Any) -> None:
+        key = (method, violation.field)
+        if key not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(key)
             peer = context.peer()
-            log.warning("refused %s from %s: %s %s", method, peer, found.field, found.text)
+            log.warning("refused %s from %s: %s %s", method, peer, violation.field, violation.text)

@@ -60,16 +60,16 @@ class Fault:
     """The first number that is out of its bounds."""
 
     field: str
-    """As `views.incarnation`."""
+    """The path of the field, such as `views.incarnation`."""
     text: str
 
 
 def fault(message: Message) -> Fault | None:
-    """What is wrong with the numbers of a message and of those inside it; None: nothing."""
+    """The first number out of bounds in a message and its inner messages, or None."""
     for field, value in message.ListFields():
-        found = _fault_of(field, value)
-        if found is not None:
-            return found
+        violation = _fault_of(field, value)
+        if violation is not None:
+            return violation
     return None
 
 
@@ -90,8 +90,8 @@ def _fault_of(field: FieldDescriptor, value: Any) -> Fault | None:
 
 
 def _inside(field: FieldDescriptor, message: Message) -> Fault | None:
-    found = fault(message)
-    return None if found is None else Fault(f"{field.name}.{found.field}", found.text)
+    violation = fault(message)
+    return None if violation is None else Fault(f"{field.name}.{violation.field}", violation.text)
 
 
 def _numbers(field: FieldDescriptor, kind: int, values: Iterable[float]) -> Fault | None:

@@ -11,5 +11,5 @@ def framed(body: bytes) -> bytes:
 
 
 def body_bytes(head: bytes) -> int:
-    """The length that a frame's first HEAD_BYTES say. Whoever reads a stranger's bounds it."""
+    """The length in a frame's first HEAD_BYTES. A reader of untrusted frames must bound it."""
     return int.from_bytes(head, "big")

@@ -1,4 +1,4 @@
-"""Which nodes there are, which of them live, and which is the head.
+"""Membership and election: the nodes, their liveness, and the head.
 
 change_log.py: changes of membership and election as events; logs each once
 cluster.py: the members and the head, and what follows from heartbeats
@@ -11,6 +11,6 @@ heartbeats.py: heartbeats as messages
 held.py: what heads hold, kept for the next head
 member.py: the other nodes by their heartbeats; pure
 membership.py: alive, suspect, dead; pure
-node_exit.py: why a node ends by itself
+node_exit.py: the reason why a node ends by itself
 term_file.py: the head's term on disk
 """

@@ -1,4 +1,4 @@
-"""Each change of membership and election in the event log, in words for a person."""
+"""Changes of membership and election as events, with a sentence for a person."""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class LogOnce:
 
 
 def term_trouble(why: str) -> str:
-    """For a person; `why` the term cannot be stored, "" where it can."""
+    """A sentence for a person on `why` the term cannot be stored; "" where it can."""
     return why and (
         f"the head's term cannot be stored in the data folder ({why}): this node does not "
         "lead until it can; free space there, or make the folder again"

@@ -66,11 +66,11 @@ class Cluster:
         self._log = ChangeLog(self.self_id, self._name, events)
 
     def start(self) -> None:
-        self._tell(self._cluster_state.tick(time.monotonic()))
+        self._apply(self._cluster_state.tick(time.monotonic()))
         self._ticker = self._loops.keep(self._tick, "the membership's clock")
 
     async def close(self) -> None:
-        """Says goodbye, so that the others need not wait for a timeout."""
+        """Sends a last heartbeat, so that the others need not wait for a timeout."""
         farewell = self._beat()
         farewell.leaving = True
         goodbyes = [
@@ -87,7 +87,7 @@ class Cluster:
     def leave(self) -> None:
         """Before the end: this node gives up its lease, and the others place nothing here."""
         _ = self._events.add("leaving", f"{self._self_facts().name} is about to leave")
-        self._tell(self._cluster_state.resign(time.monotonic()))
+        self._apply(self._cluster_state.resign(time.monotonic()))
         self.speak_up()
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         was asked is the sender's to go on with, or to tell.
         """
         if beat.leaving:
-            self._tell(self._cluster_state.left(sender, time.monotonic()))
+            self._apply(self._cluster_state.left(sender, time.monotonic()))
             _ = self._members.pop(sender, None)
             return self._beat()
         address = f"{beat.sender.host}:{beat.sender.port}"
@@ -127,7 +127,7 @@ class Cluster:
 
     @property
     def term(self) -> Term:
-        """Of the head's lease; the highest known where there is no head."""
+        """The term of the head's lease; without a head, the highest that is known."""
         return self._cluster_state.election.term
 
     def trouble(self) -> str:
@@ -215,8 +215,8 @@ class Cluster:
             member.unloaded.discard((placement, stage))
 
     def missing_stages(self, expected: Iterable[tuple[NodeId, str, int]]) -> list[tuple[str, int]]:
-        """Of the (node, placement, stage) that should be up, those gone for the grace."""
-        gone: list[tuple[str, int]] = []
+        """The (placement, stage) of `expected` that heartbeats lack for over the grace."""
+        missing: list[tuple[str, int]] = []
         now = time.monotonic()
         for node, placement, stage in expected:
             member = self._members.get(node)
@@ -226,8 +226,8 @@ class Cluster:
             if any((s.placement, s.stage) == key for s in member.stages):
                 _ = member.missing_since.pop(key, None)
             elif now - member.missing_since.setdefault(key, now) > self._timing.stage_grace_s:
-                gone.append(key)
-        return gone
+                missing.append(key)
+        return missing
 
     def progress(self, node: NodeId, placement: str, stage: int) -> tuple[int, float] | None:
         """Steps that a stage's runner on another node has finished, and for how long (s) no more.
@@ -235,19 +235,19 @@ class Cluster:
         None where its node's heartbeats do not name it.
         """
         member = self._members.get(node)
-        found = None if member is None else member.progress.get((placement, stage))
-        return None if found is None else (found[0], time.monotonic() - found[1])
+        progress = None if member is None else member.progress.get((placement, stage))
+        return None if progress is None else (progress[0], time.monotonic() - progress[1])
 
     def describe(self, version: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
         status = self._cluster_state.membership.statuses()
         draining, head = self._cluster_state.draining, self.head
-        shown = {node: "draining" for node in draining if status.get(node) != "dead"}
-        mine = shown.get(self.self_id, "alive")
+        draining_status = {node: "draining" for node in draining if status.get(node) != "dead"}
+        mine = draining_status.get(self.self_id, "alive")
         nodes = [describe_node(self._self_facts(), self._states(), mine, head=head, itself=True)]
         for node, m in sorted(self._members.items()):
-            seen = shown.get(node) or status.get(node, "dead")
-            nodes.append(describe_node(m.beat.sender, m.stages, seen, head=head, itself=False))
+            state = draining_status.get(node) or status.get(node, "dead")
+            nodes.append(describe_node(m.beat.sender, m.stages, state, head=head, itself=False))
         return {
             "self": self.self_id,
             "head": head,
@@ -308,7 +308,7 @@ class Cluster:
         if node not in self._members:
             self._members[node] = Member(address, beat)
         self._members[node].record_heartbeat(address, beat, now)
-        self._tell(self._cluster_state.heard(read(node, beat), now))
+        self._apply(self._cluster_state.heard(read(node, beat), now))
         if node == beat.head:
             followed = node == self.head
             self._held.learn(node, beat, only=followed)
@@ -321,7 +321,7 @@ class Cluster:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._timing.tick_s)
-            self._tell(self._cluster_state.tick(time.monotonic()))
+            self._apply(self._cluster_state.tick(time.monotonic()))
 
     def _own_address(self) -> str:
         own = self._self_facts()
@@ -336,13 +336,13 @@ class Cluster:
                 member.reach.clock = clock_difference(beat.sent_ms, took_s, time.time())
 
     def _refused(self, node: NodeId, address: str) -> None:
-        """Where it listened before a restart says nothing of a node that only pauses."""
+        """Counts a refused connection, but only at the address that the node has now."""
         member = self._members.get(node)
         if member is not None and member.address == address:
-            self._tell(self._cluster_state.refused(node, time.monotonic()))
+            self._apply(self._cluster_state.refused(node, time.monotonic()))
 
-    def _tell(self, changes: Iterable[Change]) -> None:
-        """What follows from changes, after the log has them."""
+    def _apply(self, changes: Iterable[Change]) -> None:
+        """Logs the changes, then does what follows from them."""
         for change in changes:
             self._log.add(change, self._cluster_state)
             match change:

@@ -1,4 +1,4 @@
-"""Where one node stands in its cluster: membership and election as one pure machine.
+"""Membership and election of one node, as one pure state machine.
 
 What a heartbeat carries goes in, what changed comes out; time comes with each call, in seconds of
 a monotonic clock. `node/cluster/cluster.py` runs it over the network, the tests over simulated
@@ -58,15 +58,15 @@ class ClusterState:
         changes = [*news, *self._gone(news, now)]
         # What it says of this node is heard even from a process whose heartbeats are refused:
         # they may be refused because this one's memory of it is an older process's.
-        told = self.membership.apply(Gossip(beat.sender, beat.views), now)
+        gossip = self.membership.apply(Gossip(beat.sender, beat.views), now)
         if not self.membership.is_current(beat.sender, beat.incarnation):
-            return (*changes, *told)
+            return (*changes, *gossip)
         self._note_draining(beat)
         claimed = self.election.apply(Claimed(beat.sender, beat.claim), self._electable(), now)
-        return (*changes, *told, *claimed)
+        return (*changes, *gossip, *claimed)
 
     def refused(self, node: NodeId, now: float) -> tuple[Change, ...]:
-        """Nobody listens at that node's address."""
+        """A connection to that node's address was refused."""
         news = self.membership.apply(Refused(node), now)
         return (*news, *self._gone(news, now))
 
@@ -87,7 +87,7 @@ class ClusterState:
         return self.election.apply(Resign(), self._electable(), now)
 
     def beat(self, now: float) -> Heartbeat:
-        """This node's own."""
+        """The heartbeat that this node sends."""
         return Heartbeat(
             sender=self.self_id,
             boot_id=self.boot_id,

@@ -1,7 +1,7 @@
 """Announces this node by mDNS and finds others: candidates for dialling, never more than that.
 
-Whoever is on the network can announce anything, so what is heard is bounded, checked and believed
-only as an address to try. IPv4 only, like the addresses that nodes announce.
+Any machine on the network can announce anything, so announcements are bounded, checked and used
+only as addresses to try. IPv4 only, like the addresses that nodes announce.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "_exo-node._tcp.local."
 MAX_CANDIDATES = 64
-"""Of this cluster, and as many of other clusters; more are ignored."""
+"""Candidates of this cluster, and as many of other clusters; more are ignored."""
 
 _MAX_RESOLVING = 64
 _QUERY, _SRV, _IN = 0, 33, 1
@@ -44,7 +44,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What this node tells everybody on the network; nothing of it is secret."""
+    """The facts that this node announces on the network; none of them is secret."""
 
     node: NodeId
     cluster: str
@@ -107,20 +107,20 @@ class Discovery:
         return self.failure
 
     async def answering(self, nodes: Collection[NodeId]) -> frozenset[NodeId]:
-        """Which of the nodes answer a question by multicast within `resolve_s`.
+        """The nodes of `nodes` that answer a question by multicast within `resolve_s`.
 
         What they announced before does not count: that is remembered for over an hour.
         """
         if (zeroconf := self._zeroconf) is None:
             return frozenset()
         names = {node: f"{node}.{SERVICE}" for node in nodes}
-        begun, missing = zeroconf_now(), set(names)
+        started_ms, missing = zeroconf_now(), set(names)
         for patience_s in (self._timing.ask_again_s, self._timing.resolve_s):
             _ask(zeroconf, [names[node] for node in missing])
             with suppress(TimeoutError):  # who did not answer by then is what is asked for
                 async with asyncio.timeout(patience_s):
                     while missing := {
-                        n for n in missing if not _heard_since(zeroconf, names[n], begun)
+                        n for n in missing if not _heard_since(zeroconf, names[n], started_ms)
                     }:
                         await zeroconf.async_wait(1000 * patience_s)
             if not missing:
@@ -128,14 +128,14 @@ class Discovery:
         return frozenset(names) - missing
 
     async def close(self) -> None:
-        """Says goodbye, so that others need not wait for a timeout."""
+        """Withdraws the announcement, so that others need not wait for a timeout."""
         tasks = list(self._tasks)
         for task in tasks:
             _ = task.cancel()
         _ = await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Where mDNS is impossible it is tried again: a cable may be plugged in later."""
+        """Tries again where mDNS is impossible: a cable may be plugged in later."""
         while True:
             try:
                 async with AsyncExitStack() as stack:
@@ -159,12 +159,12 @@ class Discovery:
         _ = stack.push_async_callback(browser.async_cancel)
         self._echo.clear()
         self._service = _service(self._own)
-        wanted = self._service.name
+        own_name = self._service.name
         # A name that is taken must not keep this node silent: TXT and TLS say who it is.
         register = zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         registered = cast(Awaitable[object], await register(self._service, allow_name_change=True))
         _ = await registered
-        if self._service.name != wanted:
+        if self._service.name != own_name:
             log.warning(
                 "another node announces the id %s: if this data folder is a copy, remove node.key "
                 "from it and start again",
@@ -232,7 +232,7 @@ class Discovery:
             return
         # Counted apart, so that a large network of other clusters cannot hide this one.
         ours = candidate.cluster == self._own.cluster
-        alike = sum((seen.cluster == self._own.cluster) == ours for seen in self._seen)
+        alike = sum((other.cluster == self._own.cluster) == ours for other in self._seen)
         if alike >= MAX_CANDIDATES:
             return self._ignore()
         self._seen.add(candidate)
@@ -259,13 +259,13 @@ def _ask(zeroconf: Zeroconf, names: Collection[str]) -> None:
     zeroconf.async_send(question)
 
 
-def _heard_since(zeroconf: Zeroconf, name: str, begun: float) -> bool:
+def _heard_since(zeroconf: Zeroconf, name: str, since_ms: float) -> bool:
     record = zeroconf.cache.get_by_details(name, _SRV, _IN)
-    return record is not None and record.created >= begun
+    return record is not None and record.created >= since_ms
 
 
 def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | None:
-    """What a resolved service offers this node; None where exo-node does not announce like that."""
+    """The candidates in a resolved service; None where exo-node does not announce like that."""
     node, cluster = _text(info, b"id"), _text(info, b"cluster")
     if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
         return None

@@ -1,4 +1,4 @@
-"""Which node is the head: a lease under a term. A pure state machine: time comes with each event.
+"""Elects the head: a lease under a term. A pure state machine: time comes with each event.
 
 The head's heartbeats renew its lease; it ends when the membership gives the head up, when the head
 says that another one leads, resigns, or was itself stopped for too long. Only then do the others
@@ -44,7 +44,7 @@ class TermStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeaderClaim:
-    """What a heartbeat says of the head; the last two are told by the head itself."""
+    """The claim of a heartbeat about the head; only the head itself sets the last two fields."""
 
     term: Term
     head: NodeId | None
@@ -168,13 +168,13 @@ class Election:
         return 0.0 if self._lease is None else now - self._lease.since
 
     def claim(self, now: float) -> LeaderClaim:
-        """What this node's heartbeats say."""
+        """The claim in this node's heartbeats."""
         if self.head != self.self_id:
             return LeaderClaim(self._term, self.head)
         return LeaderClaim(self._term, self.self_id, self.followers(), self.head_for_s(now))
 
     def apply(self, event: Event, live: Collection[NodeId], now: float) -> tuple[Change, ...]:
-        """What the event changed; `now` in seconds of a monotonic clock."""
+        """The changes that the event causes; `now` in seconds of a monotonic clock."""
         trouble = self.not_stored
         match event:
             case Claimed(sender, claim):
@@ -312,7 +312,7 @@ class Election:
         return [HeadChanged(head, self._term, before)]
 
     def _leads_under(self, term: Term) -> bool:
-        """Stores a term before anybody hears of it; False where the disk did not take it."""
+        """Stores a term before it is sent; False where the disk did not take it."""
         assert term >= self._term
         if (term != self._term or self.not_stored) and not self._stores(term):
             return False

@@ -19,7 +19,7 @@ from .heartbeats import checked
 log = logging.getLogger(__name__)
 
 QUICK_TRIES = 6
-"""Of a live node, before its address is tried less and less often."""
+"""Tries of a live node before its address is tried less and less often."""
 
 
 class News:
@@ -55,7 +55,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What the exchanges ask of the cluster that they belong to, and tell it."""
+    """The functions of the cluster that its exchanges call."""
 
     own_address: Callable[[], str]
     """host:port where this node listens; it is not dialled."""
@@ -64,7 +64,7 @@ class Calls:
     answered: Callable[[NodeId, str, pb.Heartbeat, float], None]
     """A node's heartbeat came from that address, so many seconds after this node's was sent."""
     refused: Callable[[NodeId, str], None]
-    """Nobody listens at the address where that node was reached before."""
+    """The address where that node was reached before refuses connections."""
     is_live: Callable[[NodeId], bool]
 
 
@@ -90,9 +90,9 @@ class Exchanges:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def dial(self, address: str, node: NodeId | None = None) -> None:
-        """Begins an exchange with whoever listens there; known addresses are ignored."""
-        known = address in self._tasks or address == self._calls.own_address()
-        if known or node == self._self:
+        """Begins an exchange with the node that listens there; known addresses are ignored."""
+        dialled = address in self._tasks or address == self._calls.own_address()
+        if dialled or node == self._self:
             return
         exchange = partial(self._exchange, Dial(address, node, self._timing.heartbeat_s))
         self._tasks[address] = self._loops.keep(exchange, f"the exchange with {address}")
@@ -104,7 +104,7 @@ class Exchanges:
 
     async def _exchange(self, dial: Dial) -> None:
         while True:
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
                 beat = await self._client.exchange(dial.address, dial.node, self._calls.beat())
                 beat = checked(beat, dial.address)
@@ -119,7 +119,7 @@ class Exchanges:
                 return  # one of our own addresses, under a name we did not know
             dial.node, dial.backoff_s, dial.complaint = node, self._timing.heartbeat_s, ""
             dial.failures = 0
-            self._calls.answered(node, dial.address, beat, time.monotonic() - begun)
+            self._calls.answered(node, dial.address, beat, time.monotonic() - started)
             for address in beat.peers:
                 self.dial(address)
             await self._news.wait(self._timing.heartbeat_s)

@@ -75,7 +75,7 @@ class Member:
     progress: dict[tuple[str, int], tuple[int, float]] = field(
         default_factory=dict[tuple[str, int], tuple[int, float]]
     )
-    """By (placement, stage): the steps its runner has finished, and when that number last changed."""
+    """Steps that the runner of each (placement, stage) finished, and when that changed."""
     unloaded: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(placement, stage) that the node reported as unloaded, until its heartbeats agree."""
     reach: Reach = field(default_factory=Reach)

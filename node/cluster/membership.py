@@ -1,4 +1,4 @@
-"""Who is in the cluster and who answers. A pure state machine: time comes with each event.
+"""The members of the cluster and their status. A pure state machine: time comes with each event.
 
     (unknown) --heard--> alive --1.5 s, or told--> suspect --3.5 s--> dead
                            ^                          |                 |
@@ -54,7 +54,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """What that node's heartbeat says of the others, and of this one."""
+    """The views of the others and of this node in the heartbeat of `sender`."""
 
     sender: NodeId
     views: tuple[View, ...]
@@ -74,7 +74,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The machine is there and nobody listens at that node's address."""
+    """That node's machine answers and refuses connections at its address."""
 
     node: NodeId
 
@@ -153,12 +153,12 @@ class Membership:
         self._ticked_at: float | None = None
 
     def apply(self, event: Event, now: float) -> tuple[Change, ...]:
-        """What the event changed; `now` in seconds of a monotonic clock."""
+        """The changes that the event causes; `now` in seconds of a monotonic clock."""
         match event:
             case Heard():
-                return self._heard(event, now)
+                return self._on_heartbeat(event, now)
             case Gossip(sender, views):
-                return tuple(c for view in views for c in self._told(sender, view, now))
+                return tuple(c for view in views for c in self._on_view(sender, view, now))
             case Left(node):
                 return self._goes(node)
             case Refused(node):
@@ -173,11 +173,11 @@ class Membership:
         return {node: peer.status for node, peer in self._peers.items()}
 
     def alive(self) -> frozenset[NodeId]:
-        """Those that may take new work."""
+        """Nodes that may take new work."""
         return frozenset(n for n, peer in self._peers.items() if peer.status == "alive")
 
     def live(self) -> frozenset[NodeId]:
-        """Those that are not dead."""
+        """Nodes that are not dead."""
         return frozenset(n for n, peer in self._peers.items() if peer.status != "dead")
 
     def is_current(self, node: NodeId, incarnation: int) -> bool:
@@ -186,18 +186,18 @@ class Membership:
         return peer is not None and peer.status != "dead" and incarnation >= peer.incarnation
 
     def views(self) -> tuple[View, ...]:
-        """What this node's heartbeats say of the others; those that left count as dead."""
-        known = [View(n, peer.incarnation, peer.status) for n, peer in self._peers.items()]
-        gone = self._left.items()
-        return (*known, *(View(n, p.incarnation, "dead") for n, p in gone if n not in self._peers))
+        """The views in this node's heartbeats; nodes that left count as dead."""
+        present = [View(n, peer.incarnation, peer.status) for n, peer in self._peers.items()]
+        absent = ((n, p) for n, p in self._left.items() if n not in self._peers)
+        return (*present, *(View(n, peer.incarnation, "dead") for n, peer in absent))
 
-    def _heard(self, beat: Heard, now: float) -> tuple[Change, ...]:
+    def _on_heartbeat(self, beat: Heard, now: float) -> tuple[Change, ...]:
         node = beat.node
         if node == self.self_id:
             return ()
-        left = self._left.get(node)
-        # One life says goodbye once: a refutation that was under way is an old message too.
-        if left and (beat.boot_id == left.boot_id or beat.incarnation <= left.incarnation):
+        former = self._left.get(node)
+        # One process leaves once: a refutation that was under way is an old message too.
+        if former and (beat.boot_id == former.boot_id or beat.incarnation <= former.incarnation):
             return ()
         peer = self._peers.get(node)
         if peer is None:
@@ -223,7 +223,7 @@ class Membership:
             return (Died(node, restarted=True), Joined(node))
         return (Recovered(node),) if before == "suspect" else ()
 
-    def _told(self, sender: NodeId, view: View, now: float) -> tuple[Change, ...]:
+    def _on_view(self, sender: NodeId, view: View, now: float) -> tuple[Change, ...]:
         if view.node == self.self_id:
             return self._refute(sender, view)
         peer = self._peers.get(view.node)
@@ -301,16 +301,16 @@ class Membership:
         return any(node in alive for node in recent)
 
     def _forget(self, now: float) -> None:
-        for known in (self._peers, self._left):
-            for node in _silent(known.items(), now, self._timing.forget_after_s):
-                del known[node]
+        for peers in (self._peers, self._left):
+            for node in _silent(peers.items(), now, self._timing.forget_after_s):
+                del peers[node]
 
 
 def _silent(
-    known: Iterable[tuple[NodeId, _Peer]], now: float, longer_than_s: float
+    peers: Iterable[tuple[NodeId, _Peer]], now: float, longer_than_s: float
 ) -> list[NodeId]:
     return [
         node
-        for node, peer in known
+        for node, peer in peers
         if now - peer.heard_at > longer_than_s and peer.status != "suspect"
     ]
