@@ -9,7 +9,7 @@ from ..proto import peer_pb2 as pb
 from .cluster.cluster import Cluster
 from .cluster.cluster_state import ClusterState
 from .cluster.desired import DesiredPlacements
-from .cluster.discovery import Announcement, Candidate, Discovery
+from .cluster.discovery import Announcement, DiscoveredPeer, Discovery
 from .cluster.held import Held
 from .cluster.node_exit import NodeExit
 from .cluster.term_file import TermFile
@@ -162,7 +162,7 @@ class PeerSearch:
             self._joining.state.join_port,
         )
 
-    def _found(self, candidate: Candidate) -> None:
+    def _found(self, candidate: DiscoveredPeer) -> None:
         same_cluster = candidate.cluster == self._local.keyring.fingerprint
         if same_cluster and candidate.node != self._local.id:
             self._cluster.dial(candidate.address, candidate.node)

@@ -55,7 +55,7 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DiscoveredPeer:
     """An address that may be a node of that cluster; only TLS says whether it is.
 
     One with this node's own id is a second process with its data folder, or says that it is.
@@ -77,7 +77,7 @@ class Discovery:
         self,
         announcement: Announcement,
         interfaces: list[str] | None,
-        found: Callable[[Candidate], None],
+        found: Callable[[DiscoveredPeer], None],
         timing: DiscoveryTiming,
     ) -> None:
         """`interfaces`: IPv4 addresses to speak on; None: all, and those that appear later."""
@@ -90,7 +90,7 @@ class Discovery:
         self._interfaces = interfaces
         self._found = found
         self._timing = timing
-        self._seen: set[Candidate] = set()
+        self._seen: set[DiscoveredPeer] = set()
         self._zeroconf: Zeroconf | None = None
         """While it listens."""
         self._echo = asyncio.Event()
@@ -227,7 +227,7 @@ class Discovery:
         for candidate in offered:
             self._offer(candidate)
 
-    def _offer(self, candidate: Candidate) -> None:
+    def _offer(self, candidate: DiscoveredPeer) -> None:
         if candidate in self._seen:
             return
         # Counted apart, so that a large network of other clusters cannot hide this one.
@@ -264,7 +264,7 @@ def _heard_since(zeroconf: Zeroconf, name: str, since_ms: float) -> bool:
     return record is not None and record.created >= since_ms
 
 
-def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | None:
+def candidates(info: AsyncServiceInfo, own: Announcement) -> list[DiscoveredPeer] | None:
     """The candidates in a resolved service; None where exo-node does not announce like that."""
     node, cluster = _text(info, b"id"), _text(info, b"cluster")
     if not _NODE.fullmatch(node) or not _CLUSTER.fullmatch(cluster) or not info.port:
@@ -277,7 +277,7 @@ def candidates(info: AsyncServiceInfo, own: Announcement) -> list[Candidate] | N
     join_port = _join_port(info)
     # A node announces one address: a few allow for its old one, many would be somebody's scan.
     return [
-        Candidate(
+        DiscoveredPeer(
             NodeId(node),
             cluster,
             f"{address}:{info.port}",

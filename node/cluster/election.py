@@ -25,6 +25,7 @@ from typing import Protocol, assert_never
 
 from ...placement.ids import NodeId, Term
 from ..machine.timing import ClusterTiming
+from .membership import Tick
 
 MAX_TERM = Term(2**62)
 """The highest term that a heartbeat or the disk may hold."""
@@ -68,11 +69,6 @@ class Gone:
 @dataclass(frozen=True, slots=True)
 class Resign:
     """This node is about to leave: it gives up its lease and takes none any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; due twice a second or more often."""
 
 
 Event = Claimed | Gone | Resign | Tick

@@ -7,7 +7,7 @@ from functools import partial
 
 from ...placement.errors import DuplicateIdentity, PeerLost
 from ...proto import peer_pb2 as pb
-from ..cluster.discovery import Candidate
+from ..cluster.discovery import DiscoveredPeer
 from ..machine.tasks import Loops
 from ..trust.certificates import join_credentials
 from .approver import Approver
@@ -69,7 +69,7 @@ class Joining:
         await self.asker.close()
         await self._port.close()
 
-    def found(self, candidate: Candidate) -> None:
+    def found(self, candidate: DiscoveredPeer) -> None:
         """A node of another cluster, or another process with this node's id."""
         if candidate.node == self.state.node and candidate.cluster == self.state.fingerprint:
             self.client.meet(candidate.address)

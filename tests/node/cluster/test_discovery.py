@@ -19,7 +19,7 @@ from exo_node.node.cluster.discovery import (
     MAX_CANDIDATES,
     SERVICE,
     Announcement,
-    Candidate,
+    DiscoveredPeer,
     Discovery,
     candidates,
 )
@@ -45,20 +45,20 @@ class Watcher:
     """One Discovery and what it found; other nodes of this machine may be among it."""
 
     own: Announcement
-    found: set[Candidate] = field(default_factory=set[Candidate])
+    found: set[DiscoveredPeer] = field(default_factory=set[DiscoveredPeer])
     timing: DiscoveryTiming = LOCAL.discovery
 
     def __post_init__(self) -> None:
-        self.told: list[Candidate] = []
+        self.told: list[DiscoveredPeer] = []
         self.news = asyncio.Event()
         self.discovery = Discovery(self.own, [LOOPBACK], self._add, self.timing)
 
-    def _add(self, candidate: Candidate) -> None:
+    def _add(self, candidate: DiscoveredPeer) -> None:
         self.told.append(candidate)
         self.found.add(candidate)
         self.news.set()
 
-    async def until(self, holds: Callable[[set[Candidate]], bool]) -> None:
+    async def until(self, holds: Callable[[set[DiscoveredPeer]], bool]) -> None:
         async with asyncio.timeout(WITHIN_S):
             while not holds(self.found):
                 self.news.clear()
@@ -79,8 +79,8 @@ async def started(*watchers: Watcher) -> AsyncGenerator[None]:
         _ = await asyncio.gather(*(watcher.discovery.close() for watcher in watchers))
 
 
-def candidate(own: Announcement) -> Candidate:
-    return Candidate(own.node, own.cluster, f"{own.host}:{own.port}")
+def candidate(own: Announcement) -> DiscoveredPeer:
+    return DiscoveredPeer(own.node, own.cluster, f"{own.host}:{own.port}")
 
 
 # ---------------------------------------------------------------- real packets
@@ -354,13 +354,15 @@ def test_text_that_exo_node_does_not_write_is_ignored(
     ],
 )
 def test_only_addresses_of_a_local_network_are_dialled(address: str, is_believed: bool) -> None:
-    expected = [Candidate(PEER, CLUSTER, f"{address}:7002")] if is_believed else None
+    expected = [DiscoveredPeer(PEER, CLUSTER, f"{address}:7002")] if is_believed else None
     assert candidates(service_info(GOOD, (address,)), HOME) == expected
 
 
 def test_loopback_is_dialled_by_nodes_that_live_there() -> None:
     own = announcement(new_cluster())
-    assert candidates(service_info(GOOD), own) == [Candidate(PEER, CLUSTER, f"{LOOPBACK}:7002")]
+    assert candidates(service_info(GOOD), own) == [
+        DiscoveredPeer(PEER, CLUSTER, f"{LOOPBACK}:7002")
+    ]
 
 
 def test_a_service_without_a_port_is_ignored() -> None:
@@ -383,7 +385,7 @@ def test_this_nodes_id_at_another_address_is_offered_because_it_is_a_copys(
     address: str, port: int
 ) -> None:
     text: Text = {"id": HOME.node, "cluster": HOME.cluster}
-    expected = [Candidate(HOME.node, HOME.cluster, f"{address}:{port}")]
+    expected = [DiscoveredPeer(HOME.node, HOME.cluster, f"{address}:{port}")]
     assert candidates(service_info(text, (address,), port), HOME) == expected
 
 
@@ -394,7 +396,7 @@ def test_this_nodes_id_at_another_address_is_offered_because_it_is_a_copys(
 def test_a_join_port_is_believed_only_as_a_number_to_try(said: str, port: int | None) -> None:
     offered = candidates(service_info({**GOOD, "join": said}, ("10.0.0.1",)), HOME)
     join = None if port is None else f"10.0.0.1:{port}"
-    assert offered == [Candidate(PEER, CLUSTER, "10.0.0.1:7002", join)]
+    assert offered == [DiscoveredPeer(PEER, CLUSTER, "10.0.0.1:7002", join)]
 
 
 async def test_a_node_announces_its_join_port() -> None:
