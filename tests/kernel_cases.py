@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm.models.activations import precise_swiglu
 from mlx_lm.models.gated_delta import normalize_qk
 
-from exo_node.shard.kernels.gated_delta import Layer, Sizes, reference
+from exo_node.shard.kernels.gated_delta import DeltaParameters, Sizes, reference
 from exo_node.shard.kernels.product import Weights
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]
@@ -25,7 +25,7 @@ class DeltaCase:
     sizes: Sizes
     inputs: Rows
     before: mx.array
-    layer: Layer
+    layer: DeltaParameters
     state: mx.array
 
     def row(self, i: int) -> Rows:
@@ -59,7 +59,7 @@ def delta_case(sizes: Sizes, *, batch: int, rows: int) -> DeltaCase:
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape).astype(sizes.dtype)
 
-    layer = Layer(
+    layer = DeltaParameters(
         normal(channels, 4, 1),
         mx.random.uniform(0, 2, (hv,)),
         normal(hv),

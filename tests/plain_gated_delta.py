@@ -33,7 +33,7 @@ class PlainGatedDelta:
         b: mx.array,
         a: mx.array,
         before: mx.array,
-        layer: gated_delta.Layer,
+        layer: gated_delta.DeltaParameters,
         state: mx.array,
         at: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
@@ -60,7 +60,7 @@ class PlainGatedDelta:
         v: mx.array,
         a: mx.array,
         b: mx.array,
-        layer: gated_delta.Layer,
+        layer: gated_delta.DeltaParameters,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
         return gated_delta.reference(q, k, v, a, b, layer, state)
@@ -70,7 +70,7 @@ def give_kernel(layer: Any) -> None:
     """Puts the twin under one gated-delta layer."""
     sizes = gated_delta.Sizes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, mx.float32)
     layer.kernel = PlainGatedDelta(sizes)
-    layer.fixed = kernel_choice._fixed(layer)  # pyright: ignore[reportPrivateUsage]
+    layer.fixed = kernel_choice._parameters_of(layer)  # pyright: ignore[reportPrivateUsage]
 
 
 def give_kernels(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
-"""Stands in for mlx_lm's `__init__`, which imports all of it: MLX, and transformers by seconds.
+"""Replaces mlx_lm's `__init__`, which imports MLX and, for seconds, transformers.
 
-To be called before anything imports mlx_lm; its modules are then imported one by one, as they are
-named. Nothing of the modules themselves is changed.
+Call it before anything imports mlx_lm. Its modules are then imported one by one as they are named;
+the modules themselves are not changed.
 """
 
 import sys
@@ -10,12 +10,12 @@ from types import ModuleType
 
 
 def bare_mlx_lm() -> None:
-    """Does nothing where mlx_lm is there already."""
+    """Installs an empty package for mlx_lm, unless it is imported already."""
     if "mlx_lm" in sys.modules:
         return
-    found = find_spec("mlx_lm")
-    assert found is not None and found.submodule_search_locations is not None
+    spec = find_spec("mlx_lm")
+    assert spec is not None and spec.submodule_search_locations is not None
     package = ModuleType("mlx_lm")
-    package.__path__ = list(found.submodule_search_locations)
-    package.__spec__ = found
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
     sys.modules["mlx_lm"] = package

@@ -1,9 +1,9 @@
-"""Stands in for the `__init__` of transformers, which reads every module of every model it has.
+"""Replaces the `__init__` of transformers, which reads every module of every model.
 
-That takes most of a second of a CPU, in each generator and in each helper, to answer two names. As
-for mlx-lm, modules are imported one by one; any other name imports the whole of transformers, and
-is taken from there. What its tokenizers import of the hub's client to call the hub is left out as
-well, a fifth of a second more: a process that reads a tokenizer from a folder calls no hub.
+That takes most of a second of CPU time in each generator and each helper, which need two names. As
+for mlx-lm, modules are imported one by one; any other name imports the whole of transformers. The
+hub client's modules that its tokenizers import are replaced too, which saves a fifth of a second: a
+process that reads a tokenizer from a folder calls no hub.
 """
 
 import sys
@@ -23,12 +23,12 @@ _HUB: Final = tuple(
     f"huggingface_hub.{name}"
     for name in ("hf_api", "repocard", "repocard_data", "_snapshot_download")
 )
-"""Of which transformers only keeps names for later."""
+"""Modules of which transformers only binds names at import."""
 _LOCK: Final = threading.RLock()
 
 
-class _Refuses(type):
-    """Of a class that nothing can be asked of."""
+class _RefusingMeta(type):
+    """The metaclass of a class that refuses every use."""
 
     def __call__(cls, *_: object, **named: object) -> NoReturn:
         raise LoadFailed("a process that loads a model calls no hub: give it the model's folder")
@@ -39,22 +39,22 @@ class _Refuses(type):
         return cls()
 
 
-class _CallsTheHub(metaclass=_Refuses):
-    """In the place of a class or function that does."""
+class _HubCall(metaclass=_RefusingMeta):
+    """Stands in for a class or function that calls the hub."""
 
 
 class _Hub(ModuleType):
-    """A module all of whose names would call the hub."""
+    """A module whose names all stand for calls of the hub."""
 
-    def __getattr__(self, name: str) -> type[_CallsTheHub]:
+    def __getattr__(self, name: str) -> type[_HubCall]:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _CallsTheHub
+        return _HubCall
 
 
 @contextmanager
 def _without_the_hub() -> Generator[None]:
-    """For what is imported meanwhile; any other import finds the real modules."""
+    """Replaces the hub's modules meanwhile; a later import loads the real ones."""
     with _LOCK:
         absent = [name for name in _HUB if name not in sys.modules]
         sys.modules.update((name, _Hub(name)) for name in absent)
@@ -80,10 +80,10 @@ def _fast_tokenizer() -> Any:
 
 
 _HOMES: Final = {"AutoTokenizer": _auto_tokenizer, "PreTrainedTokenizerFast": _fast_tokenizer}
-"""What mlx-lm's tokenizers name; in a release that has them elsewhere the whole is imported."""
+"""Loaders of the names that mlx-lm's tokenizers use. If they fail, the whole is imported."""
 
 
-class _Bare(ModuleType):
+class _BarePackage(ModuleType):
     """A package whose `__init__` has not run."""
 
     def __init__(self, spec: ModuleSpec, homes: Mapping[str, Callable[[], Any]]) -> None:
@@ -96,33 +96,33 @@ class _Bare(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
             return version(_NAME)
-        if name.startswith("__"):  # as an import, a debugger and a copy ask any module
+        if name.startswith("__"):  # imports, debuggers and copies look these up in any module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
-            found = self._homes[name]()
+            value = self._homes[name]()
         except (KeyError, ImportError):
-            return getattr(_whole(self.__name__), name)
-        setattr(self, name, found)
-        return found
+            return getattr(_real_package(self.__name__), name)
+        setattr(self, name, value)
+        return value
 
 
 def bare_transformers() -> None:
-    """Does nothing where transformers is there already."""
+    """Installs empty packages for transformers, unless it is imported already."""
     if _NAME in sys.modules:
         return
     package = find_spec(_NAME)
     assert package is not None
     models = PathFinder.find_spec(f"{_NAME}.models", package.submodule_search_locations)
     assert models is not None
-    sys.modules[_NAME] = _Bare(package, _HOMES)
-    sys.modules[models.name] = _Bare(models, {})
+    sys.modules[_NAME] = _BarePackage(package, _HOMES)
+    sys.modules[models.name] = _BarePackage(models, {})
     vars(sys.modules[_NAME])["models"] = sys.modules[models.name]
 
 
-def _whole(name: str) -> ModuleType:
-    """The package itself; what was imported of it before is not imported again."""
+def _real_package(name: str) -> ModuleType:
+    """The real package; modules that were imported before are not imported again."""
     with _LOCK:
-        if isinstance(sys.modules[_NAME], _Bare):
+        if isinstance(sys.modules[_NAME], _BarePackage):
             for each in (_NAME, f"{_NAME}.models"):
                 del sys.modules[each]
         import transformers.models  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -43,7 +43,7 @@ def test_every_class_of_tokenizer_is_the_same_without_the_whole_of_transformers(
     bare, root = json.loads(_output(TOKENIZERS.format(first=BARE), *folders))
     usual, _ = json.loads(_output(TOKENIZERS.format(first=USUAL), *folders))
     assert bare == usual
-    assert (len(bare), root) == (len(folders), "_Bare")
+    assert (len(bare), root) == (len(folders), "_BarePackage")
 
 
 NAMES = """
@@ -65,8 +65,8 @@ print(transformers.models.llama.LlamaConfig is transformers.LlamaConfig)
 
 
 def test_any_other_name_is_that_of_the_whole_which_is_imported_then() -> None:
-    told = _output(NAMES).splitlines()
-    assert told == ["True", "False True", "False False", "True True True", "True True", "True"]
+    lines = _output(NAMES).splitlines()
+    assert lines == ["True", "False True", "False False", "True True True", "True True", "True"]
 
 
 HUB = """
@@ -88,8 +88,8 @@ print(HfApi.__module__)
 
 
 def test_the_hubs_client_is_not_imported_whole_and_nothing_calls_the_hub() -> None:
-    told = _output(HUB).splitlines()
-    assert told == ["[]", "LoadFailed", "LoadFailed", "huggingface_hub.hf_api"]
+    lines = _output(HUB).splitlines()
+    assert lines == ["[]", "LoadFailed", "LoadFailed", "huggingface_hub.hf_api"]
 
 
 def _with_class(folder: Path, name: str) -> Path:
