@@ -10,7 +10,7 @@ a compute thread like a runner's; the first kind alternates. No prompt is cached
 within a repeat: tokens a second from the first request to the last end, and, for a busy
 machine without a GPU, tokens for each second of CPU time that this process had.
 `first_s` is the time to the first and to the last client's first token. A warm-up of each comes
-before, in which the engine learns what drafts cost for so many clients.
+before, in which the engine measures the costs of drafts for that many clients.
 
 A shape (see bench/shapes.py) has random weights. Its layers are scaled by `--layers`, so that the
 last token decides most of the next one, and its head drafts from that token alone: the less
@@ -92,7 +92,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KindRun:
     """All clients' answers of one kind."""
 
     clients: list[Client]
@@ -177,7 +177,7 @@ def main() -> int:
     for count in options.clients:
         for kind in KINDS:
             _ = _run(compute, engine, _requests(options, count, -1, kind))
-        pairs = list[dict[str, Run]]()
+        pairs = list[dict[str, KindRun]]()
         for repeat in range(options.repeats):
             runs = {
                 kind: _run(compute, engine, _requests(options, count, repeat, kind))
@@ -231,7 +231,7 @@ def _beside(
     }
 
 
-def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
+def _ratios(pairs: Sequence[dict[str, KindRun]]) -> str:
     """Medians over repeats, and their spread."""
     parts = list[str]()
     for name, value in (("tokens", attrgetter("rate")), ("per CPU s", attrgetter("cpu_rate"))):
@@ -241,7 +241,7 @@ def _ratios(pairs: Sequence[dict[str, Run]]) -> str:
     return ", ".join(parts)
 
 
-def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRequest]) -> Run:
+def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRequest]) -> KindRun:
     # Neither kind must find prefixes of the other.
     compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
     clients, start, cpu = (
@@ -255,7 +255,7 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRe
         _ = client.over.wait()
         if client.fault is not None:
             raise client.fault
-    return Run(clients, start, time.process_time() - cpu)
+    return KindRun(clients, start, time.process_time() - cpu)
 
 
 def _requests(
@@ -278,7 +278,7 @@ def _counts(stats: Any) -> list[int]:
     return counts + [0] * (MAX_K + 1 - len(counts))
 
 
-def _ids(run: Run) -> tuple[tuple[int, ...], ...]:
+def _ids(run: KindRun) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(client.ids) for client in run.clients)
 
 

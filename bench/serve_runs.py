@@ -18,7 +18,7 @@ _CONNECT_S: Final = 10.0
 
 
 class Unusable(Exception):
-    """A server that no bench can run against; the message says why."""
+    """A server that no bench can use; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
         [--kernels mlx]
 
 Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
-from that many first ids, `head` quantises the draft head to so many bits, `ahead` builds each round
+from that many first ids, `head` quantises the draft head, `ahead` builds each round
 while the one before it runs.
 
 Ids are meaningless and acceptance is forced, so that a round with every draft accepted and one
@@ -94,7 +94,7 @@ PUBLISHED = {"27B": (0.857, 0.754, 0.664), "35B-A3B": (0.558, 0.383, 0.274)}
 
 
 class _Forced(Sampler):
-    """Accepts all drafts or none, whatever the target says; the device work stays the same."""
+    """Accepts all drafts or none whatever the target's logits; the device work stays the same."""
 
     def __init__(self, accept: bool) -> None:
         super().__init__(Sampling(), entropy=1)

@@ -1,4 +1,4 @@
-"""Random inputs of kernels, and what plain operations make of them."""
+"""Random inputs of kernels, and their results in plain operations."""
 
 # mlx and mlx_lm are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -34,7 +34,7 @@ class DeltaCase:
         return qkv[:, at], z[:, at], b[:, at], a[:, at]
 
     def heads(self) -> tuple[mx.array, mx.array, mx.array]:
-        """q, k and v behind convolution and norm."""
+        """q, k and v after convolution and norm."""
         s, qkv = self.sizes, self.inputs[0]
         window = mx.concatenate([self.before, qkv], axis=1)
         out = nn.silu(mx.conv1d(window, self.layer.kernel, groups=qkv.shape[2]))
@@ -45,7 +45,7 @@ class DeltaCase:
         return q, k, v
 
     def reference(self) -> tuple[mx.array, mx.array]:
-        """What mlx-lm's layer computes: y behind the gated norm, and the last state."""
+        """The result of mlx-lm's layer: y after the gated norm, and the last state."""
         _, z, b, a = self.inputs
         y, last = reference(*self.heads(), a, b, self.layer, self.state)
         return precise_swiglu(y, z, mx.fast.rms_norm(y, self.layer.norm, 1e-6)), last

@@ -25,7 +25,7 @@ _SECONDS: Final = 60
 
 
 class CannotStandIn(RuntimeError):
-    """Our products cannot replace MLX's; the message says why."""
+    """Our products cannot replace MLX's; the message is the reason."""
 
 
 def own_products() -> str:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from ...mtp.family import Family, family_of
 from ...mtp.rollback import fixed_kinds
@@ -27,7 +26,7 @@ from .head_files import backbone_is_raw, head_arrays
 from .kv_quantisation import KvQuantisation
 from .split_check import require_splittable
 from .stage_limits import StageLimits
-from .stage_model import StageModel, open_model, read_layers, require_layers
+from .stage_model import StageModel, open_model, parameters_of, read_layers, require_layers
 from .tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _load(
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)
-        head_bytes = sum(p.nbytes for p in _parameters(head)) if head is not None else 0
+        head_bytes = sum(p.nbytes for p in parameters_of(head)) if head is not None else 0
     read = bytes_read() - read_before
     kernels = _choose_kernels(spec, stage, head, report)
     return Loaded(
@@ -206,10 +205,6 @@ def _limits(spec: pb.StageSpec, config: Mapping[str, Any]) -> StageLimits:
         kv_bits=spec.kv_bits,
         dtype_reason=spec.dtype_reason,
     )
-
-
-def _parameters(head: nn.Module) -> list[mx.array]:
-    return [cast("mx.array", parameter) for _, parameter in tree_flatten(head.parameters())]
 
 
 def _limit_memory(limit_bytes: int) -> None:

@@ -11,16 +11,12 @@ that are changed here:
 """
 
 import resource
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
 from ...placement.errors import LoadFailed
 from ..kernels.cpu_products import stand_in
-from ..text.bare_mlx_lm import bare_mlx_lm
-from ..text.bare_transformers import bare_transformers
+from ..text.bare_packages import bare_mlx_lm, bare_transformers, replaced_modules
 
 
 def _raise_soft_limit(resource_id: int, limits: tuple[int, int]) -> None:
@@ -48,18 +44,10 @@ _STAND_INS = {
 """The names that `mlx_lm.utils` imports from modules that are left out."""
 
 
-@contextmanager
-def _without_modules() -> Generator[None]:
-    """Replaces the modules by stand-ins meanwhile; a later import loads the real ones."""
-    absent = [name for name in _STAND_INS if name not in sys.modules]
-    for name in absent:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(_STAND_INS[name])
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
+def _stand_in_for(name: str) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(_STAND_INS[name])
+    return module
 
 
 stand_in()
@@ -68,7 +56,7 @@ resource.setrlimit = _raise_soft_limit
 bare_mlx_lm()
 bare_transformers()
 try:
-    with _without_modules():
+    with replaced_modules([_stand_in_for(name) for name in _STAND_INS]):
         import mlx_lm.utils  # noqa: F401  # pyright: ignore[reportUnusedImport]
 finally:
     resource.setrlimit = _SET

@@ -35,7 +35,7 @@ from ...placement.split_refusal import SplitRefusal
 from ..checkpoint.files import write_atomic
 from .layer_view import LayerRecords
 from .small_config import small_config
-from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, headline, mlx_lm_type
+from .stage_model import MODEL_FAULTS, ONE_NODE, StageModel, headline, mlx_lm_type, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -200,8 +200,8 @@ class SplitTrial:
     def _poison(self, first: int, end: int) -> None:
         """Sets the weights that the stage must not need to NaN: other layers', outer ones."""
         layers = cast("list[nn.Module]", cast(Any, self.model).layers)
-        own_ids = {id(value) for layer in layers[first:end] for value in _values(layer)}
-        layer_ids = {id(value) for layer in layers for value in _values(layer)}
+        own_ids = {id(value) for layer in layers[first:end] for value in parameters_of(layer)}
+        layer_ids = {id(value) for layer in layers for value in parameters_of(layer)}
         needed_ids = (
             own_ids if first else own_ids | {id(value) for _, value in self._weights} - layer_ids
         )
@@ -300,10 +300,6 @@ def small_model(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
     if not stock:
         prepare(model)
     return model
-
-
-def _values(module: nn.Module) -> list[mx.array]:
-    return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
 
 
 def _nan(value: mx.array) -> mx.array:

@@ -288,10 +288,10 @@ def read_layers(
     prepare(model)
     layers: list[nn.Module] = list(cast(Any, model).layers)
     require_layers(model, first, end)
-    others = {id(p) for layer in layers for p in _parameters(layer)}
-    parts = [_parameters(layers[i]) for i in range(first, end)]
+    others = {id(p) for layer in layers for p in parameters_of(layer)}
+    parts = [parameters_of(layers[i]) for i in range(first, end)]
     if outer:
-        parts.append([p for p in _parameters(model) if id(p) not in others])
+        parts.append([p for p in parameters_of(model) if id(p) not in others])
     total = sum(p.nbytes for part in parts for p in part)
     bytes_in_memory = 0
     for part in parts:  # one layer at a time: a cast holds both copies until it is evaluated
@@ -346,7 +346,8 @@ def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.ar
     return {name: value for name, value in weights.items() if name not in dropped}
 
 
-def _parameters(module: nn.Module) -> list[mx.array]:
+def parameters_of(module: nn.Module) -> list[mx.array]:
+    """The arrays of a module and of all modules in it."""
     return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
 
 

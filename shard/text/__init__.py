@@ -3,8 +3,7 @@
 answer_format.py: how a checkpoint marks reasoning and tool calls
 argument_grammar.py: the grammar of the arguments of a tagged call
 argument_values.py: the values of arguments under a tool's schema
-bare_mlx_lm.py: imports mlx-lm's modules without its `__init__`
-bare_transformers.py: the same for transformers
+bare_packages.py: imports modules of mlx-lm and transformers without their `__init__`
 call_grammar.py: the grammar of a required tool call
 call_scanners.py: parses the arguments of a call from its text as it grows
 call_stream.py: streams the arguments of a call while a model writes it

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .answer_format import DEEPSEEK_CALL
+from .channels import overlap
 
 _MAX_SEARCH_CHARS: Final = 4096
 """The longest text between two values in which the next one is searched."""
@@ -172,8 +173,8 @@ class _TaggedScanner:
         rest, closes = self._rest, self._tags.closes
         at = rest.find(closes)
         if at < 0:
-            overlap = max(_overlap(rest, closes), _overlap(rest, self._tags.line + closes))
-            yield from self._part(len(rest) - overlap)
+            cut = max(overlap(rest, closes), overlap(rest, self._tags.line + closes))
+            yield from self._part(len(rest) - cut)
             return
         behind = at + len(closes)
         verdict = self._closes_at(rest[behind:].lstrip())
@@ -204,12 +205,6 @@ class _TaggedScanner:
         self._rest = self._rest[length:]
         self._at += length
         return self._at
-
-
-def _overlap(text: str, marker: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `marker`."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
 
 _UNICODE: Final = r"u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"

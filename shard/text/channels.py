@@ -164,7 +164,7 @@ class AnswerChannels:
             segments.append(Segment(self._state, before, self._opened, marker))
             self._enter(follows, before, marker)
             start = 0
-        if self._state != "header" and (length := len(self._pending) - self._marker_overlap()):
+        if self._state != "header" and (length := len(self._pending) - self._marker_start()):
             segments.append(Segment(self._state, self._pending[:length], self._opened))
             self._pending, self._opened = self._pending[length:], ""
         return segments
@@ -198,10 +198,12 @@ class AnswerChannels:
                 best = (at, marker, to)
         return best
 
-    def _marker_overlap(self) -> int:
-        """The length of the longest suffix of the pending text that may begin a marker."""
-        text, edges = self._pending, self._edges()
-        for length in range(min(len(text), self._longest() - 1), 0, -1):
-            if any(marker.startswith(text[-length:]) for marker, _ in edges):
-                return length
-        return 0
+    def _marker_start(self) -> int:
+        """The length of the end of the pending text that may begin a marker."""
+        return max((overlap(self._pending, marker) for marker, _ in self._edges()), default=0)
+
+
+def overlap(text: str, marker: str) -> int:
+    """The length of the longest suffix of `text` that is a true prefix of `marker`."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)

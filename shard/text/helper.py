@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from ...placement.errors import ExoNodeError, InvalidRequest
-from .bare_mlx_lm import bare_mlx_lm
-from .bare_transformers import bare_transformers
+from .bare_packages import bare_mlx_lm, bare_transformers
 from .grammar import GRAMMAR_BYTES
 from .messages import chat_from_json
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from .channels import AnswerChannels, AnswerFormat, Segment
+from .channels import AnswerChannels, AnswerFormat, Segment, overlap
 
 _LINE_BREAKS: Final = "\n\r"
 _ALL_CONTENT: Final = AnswerFormat()
@@ -64,18 +64,10 @@ class StopStrings:
             at, self.match = min(places)
             self._pending = ""
             return text[:at]
-        cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[cut:]
         return text[:cut]
 
     def _flush(self) -> str:
         text, self._pending = self._pending, ""
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0

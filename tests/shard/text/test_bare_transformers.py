@@ -26,12 +26,12 @@ for folder in sys.argv[1:]:
 print(json.dumps([found, kinds[0]]))
 """
 USUAL = """
-from exo_node.shard.text.bare_mlx_lm import bare_mlx_lm
+from exo_node.shard.text.bare_packages import bare_mlx_lm
 bare_mlx_lm()
 """
 BARE = f"""
 {USUAL}
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 """
 
@@ -48,7 +48,7 @@ def test_every_class_of_tokenizer_is_the_same_without_the_whole_of_transformers(
 
 NAMES = """
 import sys
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 import transformers
 from transformers import AutoTokenizer as auto, PreTrainedTokenizerFast as fast
@@ -71,7 +71,7 @@ def test_any_other_name_is_that_of_the_whole_which_is_imported_then() -> None:
 
 HUB = """
 import sys
-from exo_node.shard.text.bare_transformers import bare_transformers
+from exo_node.shard.text.bare_packages import bare_transformers
 bare_transformers()
 from transformers import AutoTokenizer
 client = ("huggingface_hub.hf_api", "huggingface_hub.repocard", "httpcore2")

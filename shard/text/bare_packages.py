@@ -1,14 +1,16 @@
-"""Replaces the `__init__` of transformers, which reads every module of every model.
+"""Replaces the `__init__` of mlx_lm and of transformers, which import all of their modules.
 
-That takes most of a second of CPU time in each generator and each helper, which need two names. As
-for mlx-lm, modules are imported one by one; any other name imports the whole of transformers. The
-hub client's modules that its tokenizers import are replaced too, which saves a fifth of a second: a
-process that reads a tokenizer from a folder calls no hub.
+mlx_lm's imports MLX and, for seconds, transformers. That of transformers reads every module of
+every model, which takes most of a second of CPU time in each generator and each helper, which need
+two names. Call these functions before anything imports the packages. Their modules are then
+imported one by one as they are named, and are not changed; any other name of transformers imports
+the whole of it. The hub client's modules that its tokenizers import are replaced too, which saves a
+fifth of a second: a process that reads a tokenizer from a folder calls no hub.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
@@ -53,16 +55,21 @@ class _Hub(ModuleType):
 
 
 @contextmanager
+def replaced_modules(stand_ins: Sequence[ModuleType]) -> Generator[None]:
+    """Puts stand-ins in the place of modules that are not imported yet; removes them afterwards."""
+    absent = {each.__name__: each for each in stand_ins if each.__name__ not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+@contextmanager
 def _without_the_hub() -> Generator[None]:
-    """Replaces the hub's modules meanwhile; a later import loads the real ones."""
-    with _LOCK:
-        absent = [name for name in _HUB if name not in sys.modules]
-        sys.modules.update((name, _Hub(name)) for name in absent)
-        try:
-            yield
-        finally:
-            for name in absent:
-                del sys.modules[name]
+    with _LOCK, replaced_modules([_Hub(name) for name in _HUB]):
+        yield
 
 
 def _auto_tokenizer() -> Any:
@@ -104,6 +111,18 @@ class _BarePackage(ModuleType):
             return getattr(_real_package(self.__name__), name)
         setattr(self, name, value)
         return value
+
+
+def bare_mlx_lm() -> None:
+    """Installs an empty package for mlx_lm, unless it is imported already."""
+    if "mlx_lm" in sys.modules:
+        return
+    spec = find_spec("mlx_lm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    package = ModuleType("mlx_lm")
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules["mlx_lm"] = package
 
 
 def bare_transformers() -> None:
